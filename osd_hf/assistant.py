@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import html
 import logging
@@ -16,11 +17,13 @@ from typing import Any
 
 import torch
 
-from osd_hf.capture.guards import check_request
+from osd_hf.capture.guards import answered_alone, check_request, needed_tokenizer
 from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.exactness import drop_adapter_hooks, log_once
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.drafting.loop_inputs import setting
 from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.fingerprint import taught_for, warn_of_target
@@ -57,7 +60,7 @@ __all__ = ["OnlineAssistant"]
 logger = logging.getLogger(__name__)
 
 CHAT_TOKENS = 256  # of an answer to a chat at most, where nobody has said more; as transformers' pipelines
-LENGTHS = {"max_new_tokens", "max_length", "generation_config"}
+LENGTHS = ("max_new_tokens", "max_length")
 OF_CHAT = {"add_generation_prompt", "return_dict", "return_tensors", "tokenize"}  # which the prompt of a chat has set
 
 
@@ -166,9 +169,12 @@ class OnlineAssistant:
         What `target.generate` returns for these arguments, sooner.
 
         Args:
-            inputs (`torch.Tensor` of shape `(prompts, tokens)`, int64, *optional*):
-                Prompt ids; or pass `input_ids` and `attention_mask` as the tokenizer returns them: of a decoder-only
-                target several prompts are padded on their left. They are brought to the target's device.
+            inputs (`torch.Tensor` or `Mapping[str, torch.Tensor]`, *optional*):
+                Token ids, int64, of shape `(prompts, tokens)`, or what the target takes instead, such as audio
+                features; or what a tokenizer or processor returns. It can also be passed as keywords (`**inputs`).
+                Several prompts of a decoder-only target are padded on the left. Tensors are moved to the target's
+                device. With `inputs_embeds`, `encoder_outputs`, or a soft prompt (PEFT) the target answers alone,
+                and the log says so once.
             domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False` nothing of the request is kept or learned from; its acceptance is still counted.
@@ -190,24 +196,36 @@ class OnlineAssistant:
             UnsupportedGenerationError: what cannot be kept lossless; before any work is done.
             ConfigError: `num_assistant_tokens` cannot be had.
         """
-        tried = check_request(unwrap(self.target), self.config, inputs, generate_kwargs, num_assistant_tokens)
-        device = input_device(unwrap(self.target))
+        target = unwrap(self.target)
+        if isinstance(inputs, Mapping):  # what a tokenizer or processor returns
+            inputs, generate_kwargs = None, {**inputs, **generate_kwargs}
+        tried = check_request(target, self.config, inputs, generate_kwargs, num_assistant_tokens)
+        device = input_device(target)
         inputs, *moved = (
             value.to(device) if isinstance(value, torch.Tensor) else value
             for value in (inputs, *generate_kwargs.values())
         )
         generate_kwargs = dict(zip(generate_kwargs, moved, strict=True))
+        config = generate_kwargs.get("generation_config")
+        generate_kwargs |= needed_tokenizer(self.tokenizer, generate_kwargs, config, target.generation_config)
+        prompt = () if inputs is None else (inputs,)  # some models name their first argument otherwise
+        if why := answered_alone(self.target, generate_kwargs):
+            log_once(target, f"The target answers without a draft: {why}.")
+            with self._live.request():
+                return self.target.generate(*prompt, **generate_kwargs)
         generate_kwargs["assistant_model"] = self._drafts.base
         if vocab_size_of(self._drafts.base) != vocab_size_of(unwrap(self.target)):  # which `generate` asks about
             generate_kwargs |= {"tokenizer": self.tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
-        if self.tokenizer is not None and generate_kwargs.get("stop_strings") is not None:
-            generate_kwargs.setdefault("tokenizer", self.tokenizer)
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(
             domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
         )
         with self._live.request(), bind(self.target, binding):
-            output = self.target.generate(inputs, **generate_kwargs)
+            try:
+                output = self.target.generate(*prompt, **generate_kwargs)
+            except BaseException:
+                drop_adapter_hooks(target)
+                raise
         if on_trace is not None:
             for trace in seen or ():
                 try:
@@ -266,9 +284,14 @@ class OnlineAssistant:
                 return_dict=True, return_tensors="pt", **template_kwargs,
             )  # fmt: skip
         ids = prompt["input_ids"]
-        usual = unwrap(self.target).generation_config
-        if usual.max_new_tokens is None and usual.max_length is None and not LENGTHS & generate_kwargs.keys():
-            generate_kwargs["max_new_tokens"] = CHAT_TOKENS
+        config = generate_kwargs.get("generation_config")
+        sources = (generate_kwargs, config, unwrap(self.target).generation_config)
+        if all(setting(sources, name) is None for name in LENGTHS):
+            if config is None:
+                generate_kwargs["max_new_tokens"] = CHAT_TOKENS
+            else:  # transformers wants all settings in one place
+                generate_kwargs["generation_config"] = copy.copy(config)
+                generate_kwargs["generation_config"].max_new_tokens = CHAT_TOKENS
         output = self.generate(input_ids=ids, attention_mask=prompt["attention_mask"], **generate_kwargs)
         answer = getattr(output, "sequences", output)[0]
         text: str = tokenizer.decode(

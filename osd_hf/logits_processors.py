@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -219,10 +219,10 @@ def _rebuilt(model: Any, trace: Trace, prompt_tokens: int) -> Sequence[Any]:
     config = GenerationConfig(**{k: v for k, v in trace.sampling.items() if k not in ("processors", "max_new_tokens")})
     if "max_new_tokens" in trace.sampling:
         config.max_length = prompt_tokens + int(trace.sampling["max_new_tokens"])
-    encoder_ids = None
     if trace.decoder_prompt_ids is not None:
         config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
-        encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
+    # Of a decoder-only model, too, the processors of the encoder's ids go by the prompt.
+    encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
     model._prepare_special_tokens(config, True, device=model.device)
     processors: Sequence[Any] = model._get_logits_processor(
         generation_config=config, input_ids_seq_length=prompt_tokens, encoder_input_ids=encoder_ids,
@@ -230,11 +230,17 @@ def _rebuilt(model: Any, trace: Trace, prompt_tokens: int) -> Sequence[Any]:
     )  # fmt: skip
     rebuilt = [type(p).__name__ for p in processors]
     if rebuilt != recorded:
-        logger.warning(
-            "A trace was made with logits processors %s, of which its settings rebuild %s: replay is approximate.",
-            recorded, rebuilt,
-        )  # fmt: skip
+        _warn_inexact(tuple(recorded), tuple(rebuilt))
     return processors
+
+
+@lru_cache(256)
+def _warn_inexact(recorded: tuple[str, ...], rebuilt: tuple[str, ...]) -> None:
+    """Warn once per process that these processors cannot be rebuilt: each replay of each such trace meets them."""
+    logger.warning(
+        "Traces were made with logits processors %s, of which their settings rebuild %s: replay is approximate, and "
+        "so is the gate.", list(recorded), list(rebuilt),
+    )  # fmt: skip
 
 
 def _is_sparse(processor: Any) -> bool:

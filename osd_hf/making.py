@@ -408,6 +408,7 @@ def taught_draft(
     k, speedup = best.costs.worth(best.stats.alpha, answer)
     draft = best.end()
     set_fixed_k(draft.generation_config, k)
+    draft.generation_config.stop_strings = None  # transformers' assisted generation gives a draft no tokenizer
     made = MadeDraft(
         draft, best.layers, best.encoder_layers, best.before, best.stats, best.costs, k, speedup, tuple(trials),
         tuple(best.curve), len(learned), len(held_out), best.positions, best.steps, course.elapsed,

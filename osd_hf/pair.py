@@ -60,6 +60,12 @@ def is_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def has_soft_prompt(model: Any) -> bool:
+    """Whether a model is a `PeftModel`, compiled or not, whose active adapter is a soft prompt."""
+    model = uncompiled(model)
+    return is_peft(model) and bool(getattr(model.active_peft_config, "is_prompt_learning", False))
+
+
 def unwrap(model: Any) -> Any:
     """The transformers model whose `generate` runs in the end: inside a compiled model, inside a `PeftModel`."""
     for _ in range(MOST_WRAPPERS):
@@ -72,8 +78,8 @@ def unwrap(model: Any) -> Any:
 
 
 def merged(model: Any) -> Any:
-    """A copy of a `PeftModel` as an ordinary model, its adapter merged into the weights; the model itself where there
-    is none, or one that cannot be merged (soft prompts)."""
+    """Return a copy of a `PeftModel` as an ordinary model, its adapter merged into the weights; the model itself if it
+    has no adapter, or a soft prompt. Raises UnsupportedModelError if PEFT cannot merge the adapter."""
     if not is_peft(model) or not hasattr(model.base_model, "merge_and_unload"):
         return model
     model = copy.deepcopy(model)
@@ -81,7 +87,13 @@ def merged(model: Any) -> Any:
     ends = inner.get_output_embeddings(), inner.get_input_embeddings()
     if any(hasattr(end, "base_layer") for end in ends) and ends[0].weight is ends[1].weight:
         untie(inner)
-    return model.merge_and_unload()
+    try:
+        return model.merge_and_unload()
+    except (NotImplementedError, ValueError, RuntimeError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"The adapter ({type(model.active_peft_config).__name__}) cannot be merged into the weights: "
+            f"{first_line(error)}. Use an adapter that PEFT can merge, such as LoRA, or the model without it."
+        ) from error
 
 
 def untie(model: Any) -> None:
@@ -112,8 +124,9 @@ def device_clock(model: Any) -> Callable[[], float]:
 
 
 def eos_ids(config: Any) -> tuple[int, ...]:
-    """Ids that end an answer, by a configuration or a mapping that names one, several or none."""
+    """Return the ids that end an answer, by a configuration or a mapping that has one, several, a tensor, or none."""
     eos = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
+    eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 

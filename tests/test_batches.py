@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
@@ -117,11 +118,11 @@ def test_each_row_is_answered_as_alone_and_leaves_the_trace_that_it_leaves_alone
 def test_a_target_whose_rows_cannot_go_on_independently_answers_by_itself(
     architecture: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assistant = assistant_of(architecture)
+    target, draft = pair(architecture)
+    assistant = OnlineAssistant(copy.deepcopy(target), draft, config=FIXED)  # of which nothing was logged yet
     batch = padded(LENGTHS[:3], "right" if assistant.target.config.is_encoder_decoder else "left")
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
     traces = list[Trace]()
-    capture_batch._told.pop(assistant.target, None)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             answers = assistant.generate(**batch, **settings, on_trace=traces.append)
@@ -138,9 +139,9 @@ def test_a_target_whose_rows_cannot_go_on_independently_answers_by_itself(
 def test_what_was_found_of_a_model_is_found_anew_where_it_has_changed() -> None:
     model = models.build("qwen3", num_hidden_layers=1)
     assert drafting_batch.hindrance(model) is None
-    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
-    assert "rotary" in str(drafting_batch.hindrance(model))
-    model.config.rope_parameters["rope_type"] = "default"
+    model.config.attention_chunk_size = 8
+    assert "other than full attention" in str(drafting_batch.hindrance(model))
+    model.config.attention_chunk_size = None
     assert drafting_batch.hindrance(model) is None
     assert "forward fails" in str(drafting_batch.hindrance(model.to("meta")))
 
@@ -606,7 +607,8 @@ def test_a_target_in_training_mode_serves_batches_and_stays_in_it() -> None:
     hook = target.lm_head.register_forward_hook(lambda module, inputs, output: kept.append(output))
     assert drafting_batch.hindrance(target) is None  # tried out without dropping values
     hook.remove()
-    assert [made.is_inference() for made in kept] == [False] * 4
+    assert kept
+    assert not any(made.is_inference() for made in kept)
     assistant.generate(**padded(LENGTHS[:2]), do_sample=False, max_new_tokens=NEW)
     assert assistant.stats.drafted > 0
     assert [name for name, module in target.named_modules() if not module.training] == ["lm_head"]

@@ -16,7 +16,7 @@ from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import LeanCandidateGenerator
 from osd_hf.drafting.pacing import AutoPace, FixedPace
-from osd_hf.errors import ConfigError, UnsupportedGenerationError
+from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 
@@ -779,15 +779,6 @@ def test_the_draft_of_auto_drafts_a_few_tokens_elsewhere() -> None:
     target, draft = models.pair(k=20)
     saved = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto")).draft.generation_config
     assert (saved.num_assistant_tokens, saved.num_assistant_tokens_schedule) == (5, "constant")
-
-
-def test_encoder_outputs_are_refused() -> None:
-    target, draft = models.pair("t5")
-    ids = models.prompt()
-    with torch.no_grad():
-        outputs = target.get_encoder()(input_ids=ids)
-    with pytest.raises(UnsupportedGenerationError, match="encoder_outputs"):
-        OnlineAssistant(target, draft).generate(encoder_outputs=outputs, max_new_tokens=4)
 
 
 # --- k of one request -----------------------------------------------------------------------------------------------

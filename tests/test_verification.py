@@ -668,3 +668,22 @@ def test_targets_by_a_real_compiler_answer_as_they_do_alone(
         assistant.target.lm_head.weight.copy_(assistant.target.lm_head.weight.roll(1, 0))
     assert same_as_alone(assistant, models.prompt()) != before
     assert "not compiled" not in caplog.text
+
+
+def test_a_target_that_computes_otherwise_when_compiled_runs_eagerly(
+    graphs: Graphs, fed: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = small()
+    forward = type(target).forward
+
+    def odd(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+    target.__class__ = type(type(target).__name__, (type(target),), {"forward": odd})
+    same_as_alone(assistant_of(target, draft), models.prompt())
+    assert not fed
+    assert "The target is not compiled and runs eagerly" in caplog.text
+    assert "its logits differ" in caplog.text

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from osd_hf.capture.guards import ReplayedProcessor
+from osd_hf.capture.guards import ReplayedProcessor, undrafted
 from osd_hf.capture.request import Binding, Decoding, Request, Round, bears_any_token, hand_over
 from osd_hf.drafting.batch import (
     BatchDraft,
@@ -28,6 +26,7 @@ from osd_hf.drafting.batch import (
     judged,
 )
 from osd_hf.drafting.costs import PROMPT, RoundTime
+from osd_hf.drafting.exactness import has_adapter_per_row, limits_of, log_once
 from osd_hf.drafting.forward import KNOWN_ARGUMENTS
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import WatchedProcessors
@@ -38,12 +37,8 @@ from osd_hf.trace import num_accepted
 from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.yielding import breathe
 
-logger = logging.getLogger(__name__)
-
 MOST_GUESSED, LEAST_CHANCE = 16, 0.1  # tokens of past text in a round, and how likely the last one is right
 NO_TOKEN = 1 << 40  # stands for no token of any vocabulary
-
-_told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -108,17 +103,16 @@ class BatchRequest(Decoding):
         assert self.pace is not None
         why = self._hindrance()
         if why is not None:
-            told = _told.setdefault(self.model, set())
-            if why not in told:
-                told.add(why)
-                logger.warning("Batches are decoded without a draft: %s.", why)
+            log_once(self.model, f"Batches are decoded without a draft: {why}.")
         elif not self.pace.is_plain:
             return _Rounds(self).decode()
-        return self.decode_plainly()
+        return self.decode_plainly(is_usual=why is None)
 
     def _hindrance(self) -> str | None:
         """Why the rows cannot go on independently; `None` where they can."""
         config, cache = self.config, self.kwargs.get("past_key_values")
+        if why := undrafted(self.model, config):
+            return why
         others = [name for name, value in self.kwargs.items() if value is not None and name not in KNOWN_ARGUMENTS]
         drafts = list({id(drafting.draft): drafting for drafting in self.draftings}.values())
         if self.kwargs.get("streamer") is not None or self.kwargs.get("synced_gpus"):
@@ -130,11 +124,12 @@ class BatchRequest(Decoding):
                 return why
             if drafting.translation is not None:
                 return "the draft has a tokenizer of its own"
-        for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
-            if why := hindrance(model):
-                return f"{whose} cannot hold rows that go on independently: {why}"
         if others:
             return f"`{others[0]}` was given"
+        if has_adapter_per_row(self.model):
+            return (
+                "PEFT uses an adapter for each row (`adapter_names`, or aLoRA), and rows leave the batch as they end"
+            )
         if any(type(p) is ReplayedProcessor for p in self.kwargs["logits_processor"]):
             return "a processor is replayed"
         if not all(map(bears_any_token, self.kwargs["logits_processor"])):
@@ -143,10 +138,17 @@ class BatchRequest(Decoding):
             return "the cache is not one of the request's own"
         if not (all(request.prompts for request in self.requests) and _is_padded_left(self.kwargs, self.input_ids)):
             return "prompts are not token ids behind padding"
+        limits = limits_of(self.model, self.input_ids, self.kwargs)
+        if not limits.allow_any(self.input_ids.shape[1], self.max_length):
+            return f"of {type(self.model).__name__}, {limits.reason}"
+        for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
+            if why := hindrance(model):
+                return f"{whose} cannot hold rows that go on independently: {why}"
         return None
 
-    def decode_plainly(self) -> Any:
-        """Let the target decode the batch alone, by its own loop, while its rows are kept."""
+    def decode_plainly(self, *, is_usual: bool = True) -> Any:
+        """Let the target decode the batch alone, by its own loop, and keep its rows. The time of an unusual request,
+        such as one without a cache, says nothing about others."""
         assert self.pace is not None
         clock, times, requests = self.draftings[0].clock, list[float](), self.requests
 
@@ -167,7 +169,7 @@ class BatchRequest(Decoding):
         for i, (request, end) in enumerate(zip(requests, ends, strict=True)):
             request.sequence = sequences[i : i + 1, : begins + end]
             request.rounds = [Round(request.drafted, 1)] * end
-        if len(times) > 1:
+        if len(times) > 1 and is_usual:
             rounds = len(times) - 1
             time = RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds)
             self.pace.timed(time, sum(ends) - len(ends))

@@ -1,52 +1,67 @@
-"""What cannot be kept lossless, or cannot teach a draft, is refused; a processor with a memory may be replayed."""
+"""Which requests are refused, and which the target answers alone; a processor with a memory may be replayed."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import marshal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, PrefixConstrainedLogitsProcessor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    SynthIDTextWatermarkingConfig,
+)
 
 from osd_hf.capture.object_state import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
+from osd_hf.drafting.exactness import SOFT_PROMPT
 from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
-from osd_hf.pair import vocab_size_of
+from osd_hf.pair import has_soft_prompt, vocab_size_of
 
-# Fields of a generation config: name, values under which it does nothing, why it is refused.
+# Fields of a generation config that are refused: name, values under which it does nothing, reason.
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
-    ("num_return_sequences", (None, 1), "assisted generation answers one sequence; call once per answer"),
+    ("num_return_sequences", (None, 1), "a draft serves one answer per prompt; repeat the prompt instead"),
     ("assistant_ensemble_weight", (None,), "it trades the target's distribution for acceptance, so it is lossy"),
     ("prompt_lookup_num_tokens", (None,), "prompt lookup has no draft model that could learn"),
     ("assistant_early_exit", (None,), "early exit drafts with the target itself, there is no draft to teach"),
     ("use_mtp", (None, False), "multi-token prediction drafts with the target's own heads"),
     ("speculation_type", (None,), "block drafting has no ordinary assistant model to teach"),
-    ("guidance_scale", (None, 1, 1.0), "guidance keeps state that target and draft would share"),
     ("penalty_alpha", (None, 0, 0.0), "contrastive search verifies no draft"),
     ("dola_layers", (None,), "DoLa verifies no draft"),
     ("constraints", (None,), "constrained beams verify no draft"),
     ("force_words_ids", (None,), "constrained beams verify no draft"),
-    ("use_cache", (None, True), "assisted generation needs the key-value cache"),
-    ("cache_implementation", CROPPED_CACHES, "assisted generation needs a dynamic cache, which can be cropped"),
+)
+# Fields under which the target answers alone: name, values under which it does nothing, reason.
+_UNDRAFTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("guidance_scale", (None, 1, 1.0), "guidance keeps state that target and draft would share"),
+    ("use_cache", (True,), "drafts need the key-value cache"),
+    ("cache_implementation", CROPPED_CACHES, "tokens cannot be taken back from such a cache"),
 )
 # Arguments of `OnlineAssistant.generate` that no generation config has: name, why it is refused and what to do.
 _REFUSED_ARGUMENTS = (
     ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
      "assistant.attached():`"),
     ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
-    ("inputs_embeds", "the draft reads token ids. Pass `input_ids` instead"),
-    ("encoder_outputs", "the draft reads the source with an encoder of its own. Pass `input_ids` instead"),
     ("assistant_tokenizer", "the assistant knows the tokenizer of its draft. Pass it to `OnlineAssistant`"),
 )  # fmt: skip
-# A field of a generation config that is in none of these, as a newer transformers may bring, is refused where it is
-# set: what it does is not known here.
-_KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in _REFUSED}
+# Arguments under which `target.generate` answers alone: name, reason.
+_ALONE_ARGUMENTS = (
+    ("inputs_embeds", "the draft reads token ids, and `inputs_embeds` was given"),
+    ("encoder_outputs", "the draft reads the source with an encoder of its own, and `encoder_outputs` was given"),
+)
+# Arguments that `target.generate` takes as tensors, beside the model's own `main_input_name`.
+_TENSORS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+_NEEDS_TOKENIZER = ("stop_strings", "token_healing")
+# A newer transformers may bring fields that are in none of these. The target answers alone where one is set: what the
+# field does is not known here.
+_KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*_REFUSED, *_UNDRAFTED)}
 
 # Classes of transformers that remember earlier calls, or need more than the row and the tokens: draft and target would
 # share one memory.
@@ -78,27 +93,123 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def check_generation(*sources: Any) -> None:
-    """Refuse modes of `generate` that are lossy, or have no draft to teach. Settings are looked up in the sources,
-    first come first served: dicts or generation configs; `None` is passed over. Raises UnsupportedGenerationError,
-    which names the setting, its value and the reason."""
+    """
+    Refuse modes of `generate` that are lossy, or have no draft to teach.
+
+    Args:
+        sources (`Any`): Keywords (a dict) or generation configs, the strongest first, as for [`setting`].
+
+    Raises:
+        UnsupportedGenerationError: names the setting, its value, the reason and what to do.
+    """
     given = functools.partial(setting, sources)
     for name, harmless, reason in _REFUSED:
         value = given(name)
         if not any(value is ok or value == ok for ok in harmless):
-            raise UnsupportedGenerationError(f"`{name}={value!r}` cannot be used here: {reason}. Leave it out.")
-    for name, harmless in _unknown_settings(GenerationConfig.__init__).items():
-        value = given(name)
-        if value not in harmless:
             raise UnsupportedGenerationError(
-                f"`{name}={value!r}` cannot be used here: this version of osd_hf does not know the setting of a newer "
-                "transformers, so it cannot tell whether assisted answers would be the target's own. "
-                "Leave it out, or use a newer osd_hf."
+                f"`{name}={value!r}` cannot be used here: {reason}. Leave it out, or pass `{name}={harmless[-1]!r}` "
+                "where a generation config sets it."
             )
-    if type(given("watermarking_config")).__name__ == "SynthIDTextWatermarkingConfig":
+    if given("cache_implementation") == "paged":
         raise UnsupportedGenerationError(
-            "`watermarking_config` with SynthID keeps state that target and draft would share. Leave it out, or use "
-            "`WatermarkingConfig`, which is stateless."
+            "`cache_implementation='paged'` cannot be used here: continuous batching takes no draft. Leave it out."
         )
+
+
+def undrafted(model: Any, config: Any) -> str | None:
+    """
+    Return why the target answers a request alone, without a draft: the settings, and the reason. `None` if a draft can
+    help.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        config (`GenerationConfig`): Of the request, as `generate` has resolved it.
+    """
+    for name, harmless, reason in _UNDRAFTED:
+        value = getattr(config, name)
+        if not any(value is ok or value == ok for ok in harmless):
+            return f"`{name}` is set, and {reason}"
+    for name, values in _unknown_settings(GenerationConfig.__init__).items():
+        if getattr(config, name, None) not in values:
+            return f"`{name}` is set, which this version of osd_hf does not know"
+    if isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig):
+        return "`watermarking_config` is SynthID's, which keeps state that target and draft would share"
+    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", "eager")
+    if config.return_dict_in_generate and config.output_attentions and attention != "eager":
+        return f"`output_attentions` is set, and {attention} attention returns none"
+    return None
+
+
+def not_watched(why: str) -> UnsupportedGenerationError:
+    """Return the error of a request that has no draft to watch, by what [`undrafted`] has returned."""
+    return UnsupportedGenerationError(
+        f"This request cannot be assisted: {why}. Leave the setting out, or call `generate` without `assistant_model`."
+    )
+
+
+def needed_tokenizer(tokenizer: Any, *sources: Any) -> dict[str, Any]:
+    """
+    Return the argument `tokenizer` of `generate` where a setting needs one, and otherwise nothing.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
+        sources (`Any`): As for [`check_generation`]; a `tokenizer` among the keywords comes first.
+
+    Raises:
+        UnsupportedGenerationError: a setting needs a tokenizer, and there is none.
+    """
+    keywords = sources[0]
+    name = next((name for name in _NEEDS_TOKENIZER if setting(sources, name) not in (None, False)), None)
+    if name is None:
+        return {}
+    if keywords.get("tokenizer") is not None:
+        tokenizer = keywords["tokenizer"]
+    if tokenizer is None:
+        raise UnsupportedGenerationError(
+            f"`{name}={setting(sources, name)!r}` needs a tokenizer, and none was found where the models came from. "
+            "Pass `tokenizer=`, the target's, here or to `OnlineAssistant`."
+        )
+    return {"tokenizer": tokenizer}
+
+
+def answered_alone(target: Any, kwargs: dict[str, Any]) -> str | None:
+    """
+    Return why `target.generate` answers a request alone, without any part of the assistant; `None` if it does not.
+
+    Args:
+        target (`PreTrainedModel` or `PeftModel`): As the user passed it.
+        kwargs (`dict[str, Any]`): Arguments of `generate`.
+    """
+    if has_soft_prompt(target):
+        return SOFT_PROMPT
+    return next((reason for name, reason in _ALONE_ARGUMENTS if kwargs.get(name) is not None), None)
+
+
+def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse prompts that `target.generate` does not take: lists, arrays, and token ids of another shape than
+    `(prompts, tokens)`. Features, images, and embeddings are left to the target."""
+    main = target.main_input_name
+    given = {"inputs": inputs, **{name: kwargs.get(name) for name in (*_TENSORS, main)}}
+    for name, value in given.items():
+        if value is None or isinstance(value, Mapping):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedGenerationError(
+                f"`{name}` must be a tensor, got {type(value).__name__}. For text, call the tokenizer with "
+                f"`return_tensors='pt'`; for numbers, pass `torch.as_tensor({name})`."
+            )
+        names = kwargs.get("adapter_names")
+        if names is not None and name in ("inputs", "input_ids", main) and len(names) != len(value):
+            raise UnsupportedGenerationError(
+                f"`adapter_names` must name an adapter for each of the {len(value)} prompts, got {len(names)} names. "
+                'Use "__base__" for the model without an adapter.'
+            )
+        is_prompt = name == "input_ids" or (name == "inputs" and main == "input_ids")
+        if is_prompt and (value.ndim != 2 or not len(value) or value.is_floating_point()):
+            raise UnsupportedGenerationError(
+                f"`{name}` must be token ids of shape (prompts, prompt tokens), got {value.dtype} of shape "
+                f"{tuple(value.shape)}. One prompt has the shape (1, tokens); embeddings go to `inputs_embeds`."
+            )
 
 
 def check_request(
@@ -120,29 +231,24 @@ def check_request(
             )
         if type(num_assistant_tokens) is not int or num_assistant_tokens != 0:
             replace(config, num_assistant_tokens=num_assistant_tokens)
-    for name, value in (("inputs", inputs), ("input_ids", kwargs.get("input_ids"))):
-        shape = getattr(value, "shape", None)
-        if value is not None and (shape is None or len(shape) != 2 or shape[0] == 0):
-            raise UnsupportedGenerationError(
-                f"`{name}` must be a tensor of shape (prompts, prompt tokens), got "
-                f"{type(value).__name__ if shape is None else tuple(shape)}. For text, call the tokenizer with "
-                "`return_tensors='pt'` first."
-            )
+    _check_inputs(target, inputs, kwargs)
     sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
     check_generation(*sources)
     processors, criteria = (list(kwargs.get(name) or ()) for name in ("logits_processor", "stopping_criteria"))
     if kwargs.get("prefix_allowed_tokens_fn") is not None:
         processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
-    prompt = inputs if inputs is not None else kwargs.get("input_ids")
-    if prompt is None or prompt.is_floating_point() or not (processors or criteria):
+    prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get(target.main_input_name))
+    if prompt is None or not (processors or criteria):
         return []
     if target.config.is_encoder_decoder:  # they are asked about the answer
         begun = kwargs.get("decoder_input_ids")
         if begun is None:
             names = ("decoder_start_token_id", "bos_token_id")
             start = next((value for name in names if (value := setting(sources, name)) is not None), 0)
-            begun = prompt.new_full((1, 1), int(torch.as_tensor(start, device="cpu").reshape(-1)[0]))
+            begun = torch.full((1, 1), int(torch.as_tensor(start, device="cpu").reshape(-1)[0]), device=prompt.device)
         prompt = begun
+    if prompt.is_floating_point():
+        return []
     check_criteria(criteria, prompt, vocab_size_of(target))
     return check_processors(processors, prompt, vocab_size_of(target))
 

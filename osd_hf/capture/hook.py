@@ -19,11 +19,12 @@ from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from osd_hf.capture.batch import BatchRequest
-from osd_hf.capture.guards import ReplayedProcessor, check_generation, check_processors
+from osd_hf.capture.guards import ReplayedProcessor, TriedOut, check_generation, check_processors, undrafted
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
+from osd_hf.drafting.exactness import StandIn, log_once
 from osd_hf.drafting.loop_inputs import bounded, forgets
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.fingerprint import target_version
@@ -37,6 +38,11 @@ from osd_hf.utils.yielding import breathe, computing, held_by_forks
 logger = logging.getLogger(__name__)
 
 _LOOP, _CALL = "_assisted_decoding", "generate"
+# Settings that stay where a target answers by its own choice: which tokens are special, and how its cache is kept.
+_OF_EACH_ANSWER = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "compile_config", "disable_compile", "transformers_version",
+}  # fmt: skip
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 _answers: WeakKeyDictionary[Any, WeakMethod[Callable[..., Any]]] = WeakKeyDictionary()  # of models taken over
 _answering: WeakSet[Any] = WeakSet()  # those of them that are being asked
@@ -146,8 +152,9 @@ def record_traces(
     domain: str | None = None,
 ) -> Iterator[Trace]:
     """
-    Greedy answers of the target to each prompt, as traces without rounds: its own choice, without what its generation
-    config asks for, such as a `repetition_penalty`.
+    Record the target's greedy answer to each prompt, as traces without rounds. An answer ends at an `eos_token_id` or
+    after `max_new_tokens`. Of the target's generation config, special tokens alone count: neither logits processors
+    such as a `repetition_penalty`, nor `stop_strings`, nor sampling or beams.
 
     Prompts are answered in padded batches. In fp32 a batch may, once in many thousand tokens, break a tie of the top
     two logits otherwise than a single prompt does.
@@ -177,7 +184,7 @@ def record_traces(
         batch, version = prompts[first : first + batch_size], target_version(target)
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
         recorder = _Recorder(num_logprobs)
-        with fast_kernels(unwrap(target)), _unprocessed(target):
+        with fast_kernels(unwrap(target)), own_choice(target):
             output = target.generate(
                 input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
                 logits_processor=LogitsProcessorList([recorder]),
@@ -197,19 +204,28 @@ def record_traces(
 
 
 @contextlib.contextmanager
-def _unprocessed(target: Any) -> Iterator[None]:
-    """The target answers without the logits processors that its generation config asks for: what a draft learns are
-    the raw rows, which these change afterwards for target and draft alike."""
+def own_choice(target: Any) -> Iterator[None]:
+    """
+    Inside the block, the target's generation config sets no more than special tokens and how caches are kept.
+
+    A draft learns the target's raw rows. Settings that change them (logits processors), end answers (`stop_strings`,
+    `max_time`) or choose another way to generate (beams, prompt lookup) do so for target and draft alike at serving
+    time.
+    """
     inner = unwrap(target)
-    before, inner.generation_config = inner.generation_config, copy.deepcopy(inner.generation_config)
+    before = inner.generation_config
+    inner.generation_config = copy.deepcopy(before)
+    for name, default in vars(GenerationConfig()).items():
+        if name not in _OF_EACH_ANSWER and not name.startswith("_"):
+            setattr(inner.generation_config, name, default)
     asked = sampling_settings(before).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    asked |= {name for name in ("stop_strings", "guidance_scale") if getattr(before, name) is not None}
     if asked:
-        logger.warning(
-            "The target answers without what its generation config asks for, %s: a draft learns from its raw rows, "
-            "and is judged by them.", ", ".join(f"`{name}`" for name in sorted(asked)),
+        log_once(
+            inner, "The target answers without what its generation config asks for, "
+            f"{', '.join(f'`{name}`' for name in sorted(asked))}: a draft learns from its raw rows, and is judged by "
+            "them.",
         )  # fmt: skip
-    for name in asked | {"guidance_scale"}:
-        setattr(inner.generation_config, name, None)
     try:
         yield
     finally:
@@ -350,7 +366,10 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs, kwargs["generation_config"])
         given = kwargs["logits_processor"]
-        tried = check_processors(given, input_ids, vocab_size_of(self), [one for b in bindings for one in b.tried])
+        tried: list[TriedOut] = []
+        if undrafted(self, kwargs["generation_config"]) is None:
+            before = [one for b in bindings for one in b.tried]
+            tried = check_processors(given, input_ids, vocab_size_of(self), before)
         kwargs["logits_processor"] = _begun(given, input_ids)
         begins, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["generation_config"] = bounded(kwargs["generation_config"], criteria, begins)
@@ -360,7 +379,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 if isinstance(request, BatchRequest):
                     output = request.decode()
-                elif request.pace is not None and request.verification is None and request.pace.is_plain():
+                elif request.is_plain:
                     output = request.decode_plainly()
                 else:
                     with default_device(input_ids.device):  # transformers' sampling looks p and q up by an `arange`
@@ -391,25 +410,15 @@ def _begun(processors: LogitsProcessorList, input_ids: torch.Tensor) -> LogitsPr
     return LogitsProcessorList(p.begin(start) if type(p) is ReplayedProcessor else p for p in processors)
 
 
-class _Watched:
-    """A model or a generator as the loop of one request sees it. It is the request's own: whoever comes or leaves
-    meanwhile, the request goes on as it began."""
+class _Watched(StandIn):
+    """A model or a generator as the loop of one request sees it. It belongs to the request: listeners that come or go
+    in the meantime do not change the request."""
 
-    __slots__ = ("_watched", "_watched_by")
+    __slots__ = ("_watched_by",)
 
     def __init__(self, watched: Any, request: Request) -> None:
-        object.__setattr__(self, "_watched", watched)
+        super().__init__(watched)
         object.__setattr__(self, "_watched_by", request)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # a model's own loop may call `super()`, which asks whether this is one
-        return type(self._watched)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._watched, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._watched, name, value)
 
 
 class _WatchedModel(_Watched):
@@ -418,14 +427,14 @@ class _WatchedModel(_Watched):
     @property
     def device(self) -> Any:
         """Where the loop puts candidates: weights that are offloaded lie nowhere, and tokens stay where they are."""
-        device = self._watched.device
+        device = self._original.device
         return self._watched_by.input_ids.device if device.type == "meta" else device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         verification = self._watched_by.verification
         if verification is not None and kwargs.get("past_key_values") is verification.cache:
             return verification.forward(**kwargs)
-        return self._watched(*args, **kwargs)
+        return self._original(*args, **kwargs)
 
     def _get_candidate_generator(self, **kwargs: Any) -> Any:
         return _WatchedGenerator(self._watched_by.make_generator(**kwargs), self._watched_by)
@@ -441,7 +450,7 @@ class _WatchedModel(_Watched):
             # The loop feeds the whole prompt although a cache of an earlier turn holds most of it, which changes the
             # answer; `generate` without an assistant feeds the rest.
             kwargs["next_sequence_length"] = input_ids.shape[1] - self._watched_by.num_cached
-        return self._watched.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return self._original.prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
 
 class _WatchedGenerator(_Watched):

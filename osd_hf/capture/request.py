@@ -15,10 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    WatermarkingConfig,
+)
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
-from osd_hf.capture.guards import TriedOut
+from osd_hf.capture.guards import TriedOut, not_watched, undrafted
+from osd_hf.drafting.exactness import UNLIMITED, Limits, foreign_arguments, limits_of, log_once
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
 from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, looked_at_by_token, plain_time
@@ -42,14 +51,15 @@ NO_WARPING = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
 }  # fmt: skip
-# Settings that shape the distribution or bound the answer. They are kept with a trace: a replay processes a draft's
-# logits as the live request did.
-SAMPLING_FIELDS = (
-    "do_sample", *NO_WARPING, "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size",
-    "encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "min_length", "min_new_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-    "exponential_decay_length_penalty", "remove_invalid_values", "renormalize_logits", "eos_token_id",
-)  # fmt: skip
+# Settings that shape the distribution or bound the answer, with the value under which each does nothing. A trace keeps
+# the others: a replay processes a draft's logits as the live request did.
+SAMPLING_FIELDS: dict[str, Any] = {
+    "do_sample": False, **NO_WARPING, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None,
+    "min_length": 0, "min_new_tokens": 0, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
+    "remove_invalid_values": False, "renormalize_logits": False, "watermarking_config": None, "eos_token_id": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,17 +102,37 @@ class Binding:
 # --- what a trace keeps of a request --------------------------------------------------------------------------------
 
 
-def sampling_settings(generation_config: Any) -> dict[str, Any]:
-    """Those of `SAMPLING_FIELDS` that do something, ready for JSON."""
+def sampling_settings(generation_config: Any, *, padding: int = 0) -> dict[str, Any]:
+    """
+    Return the settings of `SAMPLING_FIELDS` that do something, ready for JSON.
+
+    Args:
+        generation_config (`GenerationConfig`): Of a request or a model.
+        padding (`int`, *optional*, defaults to 0): Padding tokens before the prompt. `min_length` counts them, a trace
+            does not have them.
+    """
     settings: dict[str, Any] = {}
-    for name in SAMPLING_FIELDS:
-        value = getattr(generation_config, name, None)
-        is_id = name.endswith("_token_id")  # of which 0 is one like any other
-        neutral = value is None or value is False or (not is_id and value in (0, 1.0) and not isinstance(value, bool))
-        if not neutral and (generation_config.do_sample or name not in NO_WARPING):
-            # Biases are keyed by tuples of ids, which JSON has not; transformers takes pairs as well.
-            settings[name] = [[list(k), v] for k, v in value.items()] if isinstance(value, dict) else value
+    for name, neutral in SAMPLING_FIELDS.items():
+        value = _as_json(getattr(generation_config, name, None))
+        if value is not None and name == "min_length":
+            value = max(value - padding, 0)
+        does_something = value is not None and (neutral is None or value != neutral)
+        if does_something and (generation_config.do_sample or name not in NO_WARPING):
+            settings[name] = value
     return settings
+
+
+def _as_json(value: Any) -> Any:
+    """Return the value of a generation setting as JSON has it and `GenerationConfig` takes it."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, BaseWatermarkingConfig):  # a config with a state cannot be made again from its settings
+        return value.to_dict() if type(value) is WatermarkingConfig else None
+    if isinstance(value, tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, dict):  # biases, keyed by tuples of ids; transformers takes pairs as well
+        return [[list(ids), bias] for ids, bias in value.items()]
+    return value
 
 
 def _num_cached(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], cached: int) -> int | None:
@@ -123,18 +153,12 @@ def _prompt_ids(
     depends on something other than token ids, as no draft could be taught from its trace."""
     is_encoder_decoder = model.config.is_encoder_decoder
     source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
-    foreign = [
-        name
-        for name, value in kwargs.items()
-        if name != "inputs_tensor" and isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 2
-    ]
+    foreign = foreign_arguments(kwargs)
     is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
     # Where the encoder's outputs were given, ids below 0 stand in for the source.
     if source is None or is_empty or foreign or prefix_unseen or (is_encoder_decoder and bool((source < 0).any())):
-        logger.warning(
-            "A request is not captured: its prompt is not made of token ids alone (%s).",
-            ", ".join(foreign) or ("part of it lies only in the cache" if prefix_unseen else "embeddings or features"),
-        )
+        what = ", ".join(foreign) or ("part of it is only in the cache" if prefix_unseen else "embeddings or features")
+        log_once(model, f"Requests are not captured: the prompt does not consist of token ids alone ({what}).")
         return None
     prompt = without_padding(source, kwargs.get("attention_mask")).to(torch.int32).cpu().numpy()
     return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
@@ -250,12 +274,16 @@ class Request(Decoding):
         super().__init__(model, input_ids, kwargs, bindings)
         self.num_cached = _num_cached(model, input_ids, kwargs, self.cached_tokens)
         self.prompts = _prompt_ids(model, input_ids, kwargs, prefix_unseen=self.num_cached is None)
+        padding = 0
+        if self.prompts is not None and not model.config.is_encoder_decoder:
+            padding = input_ids.shape[1] - len(self.prompts[0])
         self.settings = {
-            **sampling_settings(self.config),
+            **sampling_settings(self.config, padding=padding),
             "max_new_tokens": int(self.max_length) - input_ids.shape[1],
             "processors": [type(p).__name__ for p in kwargs["logits_processor"]],
         }
         self.leases: list[Lease] = []
+        self.limits: Limits = UNLIMITED
         self.drafting: LeanDrafting | None = None
         self.pace: Pace | None = None
         self.domain: str | None = None
@@ -307,6 +335,13 @@ class Request(Decoding):
             criteria = self.kwargs["stopping_criteria"]
             is_ours = any(b.exact_stops for b in self.bindings) or not looked_at_by_token(criteria)
             is_served = any(lease.model is not None for lease in self.leases)  # not only captured
+            why = undrafted(self.model, self.config)
+            if is_served:
+                none = Limits(why, max_tokens=1) if why else None
+                self.limits = none or limits_of(self.model, self.input_ids, self.kwargs)
+                self._log_limits()
+            elif why:
+                raise not_watched(why)
             if is_served and not (is_ours or self._shows_more_than_tokens()):
                 self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
             if self.drafting is not None:
@@ -317,7 +352,8 @@ class Request(Decoding):
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
                 stack.enter_context(fast_kernels(self.model, self.drafting.draft, is_request=True))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
-            if compiled is not None:
+            # A compiled forward may read a token more than it is given.
+            if compiled is not None and self.limits.allow_any(self.input_ids.shape[1], self.max_length + 1):
                 self.verification = compiled.verification(
                     self.model, self.kwargs, self.input_ids.shape[1], self.max_length
                 )
@@ -329,11 +365,25 @@ class Request(Decoding):
         is_kept = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
         return self.kwargs.get("streamer") is not None or bool(is_kept)
 
+    def _log_limits(self) -> None:
+        """Log, once for each model, why a request is answered without speculation, or with less of it."""
+        limits, prompt_tokens = self.limits, self.input_ids.shape[1]
+        if not limits.reason or limits.allow_any(prompt_tokens, self.max_length):
+            return
+        how = "without speculation" if limits.forbid(prompt_tokens) else "without speculation where that is not exact"
+        log_once(self.model, f"{type(self.model).__name__} answers {how}: {limits.reason}.")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the target is to decode alone."""
+        prompt_tokens = self.input_ids.shape[1]
+        if self.limits.forbid(prompt_tokens) or prompt_tokens == 0:  # of embeddings alone
+            return True
+        return self.pace is not None and self.verification is None and self.pace.is_plain()
+
     def decode_plainly(self) -> Any:
         """Let the target decode alone, by its own loop, while its rows are kept."""
-        assert self.drafting is not None
-        assert self.pace is not None
-        clock, rows = self.drafting.clock, self.rows
+        clock, rows = time.perf_counter if self.drafting is None else self.drafting.clock, self.rows
         times: list[float] = []
 
         def seen(scores: torch.Tensor) -> None:
@@ -345,7 +395,7 @@ class Request(Decoding):
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         self.sequence = sequences[:1]
         self.rounds = [Round(self.drafted, 1)] * (sequences.shape[1] - self.input_ids.shape[1])
-        if len(times) > 1:
+        if len(times) > 1 and self.pace is not None and not self.limits.forbid(self.input_ids.shape[1]):
             self.pace.timed(plain_time(times))
         return output
 
@@ -353,12 +403,16 @@ class Request(Decoding):
         """The generator of the candidates: a listener's lean one, or the stock one."""
         generator: Any = None
         if self.drafting is not None and self.pace is not None:
-            if self.prompts is None and self.drafting.translation is None:
+            # A decoder-only draft reads the ids of the prompt, also those that stand for an image.
+            is_encoder_decoder = self.model.config.is_encoder_decoder
+            if is_encoder_decoder and not self.drafting.reads(self.kwargs.get("inputs_tensor")):
                 self.drafting.left("a prompt is not made of token ids alone")
             elif why := self.drafting.hindrance():
                 self.drafting.left(why)
             else:
-                generator = self.drafting.generator(self.pace, vocab_size_of(self.model), self.earlier, **kwargs)
+                generator = self.drafting.generator(
+                    self.pace, vocab_size_of(self.model), self.earlier, limits=self.limits, **kwargs
+                )
         generator = generator or self.model._get_candidate_generator(**kwargs)
         self.watch(generator)
         return generator
@@ -371,14 +425,17 @@ class Request(Decoding):
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
         self.generator = generator
+        criteria = self.kwargs["stopping_criteria"]
         if any(b.exact_stops for b in self.bindings):
-            self.stop_at = looked_at_by_token(self.kwargs["stopping_criteria"])
+            self.stop_at = looked_at_by_token(criteria)
+        else:  # transformers' generator fails on stop strings, so `propose` always checks them
+            self.stop_at = StoppingCriteriaList(c for c in criteria if type(c) is StopStringCriteria)
         if type(generator) is AssistedCandidateGenerator:
             if self.prompts is not None:
                 _mend_drafting(generator, self.input_ids)
-            if self.stop_at:
-                # The nested `generate` has no tokenizer and refuses stop strings; `propose` heeds them instead.
-                generator.generation_config.stop_strings = None
+            # The nested `generate` has no tokenizer, and gets a cache from round to round. Keywords override these
+            # settings of the request and of the draft's own configuration.
+            generator.assistant_kwargs |= dict.fromkeys(("stop_strings", "token_healing", "cache_implementation"))
             if self.config.do_sample:  # a greedy draft has always something to propose
                 generator.logits_processor.append(_Distributions())
 
@@ -388,8 +445,13 @@ class Request(Decoding):
             candidates = self.generator.get_candidates(input_ids, **kwargs)
         except _NoDistribution:
             candidates = input_ids, None
+        length = input_ids.shape[1]
+        most = self.limits.max_candidates(length, self.input_ids.shape[1])
+        if candidates[0].shape[1] - length > most:  # by transformers' generator, which knows no limits
+            ids, logits = candidates
+            candidates = ids[:, : length + int(most)], None if logits is None or not most else logits[:, : int(most)]
         if self.stop_at:
-            candidates = cut(input_ids.shape[1], candidates, self.stop_at, self.config, self.max_length)
+            candidates = cut(length, candidates, self.stop_at, self.config, self.max_length)
         candidate_ids, candidate_logits = candidates
         self.drafted = candidate_ids[0, input_ids.shape[1] :]
         self.draft_logits = candidate_logits

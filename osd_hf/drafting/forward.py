@@ -20,7 +20,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import first_line
+from osd_hf.drafting.exactness import difference
+from osd_hf.errors import UnsupportedModelError, first_line
+from osd_hf.pair import vocab_size_of
 from osd_hf.utils.disk import in_child, renewing
 from osd_hf.utils.kernels import fast_kernels
 
@@ -31,6 +33,7 @@ SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 AHEAD = 256  # tokens of an answer that a request's first cache has room for; longer answers move on to larger ones
 # Goes by a mask, which hides what lies behind the tokens of a static cache; kernels that go by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
+CHECKED_PROMPT = 4  # tokens before those by which a compiled forward is compared with the eager one
 MOST_COMPILED = 32  # tokens that a compiled draft takes at once
 # What the target's loop may be given besides tokens where its rounds are compiled.
 KNOWN_ARGUMENTS = {
@@ -484,6 +487,22 @@ class CompiledTarget(CompiledForward):
     def warm_up(self, step: Any, model: Any, ids: torch.Tensor, cache: CroppableCache) -> None:
         super().warm_up(step, model, ids, cache)
         step.sure(model, ids, cache)  # the inductor finds again what it compiled a moment ago
+        self._check(step, model, cache)
+
+    def _check(self, step: Any, model: Any, cache: CroppableCache) -> None:
+        """Raise UnsupportedModelError if the compiled forward over several tokens gives other logits than eager
+        single-token forwards."""
+        count, eager = self.counts[0], DynamicCache(config=model.config.get_text_config(decoder=True))
+        ids = torch.arange(1, CHECKED_PROMPT + count + 1, device=model.device)[None] % vocab_size_of(model)
+        prompt, behind = ids[:, :-count], ids[0, -count:].clone()[None]  # with strides of its own
+        self.mark(behind, 1)
+        cache.reset()
+        for used in (cache, eager):
+            self.step(model, prompt, used)
+        ours = step(model, behind, cache)[0]
+        theirs = torch.cat([self.step(model, behind[:, i : i + 1], eager)[0] for i in range(count)])
+        if why := difference(model, list(ours), list(theirs)):
+            raise UnsupportedModelError(f"compiled, {why}")
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:

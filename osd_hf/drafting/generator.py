@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.costs import PROMPT, RoundTime
+from osd_hf.drafting.exactness import UNLIMITED, Limits
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
@@ -55,7 +56,8 @@ class LeanCandidateGenerator(CandidateGenerator):
     The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
     padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
     tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
-    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds.
+    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds. `limits` says
+    how many candidates the target can verify exactly.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class LeanCandidateGenerator(CandidateGenerator):
         vocab_size: int,
         text: RequestText | None = None,
         clock: Clock = time.perf_counter,
+        limits: Limits = UNLIMITED,
     ) -> None:
+        self.limits, self._prompt_tokens = limits, input_ids.shape[1]
         self.forward, self.pace, self.text, self.clock = forward, pace, text, clock
         # The loop's own list tells of the rows that it gets, which are to be the target's alone.
         self.logits_processor = LogitsProcessorList(logits_processor)
@@ -120,7 +124,7 @@ class LeanCandidateGenerator(CandidateGenerator):
     def _propose(self, ids: torch.Tensor) -> list[torch.Tensor | None]:
         """Fill `self._drafted`; the logits that each token was drawn from, if it was drawn."""
         pace, text, rows = self.pace, self.text, list[torch.Tensor | None]()
-        room = self.max_length - self._seen - 1
+        room = min(self.max_length - self._seen - 1, self.limits.max_candidates(self._seen, self._prompt_tokens))
         # Nothing was fed to the draft behind its last position.
         room_to_draft = room if self.max_positions is None else self.max_positions - len(self._context) + 1
         chosen: torch.Tensor | None = None  # the last token, where the draft is
@@ -333,8 +337,9 @@ class Drafting:
         self.clock = clock  # one that waits for an accelerator makes costs exact, requests slower
 
     def generator(
-        self, pace: Pace, vocab_size: int, earlier: Sequence[TokenIndex] = (), **given: Any
-    ) -> LeanCandidateGenerator:
+        self, pace: Pace, vocab_size: int, earlier: Sequence[TokenIndex] = (), *, limits: Limits = UNLIMITED,
+        **given: Any,
+    ) -> LeanCandidateGenerator:  # fmt: skip
         """One request's generator, from what the loop passes to `_get_candidate_generator`, and the earlier text that
         it may look up."""
         draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
@@ -343,11 +348,12 @@ class Drafting:
         source, before = None, list[int]()
         mask = kwargs.get("attention_mask")
         if draft.config.is_encoder_decoder:
-            if limit is not None and inputs_tensor.shape[1] > limit:
+            is_text = not inputs_tensor.is_floating_point()
+            if is_text and limit is not None and inputs_tensor.shape[1] > limit:
                 limit = 0  # nothing is drafted for a source that the draft cannot read
             else:
                 source = self._encode(inputs_tensor, mask)
-            before = without_padding(inputs_tensor, mask).tolist()
+            before = without_padding(inputs_tensor, mask).tolist() if is_text else []
             mask = kwargs.get("decoder_attention_mask")
         context = without_padding(given["input_ids"], mask).tolist()
         most = max_length if limit is None else min(max_length, limit)
@@ -359,13 +365,23 @@ class Drafting:
             logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
             max_length=max_length, max_positions=limit,
             eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            text=text, clock=self.clock,
+            text=text, clock=self.clock, limits=limits,
         )  # fmt: skip
 
     @property
     def _limit(self) -> int | None:
         """Positions of the draft."""
-        return getattr(self.draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        config = self.draft.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+
+    def reads(self, inputs_tensor: Any) -> bool:
+        """Whether the draft can read what the prompt of an encoder-decoder is made of: token ids or, if its own input
+        is of that kind, features."""
+        if inputs_tensor is None or inputs_tensor.shape[1] == 0:
+            return False
+        if inputs_tensor.is_floating_point():
+            return str(self.draft.main_input_name) not in ("input_ids", "inputs_embeds")
+        return bool((inputs_tensor >= 0).all())  # ids below 0 stand for a source that only the target knows
 
     def _candidates(self, forward: Any, *args: Any, **kwargs: Any) -> LeanCandidateGenerator:
         return LeanCandidateGenerator(forward, *args, **kwargs)
@@ -379,7 +395,9 @@ class Drafting:
     def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:
         device = self.draft.device
         mask = None if mask is None else mask.to(device)
-        outputs = self.draft.get_encoder()(input_ids=source_ids.to(device), attention_mask=mask, return_dict=True)
+        source = source_ids.to(device, self.draft.dtype if source_ids.is_floating_point() else None)
+        given = {self.draft.main_input_name: source} | ({} if mask is None else {"attention_mask": mask})
+        outputs = self.draft.get_encoder()(**given, return_dict=True)
         return {"encoder_outputs": outputs, "attention_mask": mask}
 
 

@@ -26,13 +26,13 @@ SERVED = frozenset({
     "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions",
     "output_hidden_states", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values",
     "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
-    "suppress_tokens", "temperature", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
+    "suppress_tokens", "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
 })  # fmt: skip
 IRRELEVANT = frozenset({
     "assistant_lookbehind", "cache_config", "compile_config", "continuous_batching_config",
     "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
     "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
-    "token_healing", "transformers_version",
+    "transformers_version",
 })  # fmt: skip
 # Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
 STATELESS = frozenset({
@@ -49,9 +49,22 @@ STATELESS = frozenset({
 
 
 def setting(sources: tuple[Any, ...], name: str) -> Any:
-    """A setting by the first of these, dicts or generation configs, that has it; `None` is passed over."""
-    found = (s.get(name) if isinstance(s, dict) else getattr(s, name, None) for s in sources)
-    return next((value for value in found if value is not None), None)
+    """
+    Return a setting as `generate` resolves it: from the first of these sources that has it.
+
+    Args:
+        sources (`tuple`):
+            Keywords (a dict) or generation configs, the strongest first. A keyword counts even if it is `None`; a
+            `None` in a generation config leaves the setting to the next source.
+        name (`str`): The setting.
+    """
+    for source in sources:
+        if isinstance(source, dict):
+            if name in source:
+                return source[name]
+        elif (value := getattr(source, name, None)) is not None:
+            return value
+    return None
 
 
 def is_listed(thing: Any, names: frozenset[str]) -> bool:

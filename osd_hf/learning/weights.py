@@ -12,7 +12,7 @@ import torch
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.pair import is_peft, merged, set_fixed_k, untie
+from osd_hf.pair import has_soft_prompt, is_peft, merged, set_fixed_k, untie
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.threads import Seeded
 from osd_hf.utils.yielding import computing, give_way, in_pieces
@@ -49,7 +49,13 @@ def learning_context() -> Iterator[None]:
 
 
 def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
-    """A copy of a draft, its adapter merged, that drafts as the configuration says."""
+    """Return a copy of a draft, its adapter merged, that drafts as the configuration says. Raises
+    UnsupportedModelError for a soft prompt, or an adapter that cannot be merged."""
+    if has_soft_prompt(draft):
+        raise UnsupportedModelError(
+            f"The draft has a soft prompt ({type(draft.active_peft_config).__name__}), which cannot be merged, and "
+            "which assisted generation cannot serve. Use LoRA, or the draft without it."
+        )
     with learning_context():
         served = merged(draft)
         served = (copy.deepcopy(draft) if served is draft else served).eval()

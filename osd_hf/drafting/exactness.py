@@ -1,0 +1,549 @@
+"""Check whether a forward over several tokens equals as many single-token forwards, so that speculation is exact.
+
+Known causes are read from the configuration and the adapters at each request. Everything else is found by a probe,
+once for each model and kind of request: the target answers a few tokens alone, then by assisted generation with given
+candidates, right and wrong ones, and both must produce the same logits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from osd_hf.drafting.loop_inputs import ASSISTED_ONLY
+from osd_hf.errors import first_line
+from osd_hf.pair import has_soft_prompt, vocab_size_of
+
+logger = logging.getLogger(__name__)
+
+PROBE_CANDIDATES = 2  # of a round
+PROBE_TOKENS = 5  # new tokens of a probe: three rounds, of which two reject a candidate
+PROBE_PROMPT_TOKENS = 16  # of the request's own prompt; longer probes repeat them
+MAX_PROBED_LENGTH = 128  # sequence lengths beyond this are not probed: reading them takes too long on a CPU
+# Relative difference of logits, root mean square, that rounding may cause. In half precision a router may send a token
+# to another expert, so that single positions differ by more: there the median over the positions is compared.
+MAX_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 0.01}
+MAX_HALF_DIFFERENCE = 0.1
+# Settings of a configuration that are lengths at which a model's behavior may change.
+LENGTH_FIELDS = (
+    "sliding_window", "attention_chunk_size", "original_max_position_embeddings", "max_position_embeddings",
+    "window_size", "local_attention_window", "max_window_layers_size",
+)  # fmt: skip
+# Arguments of the loop that any request for text may have.
+COMMON_ARGUMENTS = frozenset({
+    "encoder_outputs",
+    "attention_mask", "decoder_attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
+    "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "cache_position",
+    *ASSISTED_ONLY,
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Limits:
+    """
+    State how many candidates the forwards of a target may verify with exact results.
+
+    Args:
+        reason (`str`, *optional*, defaults to `""`): What causes the limits, for the log; empty without limits.
+        max_tokens (`float`, *optional*): Tokens that one forward may cover, the last known token included; 1 means no
+            speculation.
+        max_length (`float`, *optional*): Length of the sequence, in tokens, up to which forwards may cover several.
+        min_prompt (`float`, *optional*):
+            Requests with a longer prompt than this are exact at every length; infinite if there are none.
+        with_prompt (`bool`, *optional*, defaults to `True`): Whether candidates may be verified by the forward that
+            reads the prompt.
+    """
+
+    reason: str = ""
+    max_tokens: float = math.inf
+    max_length: float = math.inf
+    min_prompt: float = math.inf
+    with_prompt: bool = True
+
+    def max_candidates(self, length: int, prompt_tokens: int) -> float:
+        """Return how many candidates may follow a sequence of this length whose prompt has `prompt_tokens`."""
+        if length == prompt_tokens and not self.with_prompt:
+            return 0
+        new_tokens = length if length == prompt_tokens else 1
+        found = self.max_tokens - new_tokens
+        if prompt_tokens <= self.min_prompt:
+            found = min(found, self.max_length - length)
+        return max(found, 0)
+
+    def allow_any(self, prompt_tokens: int, max_length: int) -> bool:
+        """Whether a request of at most `max_length` tokens has no limits."""
+        is_short = max_length <= self.max_length or prompt_tokens > self.min_prompt
+        return is_short and self.max_tokens == math.inf and self.with_prompt
+
+    def forbid(self, prompt_tokens: int) -> bool:
+        """Whether a request can have no candidates at all."""
+        return self.max_tokens < 2 or (prompt_tokens <= self.min_prompt and prompt_tokens >= self.max_length)
+
+    def combined(self, other: Limits) -> Limits:
+        """Return the stricter of both in every respect."""
+        return Limits(
+            "; ".join(filter(None, (self.reason, other.reason))),
+            min(self.max_tokens, other.max_tokens),
+            min(self.max_length, other.max_length),
+            _joint_min_prompt(self, other),
+            self.with_prompt and other.with_prompt,
+        )
+
+
+def _joint_min_prompt(a: Limits, b: Limits) -> float:
+    """Return the prompt length beyond which neither maximum length applies."""
+    bounds = [limits.min_prompt for limits in (a, b) if limits.max_length < math.inf]
+    return max(bounds, default=math.inf)
+
+
+UNLIMITED = Limits()
+
+
+# --- known causes ---------------------------------------------------------------------------------------------------
+
+
+def _rope_parameters(model: Any) -> list[dict[str, Any]]:
+    """Return the RoPE settings of a model, one for each kind of layer."""
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
+
+
+def _original_length(model: Any, rope: dict[str, Any]) -> list[int]:
+    """Return the lengths that may be the one at which a model's frequencies change."""
+    config = model.config.get_text_config(decoder=True)
+    found = [rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)]
+    return [int(length) for length in found if length] or [int(config.max_position_embeddings)]
+
+
+def _dynamic_rope(model: Any) -> Limits:
+    limits = UNLIMITED
+    for rope in _rope_parameters(model):
+        if "dynamic" in str(rope["rope_type"]):
+            positions = int(model.config.get_text_config(decoder=True).max_position_embeddings)
+            length = min(positions, *_original_length(model, rope))
+            reason = (
+                f"its rotary frequencies follow the longest position of a call beyond {length} tokens (dynamic RoPE)"
+            )
+            # Calls that end before the length also reset what a longer request has left behind.
+            limits = limits.combined(Limits(reason, max_length=length - 1))
+    return limits
+
+
+def _switched_rope(model: Any) -> Limits:
+    limits = UNLIMITED
+    for rope in _rope_parameters(model):
+        if rope["rope_type"] == "longrope":
+            lengths = _original_length(model, rope)
+            reason = f"its rotary frequencies are others for sequences beyond {min(lengths)} tokens (longrope)"
+            limits = limits.combined(Limits(reason, max_length=min(lengths), min_prompt=max(lengths)))
+    return limits
+
+
+def _expert_capacity(model: Any) -> Limits:
+    config = model.config.get_text_config(decoder=True)
+    capacity, share = (getattr(config, name, None) for name in ("expert_capacity", "moe_eval_capacity_token_fraction"))
+    if share is not None:  # of the tokens of a call, in place of a number
+        return UNLIMITED if share >= 1 else Limits("its experts take a limited share of the tokens of a call", 1)
+    if capacity is None:
+        return UNLIMITED
+    return Limits(f"each of its experts takes at most {capacity} tokens of a call", max_tokens=int(capacity))
+
+
+def _activated_adapter(model: Any) -> Limits:
+    offsets = [offset for offset in _of_adapter_hooks(model, "alora_offsets") or () if offset is not None]
+    if not offsets:
+        return UNLIMITED
+    # PEFT applies the adapter to the last so many tokens of every call.
+    reason = f"its adapter (aLoRA) is applied to the last {min(offsets)} tokens of a call"
+    return Limits(reason, max_tokens=min(offsets), with_prompt=False)
+
+
+def _soft_prompt(model: Any) -> Limits:
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    return Limits(SOFT_PROMPT, 1) if has_soft_prompt(getattr(prepare, "__self__", None)) else UNLIMITED
+
+
+SOFT_PROMPT = "PEFT puts a soft prompt before the tokens (prompt, prefix, or P-tuning)"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """
+    A known reason why forwards over several tokens may differ from single-token forwards.
+
+    Args:
+        name (`str`): For the documentation, as are the next two.
+        example (`str`): Models or settings that have it.
+        answer (`str`): How such requests are answered.
+        find (`Callable`): Gets the target; returns [`Limits`].
+    """
+
+    name: str
+    example: str
+    answer: str
+    find: Callable[[Any], Limits]
+
+
+CAUSES = (
+    Cause(
+        "frequencies depend on the longest position of a call", '`rope_type="dynamic"`',
+        "with speculation up to the length that the model was trained for; beyond it, without", _dynamic_rope,
+    ),
+    Cause(
+        "frequencies switch at a length", '`rope_type="longrope"` (Phi-3, Phi-3.5, MiniCPM)',
+        "with speculation, except by a request that crosses the length: from there on, without", _switched_rope,
+    ),
+    Cause(
+        "experts with a limited capacity drop tokens", "Switch Transformers, NLLB-MoE",
+        "with at most so many tokens in a forward; without speculation if the capacity is a share of the tokens",
+        _expert_capacity,
+    ),
+    Cause(
+        "an adapter is active on the last tokens of a call", "activated LoRA (aLoRA)",
+        "with at most as many tokens in a forward as lie behind its invocation, and none with the prompt",
+        _activated_adapter,
+    ),
+    Cause(
+        "PEFT changes the inputs of `generate`", "prompt tuning, prefix tuning, P-tuning, CPT", "without speculation",
+        _soft_prompt,
+    ),
+)  # fmt: skip
+
+
+def _adapter_layer(model: Any) -> Any:
+    """Return the first layer of the model that has a PEFT adapter; `None` if there is none."""
+    if "peft" not in sys.modules:
+        return None
+    return next((module for module in model.modules() if hasattr(module, "adapter_layer_names")), None)
+
+
+def _of_adapter_hooks(model: Any, name: str) -> Any:
+    """Return what PEFT passes to the layers of adapters in this call of `generate`, such as `adapter_names`; `None` if
+    it passes nothing."""
+    hooks = getattr(_adapter_layer(model), "_forward_pre_hooks", {})
+    given = [hook.keywords[name] for hook in hooks.values() if name in getattr(hook, "keywords", ())]
+    return given[0] if given else None
+
+
+def drop_adapter_hooks(model: Any) -> None:
+    """Remove what PEFT leaves on its layers when a call of `generate` fails, and what would make every later call
+    fail."""
+    for module in model.modules() if _adapter_layer(model) is not None else ():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def has_adapter_per_row(model: Any) -> bool:
+    """Whether PEFT uses an adapter for each row of the batch in this call of `generate` (`adapter_names`, aLoRA)."""
+    return any(_of_adapter_hooks(model, name) is not None for name in ("adapter_names", "alora_offsets"))
+
+
+# --- all causes -----------------------------------------------------------------------------------------------------
+
+
+# What probes found, by model: limits by the kind of request.
+_probed: WeakKeyDictionary[Any, dict[Any, Limits]] = WeakKeyDictionary()
+_logged: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def known_limits(model: Any) -> Limits:
+    """Return the limits of a target by the known causes alone."""
+    limits = UNLIMITED
+    for cause in CAUSES:
+        limits = limits.combined(cause.find(model))
+    return limits
+
+
+def limits_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Limits:
+    """
+    Return the limits of a request. The first request of its kind is preceded by a probe of some ten forwards.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.Tensor` of shape `(rows, tokens)`, int64): What the loop begins with; for an encoder-decoder,
+            the beginning of the answer. The first row is probed.
+        kwargs (`dict[str, Any]`): The other arguments of the loop; left as they are.
+    """
+    prompt_tokens = input_ids.shape[1]
+    limits = known_limits(model)
+    if foreign_arguments(kwargs):
+        # The forward that reads the prompt replaces tokens by features, and would count candidates among them.
+        limits = replace(limits, with_prompt=False)
+    if not limits.forbid(prompt_tokens) and limits.max_tokens > PROBE_CANDIDATES and not kwargs.get("synced_gpus"):
+        kind = _kind(model, input_ids, kwargs)
+        known = _probed.setdefault(model, {})
+        if kind not in known:
+            # A probe that fails says nothing about the next request: it may be for want of memory.
+            found, is_final = _probe(model, input_ids, kwargs, limits)
+            if is_final:
+                known[kind] = found
+        else:
+            found = known[kind]
+        limits = limits.combined(found)
+    return limits
+
+
+def log_once(model: Any, message: str) -> None:
+    """Log a message about a model, unless it was logged for this model before."""
+    logged = _logged.setdefault(model, set())
+    if message not in logged:
+        logged.add(message)
+        logger.warning("%s", message)
+
+
+def foreign_arguments(kwargs: dict[str, Any]) -> list[str]:
+    """Return the names of the loop's arguments that bring more than token ids into the prompt, such as the features of
+    images."""
+    return [
+        name
+        for name, value in kwargs.items()
+        if name not in COMMON_ARGUMENTS
+        and not isinstance(value, bool | int | str | None)
+        and not (isinstance(value, torch.Tensor) and not value.is_floating_point())
+    ]
+
+
+def _kind(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a probe's result depends on: how the model computes, and which arguments its forward gets."""
+    config = model.config.get_text_config(decoder=True)
+    arguments = frozenset(name for name, value in kwargs.items() if value is not None) - COMMON_ARGUMENTS
+    adapters = tuple(getattr(_adapter_layer(model), "active_adapters", ()))
+    return config._attn_implementation, model.dtype, model.device, model.training, adapters, arguments
+
+
+# --- the probe ------------------------------------------------------------------------------------------------------
+
+
+class StandIn:
+    """A model or a candidate generator as one loop of transformers sees it: attributes of subclasses come first."""
+
+    __slots__ = ("_original",)
+
+    def __init__(self, original: Any) -> None:
+        object.__setattr__(self, "_original", original)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # a model's own loop may call `super()`, which asks whether this is one
+        return type(self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._original, name, value)
+
+
+class _ScriptedModel(StandIn):
+    """A target whose candidates are given."""
+
+    __slots__ = ("_generator",)
+
+    def __init__(self, model: Any, generator: _ScriptedCandidates) -> None:
+        super().__init__(model)
+        object.__setattr__(self, "_generator", generator)
+
+    @property
+    def device(self) -> Any:
+        """Where the loop puts candidates: weights that are offloaded are on no device."""
+        device = self._original.device
+        return self._generator.answer.device if device.type == "meta" else device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original(*args, **kwargs)
+
+    def _get_candidate_generator(self, **kwargs: Any) -> Any:
+        return self._generator
+
+
+class _ScriptedCandidates(CandidateGenerator):
+    """Proposes the next token of a known answer, `(1, tokens)`, and behind it a wrong one; with the prompt only if
+    asked to."""
+
+    def __init__(self, answer: torch.Tensor, vocab_size: int, *, with_prompt: bool) -> None:
+        self.answer, self.vocab_size, self.is_silent = answer, vocab_size, not with_prompt
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        length, end = input_ids.shape[1], self.answer.shape[1]
+        if self.is_silent:
+            self.is_silent = False
+            return input_ids, None
+        right = self.answer[:, length : min(length + 1, end - 1)]
+        wrong = (self.answer[:, length + 1 : min(length + 2, end - 1)] + 1) % self.vocab_size
+        return torch.cat([input_ids, right, wrong], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        pass
+
+
+@torch.no_grad()
+def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits) -> tuple[Limits, bool]:
+    """Compare assisted with plain decoding at each length where the model may change; returns the limits that follow,
+    and whether they hold for later requests of the kind."""
+    try:
+        with _without_dropout(model):
+            for prompt, arguments in _probe_prompts(model, input_ids, kwargs, limits):
+                why = _difference(model, prompt, arguments, with_prompt=limits.with_prompt)
+                if why is not None:
+                    where = f"tried with a prompt of {prompt.shape[1]} tokens"
+                    return Limits(f"a forward over several tokens is not exact: {why} ({where})", max_tokens=1), True
+    except Exception as error:  # the target alone has failed
+        logger.debug("A probe failed.", exc_info=True)
+        return Limits(f"a short trial failed: {first_line(error)}", max_tokens=1), False
+    return UNLIMITED, True
+
+
+def _probe_prompts(
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits
+) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+    """Yield prompts, `(1, tokens)`, and the arguments of the loop for each."""
+    arguments = {name: value for name, value in kwargs.items() if value is not None}
+    cache = arguments.get("past_key_values")
+    if model.config.is_encoder_decoder or arguments.keys() - COMMON_ARGUMENTS:
+        # Images, features, and arguments of custom models belong to the whole prompt.
+        if cache is None or int(cache.get_seq_length()) == 0:
+            yield input_ids[:1].long(), _of_first_row(arguments, len(input_ids))
+        return
+    row, mask = input_ids[0], arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape:
+        row = row[mask[0].bool()]
+    row = row[-PROBE_PROMPT_TOKENS:].long()
+    if not len(row):
+        return
+    config = model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    for length in sorted({len(row), *_changing_lengths(config)}):
+        end = length + PROBE_TOKENS
+        if end > min(positions, limits.max_length) and length != len(row):
+            continue
+        if end > MAX_PROBED_LENGTH:
+            break
+        prompt = row.repeat(-(-length // len(row)))[None, -length:]
+        yield prompt, text_arguments(model, torch.ones_like(prompt), arguments["generation_config"])
+
+
+def text_arguments(model: Any, mask: torch.Tensor, generation_config: Any) -> dict[str, Any]:
+    """Return what `generate` passes to its loop for prompts with this attention mask, int64, `(rows, tokens)`."""
+    config = model.config.get_text_config(decoder=True)
+    given = {
+        "attention_mask": None if bool(mask.all()) else mask, "use_cache": True,
+        "past_key_values": DynamicCache(config=config), "generation_config": generation_config,
+    }  # fmt: skip
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return given
+
+
+def _changing_lengths(config: Any) -> Iterator[int]:
+    """Yield prompt lengths from which the tokens of a probe cross the lengths that a configuration names."""
+    for name in LENGTH_FIELDS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            yield max(value - PROBE_TOKENS // 2, 1)
+
+
+def _of_first_row(arguments: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Return the loop's arguments for the first of so many rows."""
+    if rows == 1:
+        return arguments
+    is_of_rows = {n for n, value in arguments.items() if isinstance(value, torch.Tensor) and len(value) == rows}
+    return {name: value[:1] if name in is_of_rows else value for name, value in arguments.items()}
+
+
+def _difference(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], *, with_prompt: bool) -> str | None:
+    """Return how assisted decoding differs from plain decoding behind a prompt; `None` if it does not."""
+    length = prompt.shape[1] + PROBE_TOKENS
+    alone = plain_answer(model, prompt, arguments, PROBE_TOKENS)
+    candidates = _ScriptedCandidates(alone.sequences, vocab_size_of(model), with_prompt=with_prompt)
+    try:
+        settings = _probe_settings(arguments, length)
+        assisted = type(model)._assisted_decoding(_ScriptedModel(model, candidates), prompt, **settings)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - of models of any kind
+        return f"assisted decoding fails: {first_line(error)}"
+    same = (alone.sequences == assisted.sequences)[0, prompt.shape[1] :].tolist()
+    count = same.index(False) + 1 if False in same else len(same)  # behind another token, logits are others
+    return difference(model, assisted.logits[:count], alone.logits[:count])
+
+
+def plain_answer(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], new_tokens: int) -> Any:
+    """
+    Let the target decode greedily, by its own loop.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        prompt (`torch.Tensor` of shape `(rows, tokens)`, int64): What it begins with.
+        arguments (`dict[str, Any]`): Other arguments of the loop; `generation_config` and an empty cache among them.
+        new_tokens (`int`): Length of the answer; no token ends it.
+
+    Returns:
+        `GenerateDecoderOnlyOutput` or `GenerateEncoderDecoderOutput`: with `sequences` and `logits`.
+    """
+    return model._sample(prompt, **_probe_settings(arguments, prompt.shape[1] + new_tokens))
+
+
+def _probe_settings(arguments: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return the loop's arguments for a greedy answer whose sequence has so many tokens in the end."""
+    config = copy.copy(arguments["generation_config"])
+    config.max_length, config.do_sample = length, False
+    config._eos_token_tensor = config._pad_token_tensor = None
+    config.return_dict_in_generate = config.output_logits = True
+    config.output_scores = config.output_attentions = config.output_hidden_states = False
+    kept = {name: value for name, value in arguments.items() if name not in ASSISTED_ONLY and name != "streamer"}
+    return kept | {
+        "past_key_values": copy.deepcopy(arguments["past_key_values"]), "generation_config": config,
+        "logits_processor": LogitsProcessorList(),
+        "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)]),
+    }  # fmt: skip
+
+
+def difference(model: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
+    """
+    Return by how much logits differ, for the log; `None` if rounding alone explains it.
+
+    Args:
+        model (`PreTrainedModel`): Its dtype decides how much rounding may do.
+        ours, theirs (`Sequence[torch.Tensor]`): Logits of the same positions, each `(rows, vocab)`.
+    """
+    found = list[float]()
+    for a, b in zip(ours, theirs, strict=True):
+        where = b.isfinite()
+        expected = b[where].double()
+        if len(expected):
+            spread = (expected - expected.mean()).square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+            found.append(float((a[where].double() - expected).square().mean().sqrt() / spread))
+    if not found:
+        return None
+    # accelerate's autocast may be around the forward of a trained model.
+    is_half = torch.is_autocast_enabled(theirs[0].device.type) or "_original_forward" in vars(model)
+    limit = MAX_HALF_DIFFERENCE if is_half else MAX_DIFFERENCE.get(model.dtype, MAX_HALF_DIFFERENCE)
+    largest = sorted(found)[len(found) // 2] if limit == MAX_HALF_DIFFERENCE else max(found)
+    return None if largest <= limit else f"its logits differ by {largest:.1%}"
+
+
+@contextlib.contextmanager
+def _without_dropout(model: Any) -> Iterator[None]:
+    """Put a model into evaluation mode if it trains and drops values at random."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

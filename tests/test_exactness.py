@@ -1,0 +1,517 @@
+"""Where a forward over several tokens differs from single-token forwards, answers are still the target's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BatchEncoding,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from osd_hf import OnlineAssistant, OnlineConfig, Trace
+from osd_hf.drafting.exactness import CAUSES, UNLIMITED, Limits, known_limits, limits_of
+from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft reads it
+    pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),  # of peft, for soft prompts
+]
+
+MANUAL = OnlineConfig(update_strategy="manual", num_assistant_tokens=4)
+TEXT = OnlineConfig(update_strategy="manual", candidates="text")
+LENGTH = 24  # at which the models of these tests change
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0,
+        "original_max_position_embeddings": LENGTH,
+    },
+}  # fmt: skip
+
+
+def loud(model: Any, seed: int = 0) -> Any:
+    """Give a model large weights, so that its answers are not constant, in double precision."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model.double().eval()
+
+
+def roped(name: str, seed: int = 0, architecture: str = "llama") -> Any:
+    positions = 4 * LENGTH if name in ("longrope", "yarn") else LENGTH
+    rope = {**ROPES[name], "rope_theta": 10000.0}
+    if name == "yarn":
+        rope["original_max_position_embeddings"] = LENGTH
+    return models.build(architecture, seed, max_position_embeddings=positions, rope_parameters=rope).double()
+
+
+def inputs(*lengths: int) -> dict[str, Tensor]:
+    """Prompts of these lengths, padded on the left."""
+    widest = max(lengths)
+    ids = torch.zeros(len(lengths), widest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, widest - length :] = models.prompt(length, seed=row)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def same(target: Any, assistant: OnlineAssistant, requests: int = 2, **arguments: Any) -> OnlineAssistant:
+    """Assert that the assistant answers a request as its target does, several times."""
+    arguments = {"do_sample": False, "max_new_tokens": 2 * LENGTH, **arguments}
+    # Dynamic frequencies stay as a long sequence has made them until a short one comes: so each request begins anew.
+    is_dynamic = "dynamic" in str(getattr(target.config, "rope_parameters", None))
+    short = {"input_ids": models.prompt(2), "max_new_tokens": 1}
+    alone = target.generate(**arguments)
+    for _ in range(requests):
+        if is_dynamic:
+            target.generate(**short)
+        assert assistant.generate(**arguments).tolist() == alone.tolist()
+    return assistant
+
+
+# --- known causes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [MANUAL, TEXT, OnlineConfig(update_strategy="manual", drafting="stock")])
+@pytest.mark.parametrize("begins", [6, LENGTH - 2, LENGTH + 6])
+@pytest.mark.parametrize("name", ROPES)
+def test_answers_cross_the_length_at_which_frequencies_change(name: str, begins: int, config: OnlineConfig) -> None:
+    target = roped(name)
+    draft = models.draft_of(roped("default"))  # with positions of its own
+    draft.config.max_position_embeddings = 1000
+    same(target, OnlineAssistant(target, draft, config=config), **inputs(begins))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_requests_below_the_length_are_answered_with_speculation(name: str) -> None:
+    target = roped(name)
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    stats = same(target, assistant, **inputs(6), max_new_tokens=LENGTH - 8).stats
+    assert stats.block_efficiency > 1.2
+    same(target, assistant, **inputs(6, 4, 5), max_new_tokens=LENGTH - 8)
+    assert assistant.stats.drafted > 2 * stats.drafted  # the batch as well
+
+
+def test_a_prompt_behind_the_switch_of_frequencies_is_answered_with_speculation() -> None:
+    target = roped("longrope")
+    assistant = same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(LENGTH + 3))
+    assert assistant.stats.block_efficiency > 1.2
+
+
+def test_a_prompt_beyond_dynamic_frequencies_is_answered_without_speculation_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = roped("dynamic")
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    same(target, assistant, 3, **inputs(LENGTH + 3))
+    assert assistant.stats.drafted == 0
+    assert sum("without speculation: its rotary frequencies" in line for line in caplog.messages) == 1
+
+
+def test_a_model_that_reads_its_prompt_again_at_the_switch_answers_as_alone() -> None:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4 * LENGTH, original_max_position_embeddings=LENGTH,
+        rope_parameters={**ROPES["longrope"], "rope_theta": 1e4}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        sliding_window=None,
+    )  # fmt: skip
+    target = loud(Phi3ForCausalLM(config))
+    same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(LENGTH - 5))
+
+
+def test_batches_that_cross_the_length_are_decoded_by_the_target_alone() -> None:
+    target = roped("dynamic")
+    assistant = same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(8, 5, 6))
+    assert assistant.stats.drafted == 0
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 64])
+def test_experts_with_a_capacity_get_no_more_tokens_than_it(capacity: int) -> None:
+    config = SwitchTransformersConfig(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_sparse_encoder_layers=1, num_decoder_layers=2,
+        num_sparse_decoder_layers=2, num_heads=4, num_experts=2, expert_capacity=capacity, pad_token_id=0,
+        eos_token_id=2, decoder_start_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    target = loud(SwitchTransformersForConditionalGeneration(config))
+    ids = models.prompt(6)
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    same(target, assistant, input_ids=ids, max_new_tokens=30)
+    assert (assistant.stats.drafted > 0) == (capacity > 1)
+
+
+@pytest.mark.parametrize(
+    "limits, length, prompt_tokens, expected",
+    [
+        (UNLIMITED, 5, 5, float("inf")),
+        (Limits(max_tokens=3), 8, 5, 2),
+        (Limits(max_tokens=3), 2, 2, 1),
+        (Limits(max_tokens=1), 8, 5, 0),
+        (Limits(max_length=10), 8, 5, 2),
+        (Limits(max_length=10), 12, 5, 0),
+        (Limits(max_length=10, min_prompt=10), 12, 11, float("inf")),
+        (Limits(max_length=10, min_prompt=12), 13, 11, 0),
+        (Limits(with_prompt=False), 5, 5, 0),
+        (Limits(with_prompt=False), 6, 5, float("inf")),
+    ],
+)
+def test_limits_say_how_many_candidates_may_follow(
+    limits: Limits, length: int, prompt_tokens: int, expected: float
+) -> None:
+    assert limits.max_candidates(length, prompt_tokens) == expected
+    assert limits.combined(UNLIMITED) == UNLIMITED.combined(limits) == limits
+
+
+def test_the_stricter_of_two_limits_holds() -> None:
+    both = Limits("a", max_length=10, min_prompt=10).combined(Limits("b", max_tokens=4, max_length=20))
+    assert both == Limits("a; b", 4, 10, float("inf"))
+    assert both.forbid(10)
+    assert not both.forbid(9)
+    assert not both.allow_any(5, 8)
+    assert Limits(max_length=10, min_prompt=10).allow_any(11, 99)
+
+
+def test_an_ordinary_model_has_no_known_limits() -> None:
+    for architecture in ("llama", "gemma3", "gpt2", "t5", "mixtral"):
+        assert known_limits(models.build(architecture)) == UNLIMITED
+
+
+# --- PEFT -----------------------------------------------------------------------------------------------------------
+
+
+def base() -> Any:
+    return loud(models.build())
+
+
+def with_adapters(*names: str, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    how = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False, **settings}
+    torch.manual_seed(0)
+    target = peft.get_peft_model(base(), peft.LoraConfig(**how), adapter_name=names[0])
+    for name in names[1:]:
+        target.add_adapter(name, peft.LoraConfig(**how))
+    return target.double().eval()
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7, 8, 9, 10, 11], [5, 7, 8, 9, 10], [5, 6, 9, 10, 7, 8]])
+@pytest.mark.parametrize("attach", [False, True])
+def test_an_adapter_that_is_activated_by_tokens_is_applied_as_alone(prompt: list[int], attach: bool) -> None:
+    target = with_adapters("default", alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
+    assistant = OnlineAssistant(target, models.draft_of(base()), config=MANUAL)
+    ids = torch.tensor([prompt])
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if not attach:
+        same(target, assistant, **arguments)
+        batch = {name: value.repeat(2, 1) for name, value in arguments.items()}
+        same(target, assistant, **batch)
+        return
+    arguments |= {"do_sample": False, "max_new_tokens": 30}
+    alone = target.generate(**arguments)
+    with assistant.attached():
+        assert target.generate(**arguments, assistant_model=assistant.draft).tolist() == alone.tolist()
+
+
+def test_rows_with_adapters_of_their_own_may_end_at_different_lengths() -> None:
+    target, names = with_adapters("first", "second"), ["first", "second", "__base__"]
+    assistant = OnlineAssistant(target, models.draft_of(base()), config=MANUAL)
+    batch = inputs(6, 4, 6)
+    free = target.generate(**batch, adapter_names=names, max_new_tokens=20, do_sample=False)[:, 6:].tolist()
+    ends = [free[0][3], free[1][9]]
+    same(target, assistant, **batch, adapter_names=names, eos_token_id=ends)
+    single = {name: value[:1] for name, value in batch.items()}
+    drafted = same(target, assistant, **single, adapter_names=["first"]).stats.drafted
+    assert drafted > 0
+
+
+def test_a_failed_request_leaves_batches_as_they_were() -> None:
+    target, batch = with_adapters("first", "second"), inputs(6, 4, 6)
+    assistant = OnlineAssistant(target, models.draft_of(base()), config=MANUAL)
+    with pytest.raises(UnsupportedGenerationError, match="3 prompts, got 1 names"):
+        assistant.generate(**batch, adapter_names=["first"], max_new_tokens=5)
+    with pytest.raises(ValueError, match="non-existing adapter"):  # PEFT's own
+        assistant.generate(**batch, adapter_names=["first", "second", "third"], max_new_tokens=5)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    hook = target.get_base_model().model.register_forward_pre_hook(broken)
+    for names in (None, ["first", "second", "first"]):
+        with pytest.raises(RuntimeError, match="not now"):
+            assistant.generate(**batch, adapter_names=names, max_new_tokens=5)
+    hook.remove()
+    assert same(target, assistant, **batch).stats.block_efficiency > 1
+
+
+def soft_prompts() -> dict[str, Callable[[Any], Any]]:
+    peft = pytest.importorskip("peft")
+    own = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
+    return {
+        "prompt": lambda: peft.PromptTuningConfig(**own),
+        "prefix": lambda: peft.PrefixTuningConfig(**own),
+        "p": lambda: peft.PromptEncoderConfig(**own, encoder_hidden_size=16),
+    }
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix", "p"])
+def test_soft_prompts_are_answered_as_alone_and_logged_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    target = peft.get_peft_model(models.build("llama", num_key_value_heads=4), soft_prompts()[name]()).double().eval()
+    draft = models.draft_of(base())
+    assistant = OnlineAssistant(target, draft, config=MANUAL)
+    for batch in (inputs(6), inputs(6, 4, 6)):
+        same(target, assistant, **batch)
+        alone = target.generate(**batch, do_sample=False, max_new_tokens=20)
+        with assistant.attached():
+            ours = target.generate(**batch, do_sample=False, max_new_tokens=20, assistant_model=assistant.draft)
+        assert ours.tolist() == alone.tolist()
+    assert sum("The target answers without a draft: PEFT puts a soft prompt" in m for m in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix", "p"])
+def test_a_draft_with_a_soft_prompt_is_refused(name: str) -> None:
+    peft = pytest.importorskip("peft")
+    draft = peft.get_peft_model(models.build(num_key_value_heads=4), soft_prompts()[name]())
+    with pytest.raises(UnsupportedModelError, match="soft prompt"):
+        OnlineAssistant(models.build(), draft)
+
+
+def test_a_draft_whose_adapter_cannot_be_merged_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(alora_invocation_tokens=[7], task_type="CAUSAL_LM", target_modules=["q_proj"])
+    draft = peft.get_peft_model(models.build(), config)
+    with pytest.raises(UnsupportedModelError, match="cannot be merged"):
+        OnlineAssistant(models.build(), draft)
+
+
+# --- unknown causes -------------------------------------------------------------------------------------------------
+
+
+def disturbed(model: Any, from_length: int = 0) -> Any:
+    """Let a model's logits depend on the number of tokens of a call, for sequences beyond a length."""
+    forward = model.forward
+
+    def odd(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        begins = 0 if cache is None else int(cache.get_seq_length())
+        output = forward(*args, **kwargs)
+        count = kwargs["input_ids"].shape[1]
+        if begins and count > 1 and begins + count > from_length:
+            output.logits = output.logits.roll(1, -1)
+        return output
+
+    model.forward = odd
+    return model
+
+
+@pytest.mark.parametrize("config", [MANUAL, TEXT])
+def test_a_model_that_counts_the_tokens_of_a_call_is_found_by_a_probe(
+    config: OnlineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = disturbed(models.build())
+    assistant = OnlineAssistant(target, models.draft_of(models.build()), config=config)
+    same(target, assistant, 3, **inputs(6))
+    same(target, assistant, **inputs(6, 4))
+    assert assistant.stats.drafted == 0
+    assert (
+        sum("answers without speculation: a forward over several tokens is not exact" in m for m in caplog.messages)
+        == 1
+    )
+
+
+def test_the_probe_looks_at_the_lengths_that_the_configuration_names() -> None:
+    target = models.build()
+    target.config.sliding_window = 40
+    target = disturbed(target, from_length=40)
+    assistant = OnlineAssistant(target, models.draft_of(models.build()), config=MANUAL)
+    same(target, assistant, **inputs(6), max_new_tokens=60)
+
+
+def test_a_model_is_probed_once_and_its_answers_cost_no_further_forwards() -> None:
+    target = models.build()
+    assistant = OnlineAssistant(target, models.draft_of(target, noise=0.0), config=MANUAL)
+    counts = list[int]()
+    for _ in range(3):
+        with models.ForwardCounter(target) as forwards:
+            assistant.generate(**inputs(6), max_new_tokens=10, do_sample=False)
+        counts.append(forwards.count)
+    assert counts[0] - counts[1] <= 10
+    assert counts[1] == counts[2] == 2
+
+
+def test_a_model_of_another_kind_of_attention_is_probed_anew() -> None:
+    target = models.build()
+    limits = [limits_of(target, models.prompt(), arguments_of(target))]
+    target = disturbed(target)
+    assert limits_of(target, models.prompt(), arguments_of(target)) == limits[0] == UNLIMITED  # known already
+    target.set_attn_implementation("eager")
+    assert limits_of(target, models.prompt(), arguments_of(target)).forbid(5)
+
+
+def arguments_of(target: Any) -> dict[str, Any]:
+    config = copy.deepcopy(target.generation_config)
+    config.max_length = 99
+    return {"generation_config": config}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma3"])
+def test_rounding_in_half_precision_is_no_cause(architecture: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        target = models.build(architecture, seed).to(dtype)
+        assert limits_of(target, models.prompt(9), arguments_of(target)) == UNLIMITED
+
+
+def test_a_probe_changes_nothing() -> None:
+    target = models.build("gpt2", attn_pdrop=0.2, resid_pdrop=0.2).train()
+    state, mask = torch.get_rng_state(), {name: m.training for name, m in target.named_modules()}
+    arguments = arguments_of(target)
+    before = copy.deepcopy(arguments["generation_config"])
+    assert limits_of(target, models.prompt(9), arguments) == UNLIMITED
+    assert torch.equal(state, torch.get_rng_state())
+    assert mask == {name: m.training for name, m in target.named_modules()}
+    assert arguments["generation_config"] == before
+
+
+def test_a_probe_that_fails_is_tried_again() -> None:
+    target = models.build()
+
+    def broken(*_: Any) -> None:
+        raise MemoryError
+
+    hook = target.register_forward_pre_hook(broken)
+    assert limits_of(target, models.prompt(), arguments_of(target)).forbid(6)
+    hook.remove()
+    assert limits_of(target, models.prompt(), arguments_of(target)) == UNLIMITED
+
+
+# --- inputs under other names ---------------------------------------------------------------------------------------
+
+
+def whisper() -> Any:
+    config = WhisperConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=50,
+        max_target_positions=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+        suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    model = loud(WhisperForConditionalGeneration(config))
+    settings = model.generation_config
+    settings.eos_token_id, settings.decoder_start_token_id, settings.max_length = 2, 3, 30
+    settings.return_timestamps, settings.no_timestamps_token_id = False, 63
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("rows", [1, 2])
+def test_audio_is_answered_by_keyword_and_by_position(rows: int) -> None:
+    target = whisper()
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    features = torch.randn(rows, 8, 100, generator=torch.Generator().manual_seed(0)).double()
+    alone = target.generate(input_features=features, do_sample=False).tolist()
+    assert assistant.generate(input_features=features, do_sample=False).tolist() == alone
+    assert assistant.generate(features, do_sample=False).tolist() == alone
+    if rows == 1:
+        with assistant.attached():
+            assert target.generate(features, do_sample=False, assistant_model=assistant.draft).tolist() == alone
+
+
+def llava() -> Any:
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                              image_size=8, patch_size=4)  # fmt: skip
+    text = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=60, tie_word_embeddings=False)
+    return loud(LlavaForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("config", [MANUAL, TEXT])
+def test_images_are_answered_with_a_draft_that_reads_text(config: OnlineConfig, caplog: Any) -> None:
+    target = llava()
+    ids = torch.tensor([[1, 5, 60, 60, 60, 60, 7, 9]])
+    images = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+    traces = list[Trace]()
+    assistant = OnlineAssistant(target, models.draft_of(base()), config=config)
+    same(target, assistant, input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=images,
+         on_trace=None)  # fmt: skip
+    assistant.generate(ids, pixel_values=images, max_new_tokens=3, on_trace=traces.append)
+    assert not traces  # the image is not in the ids
+    assert sum("are not captured" in line for line in caplog.messages) == 1
+
+
+def test_embeddings_and_encoder_outputs_are_answered_by_the_target_alone(caplog: pytest.LogCaptureFixture) -> None:
+    target = base()
+    embeddings = target.get_input_embeddings()(models.prompt()).detach()
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    same(target, assistant, inputs_embeds=embeddings)
+    alone = target.generate(inputs_embeds=embeddings, do_sample=False, max_new_tokens=9).tolist()
+    with assistant.attached():
+        ours = target.generate(
+            inputs_embeds=embeddings, do_sample=False, max_new_tokens=9, assistant_model=assistant.draft
+        )
+    assert ours.tolist() == alone
+    t5, draft = models.pair("t5")
+    with torch.no_grad():
+        outputs = t5.get_encoder()(input_ids=models.prompt()).last_hidden_state
+    given = {"encoder_outputs": BaseModelOutput(last_hidden_state=outputs)}
+    expected = t5.generate(**copy.deepcopy(given), max_new_tokens=9, do_sample=False)
+    assert (
+        OnlineAssistant(t5, draft).generate(**given, max_new_tokens=9, do_sample=False).tolist() == expected.tolist()
+    )
+    assert sum("`encoder_outputs` was given" in line for line in caplog.messages) == 1
+
+
+def test_what_a_tokenizer_returns_is_taken_by_position() -> None:
+    target = models.build()
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    batch = inputs(6, 4)
+    expected = target.generate(**batch, do_sample=False, max_new_tokens=9).tolist()
+    for given in (BatchEncoding(batch), batch):
+        assert assistant.generate(given, do_sample=False, max_new_tokens=9).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["inputs", "input_ids"])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda ids: ids.tolist(), "a tensor, got list"),
+        (lambda ids: ids.numpy(), "a tensor, got ndarray"),
+        (lambda ids: ids[0], r"got torch.int64 of shape \(6,\)"),
+        (lambda ids: ids[None], r"of shape \(1, 1, 6\)"),
+        (lambda ids: ids.float(), "got torch.float32"),
+        (lambda ids: ids[:0], r"of shape \(0, 6\)"),
+    ],
+)
+def test_prompts_that_the_target_does_not_take_are_refused(name: str, make: Any, message: str) -> None:
+    target = models.build()
+    assistant = OnlineAssistant(target, models.draft_of(target))
+    with pytest.raises(UnsupportedGenerationError, match=f"`{name}` must be .*{message}"):
+        assistant.generate(**{name: make(models.prompt())}, max_new_tokens=3)
+
+
+def test_every_cause_is_described() -> None:
+    assert all(cause.name and cause.example and cause.answer for cause in CAUSES)
+    assert len({cause.name for cause in CAUSES}) == len(CAUSES)
