@@ -4,9 +4,11 @@ What a request costs beside the forwards of both models, on the working tree and
     git worktree add ../before HEAD~1
     python recipes/request_overhead.py --against ../before
 
-The bundled pair drafts 5 tokens a round; requests are captured, and nothing is learned. One process on each checkout
-answers the same prompts, in an order that changes from prompt to prompt. Compared are the seconds of each request that
-are in no forward: the median of their ratios, and its 95% interval.
+The pair (`--pair bundled` or `smollm2`) drafts 5 tokens a round; requests are captured, and nothing is learned. One
+process on each checkout answers the same prompts, in an order that changes from prompt to prompt. Compared are the
+seconds of each request that are in no forward, and all of its seconds: the median of the ratios, and its 95% interval.
+With `--first 10`, ten more processes on each checkout answer one prompt each, so that the first request of a process,
+with all that is checked once for a model, is compared as well.
 """
 
 from __future__ import annotations
@@ -24,15 +26,22 @@ HERE = Path(__file__).parent
 DOMAINS = ("sql", "math", "python", "finance")
 
 
-def work(num_prompts: int, max_new_tokens: int) -> None:
-    """Answer the prompt of each number that comes in; write the seconds outside of forwards."""
+def work(num_prompts: int, max_new_tokens: int, pair: str) -> None:
+    """Answer the prompt of each number that comes in; write the seconds outside of forwards, and all of them."""
     import torch
 
     from osd_hf import OnlineAssistant, OnlineConfig
     from osd_hf.bundled import bundled_prompts, load_bundled
 
     torch.set_num_threads(1)
-    target, draft, tokenizer = load_bundled()
+    if pair == "smollm2":
+        from osd_hf.cutting import cut
+        from osd_hf.smollm2 import smollm2
+
+        target, tokenizer = smollm2()
+        draft = cut(target, [0])
+    else:
+        target, draft, tokenizer = load_bundled()
     config = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")
     assistant = OnlineAssistant(target, draft, tokenizer, config)
     inside, begun = [0.0], [0.0]
@@ -62,8 +71,8 @@ def work(num_prompts: int, max_new_tokens: int) -> None:
         torch.manual_seed(number)
         inside[0], started = 0.0, time.perf_counter()
         output = assistant.generate(**prompts[number], max_new_tokens=max_new_tokens, do_sample=do_sample)
-        seconds = time.perf_counter() - started - inside[0]
-        print(json.dumps([seconds, output[0].tolist()]), flush=True)
+        whole = time.perf_counter() - started
+        print(json.dumps([whole - inside[0], output[0].tolist(), whole]), flush=True)
 
 
 def begin_on(checkout: Path, arguments: list[str]) -> subprocess.Popen[str]:
@@ -83,6 +92,20 @@ def ask(process: subprocess.Popen[str], number: int, do_sample: bool) -> Any:
     return json.loads(process.stdout.readline())
 
 
+def compared(before: list[float], after: list[float]) -> dict[str, Any]:
+    """Medians of seconds that were measured in turns, and of their ratios."""
+    import numpy as np
+
+    ratios = np.asarray(after) / np.asarray(before)
+    drawn = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
+    return {
+        "milliseconds_before": float(np.median(before)) * 1e3,
+        "milliseconds_after": float(np.median(after)) * 1e3,
+        "ratio": float(np.median(ratios)),
+        "ratio_interval": np.quantile(np.median(ratios[drawn], axis=1), (0.025, 0.975)).tolist(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="the other checkout")
@@ -90,21 +113,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pair", default="bundled", choices=["bundled", "smollm2"])
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="processes that answer their first request")
     args = parser.parse_args()
     if args.work:
-        work(args.prompts, args.max_new_tokens)
+        work(args.prompts, args.max_new_tokens, args.pair)
         return
     if args.against is None or not (args.against / "osd_hf").is_dir():
         sys.exit("--against names another checkout of the project")
-    import numpy as np
     from common import write_report
     from tqdm import tqdm
 
-    arguments = ["--prompts", str(args.prompts), "--max-new-tokens", str(args.max_new_tokens)]
-    sides = [begin_on(args.against, arguments), begin_on(HERE.parent, arguments)]
-    report = {}
+    arguments = ["--prompts", str(args.prompts), "--max-new-tokens", str(args.max_new_tokens), "--pair", args.pair]
+    checkouts, report = (args.against, HERE.parent), dict[str, Any]()
+    if args.first:
+        first: list[list[float]] = [[], []]
+        for turn in tqdm(range(args.first), desc="first requests"):
+            for side in (0, 1) if turn % 2 else (1, 0):
+                with begin_on(checkouts[side], arguments) as process:
+                    first[side].append(ask(process, turn % args.prompts, False)[2])
+        report["first request"] = compared(*first)
+    sides = [begin_on(checkout, arguments) for checkout in checkouts]
     for do_sample in (False, True):
         seconds: list[list[float]] = [[], []]
+        whole: list[list[float]] = [[], []]
         turns = [(r, n) for r in range(args.repeats + 1) for n in range(args.prompts)]
         for repeat, number in tqdm(turns, desc="sampled" if do_sample else "greedy"):
             answers: list[Any] = [None, None]
@@ -115,22 +147,16 @@ def main() -> None:
             if repeat:  # the first round warms up
                 for side in (0, 1):
                     seconds[side].append(answers[side][0])
-        before, after = map(np.asarray, seconds)
-        drawn = np.random.default_rng(0).integers(len(before), size=(2000, len(before)))
-        medians = np.median((after / before)[drawn], axis=1)
-        report["sampled" if do_sample else "greedy"] = {
-            "milliseconds_before": float(np.median(before)) * 1e3,
-            "milliseconds_after": float(np.median(after)) * 1e3,
-            "ratio": float(np.median(after / before)),
-            "ratio_interval": np.quantile(medians, (0.025, 0.975)).tolist(),
-        }
+                    whole[side].append(answers[side][2])
+        kind = "sampled" if do_sample else "greedy"
+        report |= {f"{kind}, outside of forwards": compared(*seconds), f"{kind}, whole": compared(*whole)}
     for kind, row in report.items():
         low, high = row["ratio_interval"]
         print(
-            f"{kind:8} {row['milliseconds_before']:.2f} ms before, {row['milliseconds_after']:.2f} ms after, "
+            f"{kind:30} {row['milliseconds_before']:.2f} ms before, {row['milliseconds_after']:.2f} ms after, "
             f"ratio {row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
         )
-    write_report("request_overhead", report)
+    write_report("request_overhead" + ("" if args.pair == "bundled" else f"_{args.pair}"), report)
 
 
 if __name__ == "__main__":

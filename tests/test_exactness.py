@@ -348,6 +348,34 @@ def test_the_probe_looks_at_the_lengths_that_the_configuration_names() -> None:
     same(target, assistant, **inputs(6), max_new_tokens=60)
 
 
+@pytest.mark.parametrize("name, length", [("keep_window_size", 2048), ("local_window", 700)])
+def test_there_is_no_speculation_beyond_a_length_that_is_neither_known_nor_probed(name: str, length: int) -> None:
+    target = models.build()
+    setattr(target.config, name, length)
+    limits = limits_of(target, models.prompt(), arguments_of(target))
+    assert (limits.max_length, limits.forbid(length - 1), limits.forbid(length)) == (length, False, True)
+    assert f"`{name}`" in limits.reason
+    setattr(target.config, name, 40)  # which is probed
+    assert limits_of(copy.deepcopy(target), models.prompt(), arguments_of(target)) == UNLIMITED
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3"])
+def test_windows_that_models_mask_themselves_are_no_limit(architecture: str) -> None:
+    target = models.build(architecture, sliding_window=4096, max_position_embeddings=9999)
+    assert limits_of(target, models.prompt(), arguments_of(target)) == UNLIMITED
+
+
+def test_a_window_that_is_left_to_the_cache_is_a_limit() -> None:
+    from transformers import MoshiConfig, MoshiForCausalLM
+
+    own: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1,
+                           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+    target = loud(MoshiForCausalLM(MoshiConfig(sliding_window=3000, **own)))
+    assert limits_of(target, models.prompt(), arguments_of(target)).max_length == 3000
+    target = loud(MoshiForCausalLM(MoshiConfig(sliding_window=12, **own)))
+    same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(6))
+
+
 def test_a_model_is_probed_once_and_its_answers_cost_no_further_forwards() -> None:
     target = models.build()
     assistant = OnlineAssistant(target, models.draft_of(target, noise=0.0), config=MANUAL)

@@ -524,7 +524,6 @@ class Request(Decoding):
         """What each listener gets; `None` where nothing can be captured."""
         if self.prompts is None:
             return [None] * len(self.bindings)
-        completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
         prompt, decoder_prompt = self.prompts
         size, found = vocab_size_of(self.model), list[Trace | None]()
         has_changed = self.rows.parts and target_version(self.model) != self.version
@@ -533,6 +532,7 @@ class Request(Decoding):
         for binding, lease in zip(self.bindings, self.leases, strict=True):
             width = 0 if has_changed else binding.num_logprobs
             try:
+                completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
                 top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
             except Exception:  # memory, for one: the answer is there
                 logger.exception("A request is not captured; its answer is delivered.")

@@ -12,6 +12,7 @@ import copy
 import inspect
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,16 +33,17 @@ logger = logging.getLogger(__name__)
 PROBE_CANDIDATES = 2  # of a round
 PROBE_TOKENS = 5  # new tokens of a probe: three rounds, of which two reject a candidate
 PROBE_PROMPT_TOKENS = 16  # of the request's own prompt; longer probes repeat them
-MAX_PROBED_LENGTH = 128  # sequence lengths beyond this are not probed: reading them takes too long on a CPU
+# Sequence lengths beyond these are not probed, as reading them takes too long on a CPU: the first is for lengths at
+# which models of transformers are known to be exact, the second for others, beyond which there is no speculation.
+MAX_PROBED_LENGTH, MAX_UNKNOWN_LENGTH = 128, 600
 # Relative difference of logits, root mean square, that rounding may cause. In half precision a router may send a token
 # to another expert, so that single positions differ by more: there the median over the positions is compared.
 MAX_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 0.01}
 MAX_HALF_DIFFERENCE = 0.1
-# Settings of a configuration that are lengths at which a model's behavior may change.
-LENGTH_FIELDS = (
-    "sliding_window", "attention_chunk_size", "original_max_position_embeddings", "max_position_embeddings",
-    "window_size", "local_attention_window", "max_window_layers_size",
-)  # fmt: skip
+# Settings of a configuration that are lengths at which a model's behavior may change: positions, and windows.
+POSITION_FIELDS = ("original_max_position_embeddings", "max_position_embeddings", "max_target_positions")
+WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
+OTHER_LENGTH = re.compile(r"window(_size)?$|keep_window|_chunk_size$|^chunk_size$")
 # Arguments of the loop that any request for text may have.
 COMMON_ARGUMENTS = frozenset({
     "encoder_outputs",
@@ -394,6 +396,7 @@ class _ScriptedCandidates(CandidateGenerator):
 def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits) -> tuple[Limits, bool]:
     """Compare assisted with plain decoding at each length where the model may change; returns the limits that follow,
     and whether they hold for later requests of the kind."""
+    beyond = _unprobed_lengths(model)
     try:
         with _without_dropout(model):
             for prompt, arguments in _probe_prompts(model, input_ids, kwargs, limits):
@@ -404,7 +407,35 @@ def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: 
     except Exception as error:  # the target alone has failed
         logger.debug("A probe failed.", exc_info=True)
         return Limits(f"a short trial failed: {first_line(error)}", max_tokens=1), False
-    return UNLIMITED, True
+    return beyond, True
+
+
+def _unprobed_lengths(model: Any) -> Limits:
+    """Return the limit by lengths at which a model may change and which are too long for a probe."""
+    config, limits = model.config.get_text_config(decoder=True), UNLIMITED
+    lengths = {name: length for name, length in _lengths(config).items() if name not in POSITION_FIELDS}
+    if _masks_windows(model):
+        lengths = {name: length for name, length in lengths.items() if name not in WINDOW_FIELDS}
+    for name, length in lengths.items():
+        if length + PROBE_TOKENS > MAX_UNKNOWN_LENGTH or model.config.is_encoder_decoder:
+            reason = f"it is not known to be exact beyond {length} tokens (`{name}` in its configuration)"
+            limits = limits.combined(Limits(reason, max_length=length))
+    return limits
+
+
+def _masks_windows(model: Any) -> bool:
+    """Whether a decoder-only model of transformers masks its windows itself. Others may leave that to the cache, which
+    shows more to a call of several tokens than to single ones."""
+    modules = {sys.modules[type(module).__module__] for module in model.modules()}
+    makes_masks = any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
+    return makes_masks and not model.config.is_encoder_decoder
+
+
+def _lengths(config: Any) -> dict[str, int]:
+    """Return the lengths that a configuration names, in tokens."""
+    names = (*POSITION_FIELDS, *WINDOW_FIELDS, *filter(OTHER_LENGTH.search, vars(config)))
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if type(value) is int and value > 0}
 
 
 def _probe_prompts(
@@ -426,12 +457,14 @@ def _probe_prompts(
         return
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
-    for length in sorted({len(row), *_changing_lengths(config)}):
+    is_exact = {*POSITION_FIELDS, *(WINDOW_FIELDS if _masks_windows(model) else ())}
+    lengths = {len(row)}
+    for name, changes in _lengths(config).items():
+        length = max(changes - PROBE_TOKENS // 2, 1)  # the tokens of the probe cross it
         end = length + PROBE_TOKENS
-        if end > min(positions, limits.max_length) and length != len(row):
-            continue
-        if end > MAX_PROBED_LENGTH:
-            break
+        longest = min(positions, limits.max_length, MAX_PROBED_LENGTH if name in is_exact else MAX_UNKNOWN_LENGTH)
+        lengths |= {length} if end <= longest else set()
+    for length in sorted(lengths):
         prompt = row.repeat(-(-length // len(row)))[None, -length:]
         yield prompt, text_arguments(model, torch.ones_like(prompt), arguments["generation_config"])
 
@@ -446,14 +479,6 @@ def text_arguments(model: Any, mask: torch.Tensor, generation_config: Any) -> di
     if "position_ids" in inspect.signature(model.forward).parameters:
         given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     return given
-
-
-def _changing_lengths(config: Any) -> Iterator[int]:
-    """Yield prompt lengths from which the tokens of a probe cross the lengths that a configuration names."""
-    for name in LENGTH_FIELDS:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            yield max(value - PROBE_TOKENS // 2, 1)
 
 
 def _of_first_row(arguments: dict[str, Any], rows: int) -> dict[str, Any]:
