@@ -56,17 +56,19 @@ REFUSED: dict[str, dict[str, Any]] = {
     "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
     "assistant_early_exit": {"assistant_early_exit": 1},
     "use_mtp": {"use_mtp": True},
-    "guidance_scale": {"guidance_scale": 1.5},
     "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
     "dola_layers": {"dola_layers": "low"},
-    "use_cache": {"use_cache": False},
-    "cache_implementation": {"cache_implementation": "static"},
-    "watermarking_config": {"watermarking_config": SYNTHID},
     "assistant_tokenizer": {"assistant_tokenizer": models.tokenizer()},
     "assistant_model": {"assistant_model": models.build()},
     "custom_generate": {"custom_generate": "somebody/else"},
-    "inputs_embeds": {"inputs_embeds": torch.zeros(1, 3, 32)},
     "Counting": {"logits_processor": LogitsProcessorList([Counting()])},
+}
+# What the target answers alone where an assistant serves, and what is refused where there is a foreign draft to watch.
+UNDRAFTED: dict[str, dict[str, Any]] = {
+    "guidance_scale": {"guidance_scale": 1.5},
+    "use_cache": {"use_cache": False},
+    "cache_implementation": {"cache_implementation": "static"},
+    "watermarking_config": {"watermarking_config": SYNTHID},
 }
 
 
@@ -80,8 +82,7 @@ def test_modes_are_refused_before_any_work(name: str, pair: tuple[Any, Any]) -> 
     assistant = OnlineAssistant(*pair)
     with models.ForwardCounter(assistant.target, assistant.draft) as forwards:
         with pytest.raises(UnsupportedGenerationError, match=name):
-            ids = {} if name == "inputs_embeds" else {"inputs": models.prompt()}
-            assistant.generate(**ids, max_new_tokens=3, **REFUSED[name])
+            assistant.generate(models.prompt(), max_new_tokens=3, **REFUSED[name])
         assert forwards.count == 0
     assert assistant.stats.num_requests == 0
     assistant.generate(models.prompt(), max_new_tokens=3)
@@ -89,7 +90,7 @@ def test_modes_are_refused_before_any_work(name: str, pair: tuple[Any, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["num_beams", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "guidance_scale"]
+    "name", ["num_beams", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "penalty_alpha"]
 )
 def test_modes_are_refused_in_a_generation_config_too(name: str, pair: tuple[Any, Any]) -> None:
     target, draft = pair
@@ -105,15 +106,26 @@ def test_modes_are_refused_in_a_generation_config_too(name: str, pair: tuple[Any
         assert forwards.count == 0
 
 
-@pytest.mark.parametrize("name", ["assistant_ensemble_weight", "guidance_scale", "Counting", "watermarking_config"])
+@pytest.mark.parametrize("name", ["assistant_ensemble_weight", "Counting"])
 @pytest.mark.parametrize("attach", ["attached", "capture"])
 def test_modes_are_refused_where_the_caller_generates(name: str, attach: str, pair: tuple[Any, Any]) -> None:
     target, draft = pair
     assistant = OnlineAssistant(target, draft)
     context: Callable[[], Any] = assistant.attached if attach == "attached" else lambda: capture_traces(target, print)
     with models.ForwardCounter(target, assistant.draft) as forwards, context():
-        with pytest.raises(UnsupportedGenerationError, match="SynthID" if name == "watermarking_config" else name):
+        with pytest.raises(UnsupportedGenerationError, match=name):
             target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=3, **REFUSED[name])
+        assert forwards.count == 0
+
+
+@pytest.mark.parametrize("name", UNDRAFTED)
+def test_settings_without_a_draft_are_refused_where_a_foreign_draft_is_watched(
+    name: str, pair: tuple[Any, Any]
+) -> None:
+    target, draft = pair
+    with models.ForwardCounter(target, draft) as forwards, capture_traces(target, print):
+        with pytest.raises(UnsupportedGenerationError, match=f"{name}.*without `assistant_model`"):
+            target.generate(models.prompt(), assistant_model=draft, max_new_tokens=3, **UNDRAFTED[name])
         assert forwards.count == 0
 
 

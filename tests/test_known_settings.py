@@ -26,7 +26,7 @@ ARGUMENTS = {
     "self", "inputs", "kwargs", "generation_config", "synced_gpus", "streamer",  # handed on
     "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",  # tried out
     "assistant_model", "custom_generate",  # refused, or the assistant's own
-    "negative_prompt_ids", "negative_prompt_attention_mask",  # read with `guidance_scale` alone, which is refused
+    "negative_prompt_ids", "negative_prompt_attention_mask",  # read with `guidance_scale` alone
 }  # fmt: skip
 MODES = {
     "CONTRASTIVE_SEARCH", "GREEDY_SEARCH", "SAMPLE", "ASSISTED_GENERATION", "DOLA_GENERATION", "BEAM_SEARCH",
@@ -40,7 +40,7 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop_inputs.py) or _REFUSED (osd_hf/capture/guards.py)"
+    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop_inputs.py) or _REFUSED or _UNDRAFTED (osd_hf/capture/guards.py)"
     return unknown(where, fields, guards._KNOWN)
 
 
@@ -58,7 +58,7 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
 def test_every_field_of_a_generation_config_is_known() -> None:
     assert unknown_fields() == []
     assert SERVED.isdisjoint(IRRELEVANT)
-    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in guards._REFUSED)
+    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*guards._REFUSED, *guards._UNDRAFTED))
 
 
 def test_every_logits_processor_and_stopping_criterion_is_known() -> None:
@@ -114,19 +114,23 @@ def test_a_newer_release_is_noticed(newer: ModuleType) -> None:
     assert "enter it in STATELESS or STATEFUL" in unknown_classes(newer)[0]
 
 
-def test_a_setting_of_a_newer_release_is_refused_where_it_is_set(newer: ModuleType) -> None:
+def test_a_setting_of_a_newer_release_leaves_the_answer_to_the_target(
+    newer: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
     target, draft = models.pair()
     assistant, ids = OnlineAssistant(target, draft), models.prompt()
     kwargs = {"max_new_tokens": 4, "attention_mask": torch.ones_like(ids)}
-    with models.ForwardCounter(target, assistant.draft) as forwards:
-        for bad in ({"entropy_floor": 0.5}, {"generation_config": GenerationConfig(entropy_floor=0.5)}):
-            with pytest.raises(UnsupportedGenerationError, match="`entropy_floor=0.5`.*does not know the setting"):
-                assistant.generate(ids, **bad, **kwargs)
-            with capture_traces(target, print), pytest.raises(UnsupportedGenerationError, match="entropy_floor"):
-                target.generate(ids, assistant_model=draft, **bad, **kwargs)
-        assert forwards.count == 0
+    alone = target.generate(ids, **kwargs)
     for good in ({}, {"entropy_floor": 0.0}, {"entropy_floor": None}):
-        assert assistant.generate(ids, **good, **kwargs).shape == (1, 10)
+        assert torch.equal(assistant.generate(ids, **good, **kwargs), alone)
+    assert "entropy_floor" not in caplog.text
+    drafted = assistant.stats.drafted
+    for unknown in ({"entropy_floor": 0.5}, {"generation_config": GenerationConfig(entropy_floor=0.5)}):
+        assert torch.equal(assistant.generate(ids, **unknown, **kwargs), alone)
+        with capture_traces(target, print), pytest.raises(UnsupportedGenerationError, match="entropy_floor"):
+            target.generate(ids, assistant_model=draft, **unknown, **kwargs)
+    assert assistant.stats.drafted == drafted
+    assert caplog.text.count("`entropy_floor` is set, which this version of osd_hf does not know") == 1
 
 
 def test_a_processor_of_a_newer_release_is_tried_out_like_a_foreign_one(newer: Any) -> None:
@@ -144,10 +148,11 @@ def test_what_a_config_carries_beside_its_fields_does_no_harm() -> None:
     assert OnlineAssistant(target, draft).generate(models.prompt(), max_new_tokens=4).shape == (1, 10)
 
 
-def test_caches_that_cannot_be_cropped_are_refused_and_unknown_ones_too() -> None:
-    target, draft = models.pair()
+def test_caches_that_cannot_be_cropped_take_no_draft_and_unknown_ones_neither() -> None:
+    target, config = models.build(), GenerationConfig(use_cache=True)
     for cache in ("static", "quantized", "of_a_newer_release"):
-        with pytest.raises(UnsupportedGenerationError, match=f"cache_implementation='{cache}'"):
-            guards.check_generation({"cache_implementation": cache})
+        config.cache_implementation = cache
+        assert "cache_implementation" in str(guards.undrafted(target, config))
     for cache in (None, "dynamic", "dynamic_full", "offloaded"):
-        guards.check_generation({"cache_implementation": cache})
+        config.cache_implementation = cache
+        assert guards.undrafted(target, config) is None

@@ -400,6 +400,14 @@ def test_processors_of_the_target_are_put_back(cheap: None, taken: list[list[Tra
     assert said == {trace.prompt_ids.tobytes(): trace.completion_ids.tolist() for trace in plain}
 
 
+def test_a_draft_is_made_of_a_target_with_stop_strings(cheap: None) -> None:
+    target = models.build(num_hidden_layers=2)
+    target.generation_config.stop_strings = ["a"]
+    draft = make_draft(target, prompts=asked(8), num_layers=1, max_steps=1, max_new_tokens=4, show_progress=False)
+    assert draft.generation_config.stop_strings is None  # with which transformers' assisted generation would fail
+    assert target.generation_config.stop_strings == ["a"]
+
+
 def test_requests_with_one_prompt_are_on_one_side() -> None:
     prompts = [*asked(16), *asked(16)]
     rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in prompts], 0)

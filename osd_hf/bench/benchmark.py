@@ -511,7 +511,10 @@ class _Way:
         self.draft: Any = None
         self.assistant: OnlineAssistant | None = None
         self.model = unwrap(target)
-        self.kwargs: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens, **pad_setting(self.model)}
+        # Stop strings of a generation config are left out: transformers' own assisted generation fails on them.
+        self.kwargs: dict[str, Any] = {
+            "do_sample": False, "max_new_tokens": max_new_tokens, "stop_strings": None, **pad_setting(self.model)
+        }  # fmt: skip
         k = system.num_assistant_tokens
         if system.kind == "alone" and system.compile_target:
             self.kwargs["cache_implementation"] = "static"
@@ -521,6 +524,7 @@ class _Way:
             self.draft = self.kwargs["assistant_model"] = copy.deepcopy(system.draft).eval()
             assert isinstance(k, int)
             set_fixed_k(unwrap(self.draft).generation_config, k)
+            unwrap(self.draft).generation_config.stop_strings = None
             if tokenizers["assistant_tokenizer"] is not None:
                 self.kwargs |= tokenizers
             if system.acceptance is not None:

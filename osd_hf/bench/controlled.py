@@ -188,7 +188,8 @@ def answer_greedily(target: Any, prompt_ids: Sequence[int], max_new_tokens: int)
     input_ids = torch.tensor([list(prompt_ids)], device=target.device)
     started = time.perf_counter()
     output = target.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=max_new_tokens
-    )
+        input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=max_new_tokens,
+        stop_strings=None,
+    )  # fmt: skip
     answer = output[0, len(prompt_ids) :].tolist()  # waits for the device
     return answer, time.perf_counter() - started

@@ -87,8 +87,9 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
-        """Why it ended: `"stop"` by itself or before a text, `"length"` otherwise."""
-        return "stop" if self._is_cut or (self.ids and self.ids[-1] in self._ends) else "length"
+        """Return `"length"` if the answer has all the tokens that it may have and none that ends it, else `"stop"`."""
+        has_ended = self._is_cut or len(self.ids) < self.asked.max_new_tokens or self.ids[-1] in self._ends
+        return "stop" if has_ended else "length"
 
     @property
     def usage(self) -> dict[str, int]:
