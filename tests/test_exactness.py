@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ pytestmark = [
 
 MANUAL = OnlineConfig(update_strategy="manual", num_assistant_tokens=4)
 TEXT = OnlineConfig(update_strategy="manual", candidates="text")
+STOCK = OnlineConfig(update_strategy="manual", drafting="stock")
 LENGTH = 24  # at which the models of these tests change
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -92,14 +94,19 @@ def same(target: Any, assistant: OnlineAssistant, requests: int = 2, **arguments
 # --- known causes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [MANUAL, TEXT, OnlineConfig(update_strategy="manual", drafting="stock")])
-@pytest.mark.parametrize("begins", [6, LENGTH - 2, LENGTH + 6])
-@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize(
+    "name, begins, config",
+    [
+        *itertools.product(("dynamic", "longrope"), (LENGTH - 9, LENGTH - 2, LENGTH + 6), (MANUAL, TEXT)),
+        *itertools.product(("dynamic", "longrope"), (LENGTH - 2,), (STOCK,)),
+        *itertools.product(("default", "linear", "yarn"), (LENGTH - 9,), (MANUAL,)),
+    ],
+)
 def test_answers_cross_the_length_at_which_frequencies_change(name: str, begins: int, config: OnlineConfig) -> None:
     target = roped(name)
     draft = models.draft_of(roped("default"))  # with positions of its own
     draft.config.max_position_embeddings = 1000
-    same(target, OnlineAssistant(target, draft, config=config), **inputs(begins))
+    same(target, OnlineAssistant(target, draft, config=config), **inputs(begins), max_new_tokens=LENGTH)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -222,9 +229,9 @@ def test_an_adapter_that_is_activated_by_tokens_is_applied_as_alone(prompt: list
     ids = torch.tensor([prompt])
     arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if not attach:
-        same(target, assistant, **arguments)
+        same(target, assistant, 1, **arguments, max_new_tokens=20)
         batch = {name: value.repeat(2, 1) for name, value in arguments.items()}
-        same(target, assistant, **batch)
+        same(target, assistant, 1, **batch, max_new_tokens=20)
         return
     arguments |= {"do_sample": False, "max_new_tokens": 30}
     alone = target.generate(**arguments)

@@ -40,9 +40,13 @@ MAX_PROBED_LENGTH, MAX_UNKNOWN_LENGTH = 128, 600
 # to another expert, so that single positions differ by more: there the median over the positions is compared.
 MAX_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 0.01}
 MAX_HALF_DIFFERENCE = 0.1
-# Settings of a configuration that are lengths at which a model's behavior may change: positions, and windows.
+# Settings of a configuration that are lengths at which a model's behavior may change: positions; windows, with the
+# function by which models of transformers mask them; and others, by their names. A window that is left to the cache
+# shows more keys to a call of several tokens than to single ones.
 POSITION_FIELDS = ("original_max_position_embeddings", "max_position_embeddings", "max_target_positions")
-WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
+WINDOW_MASKS = {
+    "sliding_window": "create_sliding_window_causal_mask", "attention_chunk_size": "create_chunked_causal_mask",
+}  # fmt: skip
 OTHER_LENGTH = re.compile(r"window(_size)?$|keep_window|_chunk_size$|^chunk_size$")
 # Arguments of the loop that any request for text may have.
 COMMON_ARGUMENTS = frozenset({
@@ -412,30 +416,27 @@ def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: 
 
 def _unprobed_lengths(model: Any) -> Limits:
     """Return the limit by lengths at which a model may change and which are too long for a probe."""
-    config, limits = model.config.get_text_config(decoder=True), UNLIMITED
-    lengths = {name: length for name, length in _lengths(config).items() if name not in POSITION_FIELDS}
-    if _masks_windows(model):
-        lengths = {name: length for name, length in lengths.items() if name not in WINDOW_FIELDS}
-    for name, length in lengths.items():
-        if length + PROBE_TOKENS > MAX_UNKNOWN_LENGTH or model.config.is_encoder_decoder:
+    limits = UNLIMITED
+    for name, (length, is_known) in _changing_lengths(model).items():
+        is_probed = length + PROBE_TOKENS <= MAX_UNKNOWN_LENGTH and not model.config.is_encoder_decoder
+        if not (is_known or is_probed):
             reason = f"it is not known to be exact beyond {length} tokens (`{name}` in its configuration)"
             limits = limits.combined(Limits(reason, max_length=length))
     return limits
 
 
-def _masks_windows(model: Any) -> bool:
-    """Whether a decoder-only model of transformers masks its windows itself. Others may leave that to the cache, which
-    shows more to a call of several tokens than to single ones."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    makes_masks = any(hasattr(module, "create_sliding_window_causal_mask") for module in modules)
-    return makes_masks and not model.config.is_encoder_decoder
-
-
-def _lengths(config: Any) -> dict[str, int]:
-    """Return the lengths that a configuration names, in tokens."""
-    names = (*POSITION_FIELDS, *WINDOW_FIELDS, *filter(OTHER_LENGTH.search, vars(config)))
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if type(value) is int and value > 0}
+def _changing_lengths(model: Any) -> dict[str, tuple[int, bool]]:
+    """Return the lengths, in tokens, at which a model may change, by the name that its configuration gives them, and
+    for each whether the model is known to be exact there."""
+    config, found = model.config.get_text_config(decoder=True), dict[str, tuple[int, bool]]()
+    modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    for name in (*POSITION_FIELDS, *WINDOW_MASKS, *filter(OTHER_LENGTH.search, vars(config))):
+        length = getattr(config, name, None)
+        if type(length) is int and length > 0 and name not in found:
+            is_masked = name in WINDOW_MASKS and any(hasattr(module, WINDOW_MASKS[name]) for module in modules)
+            is_masked = is_masked and not model.config.is_encoder_decoder
+            found[name] = length, name in POSITION_FIELDS or is_masked
+    return found
 
 
 def _probe_prompts(
@@ -455,15 +456,13 @@ def _probe_prompts(
     row = row[-PROBE_PROMPT_TOKENS:].long()
     if not len(row):
         return
-    config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) or math.inf
-    is_exact = {*POSITION_FIELDS, *(WINDOW_FIELDS if _masks_windows(model) else ())}
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
     lengths = {len(row)}
-    for name, changes in _lengths(config).items():
-        length = max(changes - PROBE_TOKENS // 2, 1)  # the tokens of the probe cross it
-        end = length + PROBE_TOKENS
-        longest = min(positions, limits.max_length, MAX_PROBED_LENGTH if name in is_exact else MAX_UNKNOWN_LENGTH)
-        lengths |= {length} if end <= longest else set()
+    for changing, is_known in _changing_lengths(model).values():
+        length = max(changing - PROBE_TOKENS // 2, 1)  # the tokens of the probe cross it
+        longest = min(positions, limits.max_length, MAX_PROBED_LENGTH if is_known else MAX_UNKNOWN_LENGTH)
+        if length + PROBE_TOKENS <= longest:
+            lengths.add(length)
     for length in sorted(lengths):
         prompt = row.repeat(-(-length // len(row)))[None, -length:]
         yield prompt, text_arguments(model, torch.ones_like(prompt), arguments["generation_config"])
@@ -556,6 +555,7 @@ def difference(model: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.
         return None
     # accelerate's autocast may be around the forward of a trained model.
     is_half = torch.is_autocast_enabled(theirs[0].device.type) or "_original_forward" in vars(model)
+    is_half = is_half or getattr(model, "is_quantized", False)  # activations may be rounded
     limit = MAX_HALF_DIFFERENCE if is_half else MAX_DIFFERENCE.get(model.dtype, MAX_HALF_DIFFERENCE)
     largest = sorted(found)[len(found) // 2] if limit == MAX_HALF_DIFFERENCE else max(found)
     return None if largest <= limit else f"its logits differ by {largest:.1%}"

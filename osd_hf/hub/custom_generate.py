@@ -24,6 +24,7 @@ from transformers import (
     GenerationMixin,
 )
 
+from osd_hf.drafting.exactness import known_limits
 from osd_hf.drafting.generator import Drafting, LeanCandidateGenerator
 from osd_hf.drafting.loop_inputs import (
     ASSISTED_ONLY,
@@ -251,8 +252,10 @@ def _is_served(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> b
     and criteria remembers what it was asked about."""
     cache = kwargs.get("past_key_values")
     source = kwargs.get("inputs_tensor") if model.config.is_encoder_decoder else input_ids
+    max_length = int(kwargs["generation_config"].max_length)
     return (
         input_ids.shape[0] == 1
+        and known_limits(model).allow_any(input_ids.shape[1], max_length)
         and isinstance(cache, DynamicCache | EncoderDecoderCache)
         and int(cache.get_seq_length()) == 0
         and source is not None
