@@ -308,8 +308,8 @@ class OnlineAssistant:
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
         call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft` and, where vocabularies differ
         in size, `tokenizer` and `assistant_tokenizer`. Stopping criteria are asked about each token emitted, and
-        may remember; of a single prompt whose answer is streamed, or returned with more than its tokens, or with a
-        cache of the caller's, once a round, as transformers does. Only requests of this context (thread or task) are
+        may remember. Criteria of your own are asked once a round, as transformers does, for a single prompt whose
+        answer is streamed, or returned with more than its tokens, or with a cache of yours. Only requests of this context (thread or task) are
         seen; start other threads with `contextvars.copy_context().run`.
 
         ```python

@@ -109,10 +109,10 @@ class Example:
 
 @st.composite
 def examples(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Example:
-    """Draw an example, with two to four settings as a rule."""
+    """Draw an example, with up to six settings."""
     samples, entry = draw(st.booleans()), draw(st.sampled_from(ENTRIES))
     names = sorted(FIELDS if samples else FIELDS.keys() - set(OF_SAMPLING))
-    chosen = draw(st.lists(st.sampled_from(names), max_size=4, unique=True))
+    chosen = draw(st.lists(st.sampled_from(names), max_size=6, unique=True))
     given_settings = {name: draw(FIELDS[name]) for name in chosen}
     given_settings |= {"do_sample": True} if samples else draw(st.sampled_from([{}, {"do_sample": False}]))
     if "max_length" not in given_settings or draw(st.booleans()):

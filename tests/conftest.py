@@ -32,9 +32,9 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 MOST_WORKERS = 8  # each loads torch and the bundled pair
 # The files that take longest, longest first: begun last, they would be waited for.
 LONG_FILES = (
-    "browser verification lossless recipes app_strangers hook store_learning faults draft_forward learner offline "
-    "batches hub server proxy experiments replay memory_plan pairs text draft_vocabulary docs assistant benchmark "
-    "drafting serving pacing effort"
+    "browser verification generation_config lossless recipes app_strangers hook store_learning faults draft_forward "
+    "learner offline batches hub server proxy experiments replay memory_plan pairs text draft_vocabulary docs "
+    "assistant benchmark drafting serving pacing effort"
 ).split()
 
 

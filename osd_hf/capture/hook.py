@@ -367,7 +367,8 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         check_generation(kwargs, kwargs["generation_config"])
         given = kwargs["logits_processor"]
         tried: list[TriedOut] = []
-        if undrafted(self, kwargs["generation_config"]) is None:
+        is_drafted = undrafted(self, kwargs["generation_config"]) is None
+        if is_drafted:
             before = [one for b in bindings for one in b.tried]
             tried = check_processors(given, input_ids, vocab_size_of(self), before)
         kwargs["logits_processor"] = _begun(given, input_ids)
@@ -385,9 +386,8 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                     with default_device(input_ids.device):  # transformers' sampling looks p and q up by an `arange`
                         output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))
             except Exception as error:
-                if isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError) or all(
-                    map(forgets, (*given, *kwargs["stopping_criteria"]))
-                ):
+                is_ours = isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError)
+                if is_ours or not is_drafted or all(map(forgets, (*given, *kwargs["stopping_criteria"]))):
                     raise
                 refusal = error  # one of them may not bear drafted tokens that the target would never emit
                 traceback.clear_frames(error.__traceback__)  # the caches of what was tried

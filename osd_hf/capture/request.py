@@ -20,7 +20,6 @@ from transformers import (
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
     StoppingCriteriaList,
-    StopStringCriteria,
     WatermarkingConfig,
 )
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
@@ -30,7 +29,7 @@ from osd_hf.capture.guards import TriedOut, not_watched, undrafted
 from osd_hf.drafting.exactness import UNLIMITED, Limits, foreign_arguments, limits_of, log_once
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
-from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, looked_at_by_token, plain_time
+from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, forgets, looked_at_by_token, plain_time
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
@@ -425,11 +424,9 @@ class Request(Decoding):
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
         self.generator = generator
-        criteria = self.kwargs["stopping_criteria"]
-        if any(b.exact_stops for b in self.bindings):
-            self.stop_at = looked_at_by_token(criteria)
-        else:  # transformers' generator fails on stop strings, so `propose` always checks them
-            self.stop_at = StoppingCriteriaList(c for c in criteria if type(c) is StopStringCriteria)
+        self.stop_at = looked_at_by_token(self.kwargs["stopping_criteria"])
+        if not any(b.exact_stops for b in self.bindings):  # criteria of the caller may count their calls
+            self.stop_at = StoppingCriteriaList(filter(forgets, self.stop_at))
         if type(generator) is AssistedCandidateGenerator:
             if self.prompts is not None:
                 _mend_drafting(generator, self.input_ids)
