@@ -309,8 +309,8 @@ class OnlineAssistant:
         call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft` and, where vocabularies differ
         in size, `tokenizer` and `assistant_tokenizer`. Stopping criteria are asked about each token emitted, and
         may remember. Criteria of your own are asked once a round, as transformers does, for a single prompt whose
-        answer is streamed, or returned with more than its tokens, or with a cache of yours. Only requests of this context (thread or task) are
-        seen; start other threads with `contextvars.copy_context().run`.
+        answer is streamed, or returned with more than its tokens, or with a cache of yours. Only requests of this
+        context (thread or task) are seen; start other threads with `contextvars.copy_context().run`.
 
         ```python
         pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)
