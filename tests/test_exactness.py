@@ -15,6 +15,7 @@ from transformers import (
     BatchEncoding,
     CLIPVisionConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
     SwitchTransformersConfig,
@@ -152,6 +153,19 @@ def test_batches_that_cross_the_length_are_decoded_by_the_target_alone() -> None
     target = roped("dynamic")
     assistant = same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(8, 5, 6))
     assert assistant.stats.drafted == 0
+
+
+def test_attention_to_the_best_keys_is_exact_up_to_their_number() -> None:
+    from transformers import DogeConfig, DogeForCausalLM
+
+    own: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+                           "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    target = loud(DogeForCausalLM(DogeConfig(keep_window_size=LENGTH, **own)))
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    same(target, assistant, **inputs(6), max_new_tokens=LENGTH - 8)
+    assert assistant.stats.drafted > 0
+    assert known_limits(target).max_length == LENGTH
+    same(target, assistant, **inputs(LENGTH - 4))
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 64])
@@ -355,7 +369,7 @@ def test_the_probe_looks_at_the_lengths_that_the_configuration_names() -> None:
     same(target, assistant, **inputs(6), max_new_tokens=60)
 
 
-@pytest.mark.parametrize("name, length", [("keep_window_size", 2048), ("local_window", 700)])
+@pytest.mark.parametrize("name, length", [("attention_window_size", 2048), ("local_window", 700)])
 def test_there_is_no_speculation_beyond_a_length_that_is_neither_known_nor_probed(name: str, length: int) -> None:
     target = models.build()
     setattr(target.config, name, length)
@@ -490,11 +504,36 @@ def test_images_are_answered_with_a_draft_that_reads_text(config: OnlineConfig, 
     images = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     traces = list[Trace]()
     assistant = OnlineAssistant(target, models.draft_of(base()), config=config)
-    same(target, assistant, input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=images,
-         on_trace=None)  # fmt: skip
+    same(target, assistant, input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=images)
     assistant.generate(ids, pixel_values=images, max_new_tokens=3, on_trace=traces.append)
     assert not traces  # the image is not in the ids
     assert sum("are not captured" in line for line in caplog.messages) == 1
+
+
+def test_a_multimodal_model_that_is_asked_about_text_is_drafted_for_and_captured() -> None:
+    target, traces = llava(), list[Trace]()
+    assistant = OnlineAssistant(target, models.draft_of(base()), config=MANUAL)
+    same(target, assistant, **inputs(6))
+    assistant.generate(**inputs(6), max_new_tokens=3, on_trace=traces.append)
+    assert assistant.stats.drafted > 0
+    assert len(traces) == 1
+
+
+class Wrapping(LlamaForCausalLM):
+    """Decodes by a part of itself, as models of images do."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def generate(self, input_ids: Tensor, **settings: Any) -> Any:
+        return self.inner.generate(input_ids, **settings)
+
+
+def test_a_model_that_decodes_by_a_part_of_itself_answers_alone(caplog: pytest.LogCaptureFixture) -> None:
+    target = Wrapping(base())
+    same(target, OnlineAssistant(target, models.draft_of(base()), config=MANUAL), **inputs(6, 4))
+    assert sum("decodes by another model" in line for line in caplog.messages) == 1
 
 
 def test_embeddings_and_encoder_outputs_are_answered_by_the_target_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import marshal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkingConfig,
@@ -22,10 +24,10 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import SOFT_PROMPT
 from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
-from osd_hf.pair import has_soft_prompt, vocab_size_of
+from osd_hf.pair import has_soft_prompt, unwrap, vocab_size_of
 
 # Fields of a generation config that are refused: name, values under which it does nothing, reason.
-_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
     ("num_return_sequences", (None, 1), "a draft serves one answer per prompt; repeat the prompt instead"),
     ("assistant_ensemble_weight", (None,), "it trades the target's distribution for acceptance, so it is lossy"),
@@ -39,20 +41,20 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("force_words_ids", (None,), "constrained beams verify no draft"),
 )
 # Fields under which the target answers alone: name, values under which it does nothing, reason.
-_UNDRAFTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+UNDRAFTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("guidance_scale", (None, 1, 1.0), "guidance keeps state that target and draft would share"),
     ("use_cache", (True,), "drafts need the key-value cache"),
     ("cache_implementation", CROPPED_CACHES, "tokens cannot be taken back from such a cache"),
 )
 # Arguments of `OnlineAssistant.generate` that no generation config has: name, why it is refused and what to do.
-_REFUSED_ARGUMENTS = (
+REFUSED_ARGUMENTS = (
     ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
      "assistant.attached():`"),
     ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
     ("assistant_tokenizer", "the assistant knows the tokenizer of its draft. Pass it to `OnlineAssistant`"),
 )  # fmt: skip
 # Arguments under which `target.generate` answers alone: name, reason.
-_ALONE_ARGUMENTS = (
+ALONE_ARGUMENTS = (
     ("inputs_embeds", "the draft reads token ids, and `inputs_embeds` was given"),
     ("encoder_outputs", "the draft reads the source with an encoder of its own, and `encoder_outputs` was given"),
 )
@@ -61,7 +63,7 @@ _TENSORS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attenti
 _NEEDS_TOKENIZER = ("stop_strings", "token_healing")
 # A newer transformers may bring fields that are in none of these. The target answers alone where one is set: what the
 # field does is not known here.
-_KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*_REFUSED, *_UNDRAFTED)}
+_KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
 
 # Classes of transformers that remember earlier calls, or need more than the row and the tokens: draft and target would
 # share one memory.
@@ -103,7 +105,7 @@ def check_generation(*sources: Any) -> None:
         UnsupportedGenerationError: names the setting, its value, the reason and what to do.
     """
     given = functools.partial(setting, sources)
-    for name, harmless, reason in _REFUSED:
+    for name, harmless, reason in REFUSED:
         value = given(name)
         if not any(value is ok or value == ok for ok in harmless):
             raise UnsupportedGenerationError(
@@ -125,7 +127,7 @@ def undrafted(model: Any, config: Any) -> str | None:
         model (`PreTrainedModel`): The target.
         config (`GenerationConfig`): Of the request, as `generate` has resolved it.
     """
-    for name, harmless, reason in _UNDRAFTED:
+    for name, harmless, reason in UNDRAFTED:
         value = getattr(config, name)
         if not any(value is ok or value == ok for ok in harmless):
             return f"`{name}` is set, and {reason}"
@@ -182,7 +184,22 @@ def answered_alone(target: Any, kwargs: dict[str, Any]) -> str | None:
     """
     if has_soft_prompt(target):
         return SOFT_PROMPT
-    return next((reason for name, reason in _ALONE_ARGUMENTS if kwargs.get(name) is not None), None)
+    if not _decodes_by_itself(type(unwrap(target))):
+        return "its own `generate` decodes by another model"
+    return next((reason for name, reason in ALONE_ARGUMENTS if kwargs.get(name) is not None), None)
+
+
+@functools.cache
+def _decodes_by_itself(kind: Any) -> bool:
+    """Whether a class of models decodes by `GenerationMixin.generate` of the same object. Some have a `generate` of
+    their own that calls that of a part, such as the language model behind an image encoder."""
+    owner = next(cls for cls in kind.__mro__ if "generate" in vars(cls))
+    if owner is GenerationMixin:
+        return True
+    try:
+        return "super().generate(" in inspect.getsource(owner)
+    except (OSError, TypeError):  # made without a file
+        return True
 
 
 def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
@@ -220,7 +237,7 @@ def check_request(
     shape of the prompt, a k that `config` could not have, processors and criteria. Returns what [`check_processors`]
     does; raises UnsupportedGenerationError or ConfigError.
     """
-    for name, reason in _REFUSED_ARGUMENTS:
+    for name, reason in REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
     if num_assistant_tokens is not None:

@@ -47,7 +47,7 @@ POSITION_FIELDS = ("original_max_position_embeddings", "max_position_embeddings"
 WINDOW_MASKS = {
     "sliding_window": "create_sliding_window_causal_mask", "attention_chunk_size": "create_chunked_causal_mask",
 }  # fmt: skip
-OTHER_LENGTH = re.compile(r"window(_size)?$|keep_window|_chunk_size$|^chunk_size$")
+OTHER_LENGTH = re.compile(r"window(_size)?$|_chunk_size$|^chunk_size$")
 # Arguments of the loop that any request for text may have.
 COMMON_ARGUMENTS = frozenset({
     "encoder_outputs",
@@ -168,6 +168,13 @@ def _expert_capacity(model: Any) -> Limits:
     return Limits(f"each of its experts takes at most {capacity} tokens of a call", max_tokens=int(capacity))
 
 
+def _best_keys(model: Any) -> Limits:
+    length = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
+    if length is None:
+        return UNLIMITED
+    return Limits(f"its attention keeps the {length} best keys, and ties depend on the call", max_length=int(length))
+
+
 def _activated_adapter(model: Any) -> Limits:
     offsets = [offset for offset in _of_adapter_hooks(model, "alora_offsets") or () if offset is not None]
     if not offsets:
@@ -216,6 +223,10 @@ CAUSES = (
         "experts with a limited capacity drop tokens", "Switch Transformers, NLLB-MoE",
         "with at most so many tokens in a forward; without speculation if the capacity is a share of the tokens",
         _expert_capacity,
+    ),
+    Cause(
+        "attention keeps the best keys of a long sequence", "Doge",
+        "with speculation up to so many tokens; beyond them, without", _best_keys,
     ),
     Cause(
         "an adapter is active on the last tokens of a call", "activated LoRA (aLoRA)",
@@ -312,14 +323,23 @@ def log_once(model: Any, message: str) -> None:
         logger.warning("%s", message)
 
 
+def given_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the loop's arguments that bring more than token ids, such as the features of images. `generate` passes
+    empty ones to multimodal models that are asked about text."""
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name not in COMMON_ARGUMENTS and value is not None and not (isinstance(value, dict | list) and not value)
+    }
+
+
 def foreign_arguments(kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of the loop's arguments that bring more than token ids into the prompt, such as the features of
-    images."""
+    """Return the names of the loop's arguments that make the prompt consist of more than tokens: neither switches nor
+    numbers for each token."""
     return [
         name
-        for name, value in kwargs.items()
-        if name not in COMMON_ARGUMENTS
-        and not isinstance(value, bool | int | str | None)
+        for name, value in given_arguments(kwargs).items()
+        if not isinstance(value, bool | int | str)
         and not (isinstance(value, torch.Tensor) and not value.is_floating_point())
     ]
 
@@ -327,7 +347,7 @@ def foreign_arguments(kwargs: dict[str, Any]) -> list[str]:
 def _kind(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a probe's result depends on: how the model computes, and which arguments its forward gets."""
     config = model.config.get_text_config(decoder=True)
-    arguments = frozenset(name for name, value in kwargs.items() if value is not None) - COMMON_ARGUMENTS
+    arguments = frozenset(given_arguments(kwargs))
     adapters = tuple(getattr(_adapter_layer(model), "active_adapters", ()))
     return config._attn_implementation, model.dtype, model.device, model.training, adapters, arguments
 
@@ -445,7 +465,7 @@ def _probe_prompts(
     """Yield prompts, `(1, tokens)`, and the arguments of the loop for each."""
     arguments = {name: value for name, value in kwargs.items() if value is not None}
     cache = arguments.get("past_key_values")
-    if model.config.is_encoder_decoder or arguments.keys() - COMMON_ARGUMENTS:
+    if model.config.is_encoder_decoder or given_arguments(kwargs):
         # Images, features, and arguments of custom models belong to the whole prompt.
         if cache is None or int(cache.get_seq_length()) == 0:
             yield input_ids[:1].long(), _of_first_row(arguments, len(input_ids))
