@@ -1,0 +1,67 @@
+"""Write the tables of models.md from the data that the code uses: `python docs/models_tables.py`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from osd_hf.capture import guards
+from osd_hf.drafting.exactness import CAUSES
+
+PAGE = Path(__file__).parent / "models.md"
+SURVEY = Path(__file__).parent.parent / "recipes" / "results" / "exactness_survey.json"
+BEGIN, END = "<!-- tables: python docs/models_tables.py -->", "<!-- end of tables -->"
+
+
+def table(*columns: str, rows: list[tuple[str, ...]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def harmless(values: tuple[Any, ...]) -> str:
+    return ", ".join(f"`{value}`" for value in dict.fromkeys(values) if value is not None) or "unset"
+
+
+def tables() -> str:
+    """Return the part of the page between the two marks."""
+    causes = [(cause.name, cause.example, cause.answer) for cause in CAUSES]
+    settings = [
+        *((f"`{name}`", harmless(ok), "without speculation", why) for name, ok, why in guards.UNDRAFTED),
+        *((f"`{name}`", "unset", "without speculation", why) for name, why in guards.ALONE_ARGUMENTS),
+        *((f"`{name}`", harmless(ok), "refused", why) for name, ok, why in guards.REFUSED),
+        *((f"`{name}`", "unset", "refused", why) for name, why in guards.REFUSED_ARGUMENTS),
+    ]
+    lines = [
+        "### Known causes",
+        "",
+        *table("why several tokens at a time differ from single ones", "for example", "answered", rows=causes),
+        "",
+        "### Settings and arguments",
+        "",
+        *table("setting", "does nothing if", "otherwise", "reason", rows=settings),
+        "",
+        "### Model families",
+        "",
+        *families(),
+    ]
+    return "\n".join(lines)
+
+
+def families() -> list[str]:
+    """Return the outcomes of the survey, by the kind of outcome."""
+    groups: dict[str, set[str]] = defaultdict(set)
+    for row in json.loads(SURVEY.read_text())["rows"]:
+        if row["part"] == "families":
+            groups[row["summary"]].add(row["name"])
+    return [f"- **{summary}** ({len(names)}): {', '.join(sorted(names))}." for summary, names in groups.items()]
+
+
+def main() -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
