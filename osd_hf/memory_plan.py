@@ -24,7 +24,7 @@ from osd_hf.learning.placement import HALF, is_half_only
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
-from osd_hf.pair import unwrap, vocab_size_of
+from osd_hf.pair import config_value, unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 from osd_hf.utils.kernels import packed_bytes
 
@@ -399,7 +399,7 @@ def cache_bytes(config: Any, prompt_tokens: int, new_tokens: int, size: int, row
     text = config.get_text_config(decoder=True)
 
     def first(*names: str) -> Any:
-        return next((value for name in names if (value := getattr(text, name, None))), None)
+        return next((value for name in names if (value := config_value(text, name))), None)
 
     layers = first("num_decoder_layers", "decoder_layers", "num_hidden_layers")
     queries = first("decoder_attention_heads", "num_attention_heads")

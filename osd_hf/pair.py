@@ -112,6 +112,14 @@ def vocab_size_of(model: Any) -> int:
     return int(getattr(model, "config", model).get_text_config().vocab_size)
 
 
+def config_value(config: Any, name: str) -> Any:
+    """Return a setting of a configuration; `None` if it has none, or one for each layer (heterogeneous models)."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001 - transformers' own error for settings of single layers is no AttributeError
+        return None
+
+
 def device_clock(model: Any) -> Callable[[], float]:
     """A clock in seconds that waits until the model's device has done what it was asked for."""
 

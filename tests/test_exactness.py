@@ -168,6 +168,27 @@ def test_attention_to_the_best_keys_is_exact_up_to_their_number() -> None:
     same(target, assistant, **inputs(LENGTH - 4))
 
 
+def test_no_candidate_follows_a_padding_token_where_positions_skip_it() -> None:
+    from transformers import RobertaConfig, RobertaForCausalLM
+
+    own: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+                           "num_attention_heads": 4, "max_position_embeddings": 99, "pad_token_id": 9}  # fmt: skip
+    target = loud(RobertaForCausalLM(RobertaConfig(is_decoder=True, **own)))
+    free = target.generate(**inputs(6), do_sample=False, max_new_tokens=40, bad_words_ids=[[9]])[0, 6:].tolist()
+    often = max(set(free), key=free.count)
+    target.generation_config.pad_token_id = target.config.pad_token_id = often
+    for module in target.modules():
+        if hasattr(module, "padding_idx") and hasattr(module, "position_embeddings"):
+            module.padding_idx = often
+    assistant = OnlineAssistant(target, models.draft_of(target, noise=0.0), config=MANUAL)
+    same(target, assistant, **inputs(6), max_new_tokens=40)
+    assert assistant.stats.drafted > 0
+    same(target, assistant, **inputs(6, 6), max_new_tokens=40)
+    limits = known_limits(target)
+    ids = torch.tensor([[5, 6, 7, often, 8, 9]])
+    assert [limits.exact_candidates(ids, length, 2) for length in (2, 3, 4, 5)] == [2, 1, 0, 1]
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 64])
 def test_experts_with_a_capacity_get_no_more_tokens_than_it(capacity: int) -> None:
     config = SwitchTransformersConfig(
@@ -310,10 +331,9 @@ def test_soft_prompts_are_answered_as_alone_and_logged_once(name: str, caplog: p
     assert sum("The target answers without a draft: PEFT puts a soft prompt" in m for m in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("name", ["prompt", "prefix", "p"])
-def test_a_draft_with_a_soft_prompt_is_refused(name: str) -> None:
+def test_a_draft_with_a_prefix_is_refused() -> None:
     peft = pytest.importorskip("peft")
-    draft = peft.get_peft_model(models.build(num_key_value_heads=4), soft_prompts()[name]())
+    draft = peft.get_peft_model(models.build(num_key_value_heads=4), soft_prompts()["prefix"]())
     with pytest.raises(UnsupportedModelError, match="soft prompt"):
         OnlineAssistant(models.build(), draft)
 
@@ -589,3 +609,25 @@ def test_prompts_that_the_target_does_not_take_are_refused(name: str, make: Any,
 def test_every_cause_is_described() -> None:
     assert all(cause.name and cause.example and cause.answer for cause in CAUSES)
     assert len({cause.name for cause in CAUSES}) == len(CAUSES)
+
+
+@pytest.mark.parametrize("rows", [(6,), (6, 4, 5)])
+@pytest.mark.parametrize("calls", [0, 4])
+def test_a_draft_that_fails_costs_no_answer(
+    rows: tuple[int, ...], calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, left = models.build().double(), [calls]
+    assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+    same(target, assistant, 1, **inputs(*rows))
+
+    def failing(*_: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no memory")
+
+    hook = assistant.draft.register_forward_pre_hook(failing)
+    same(target, assistant, 2, **inputs(*rows))
+    hook.remove()
+    assert sum("The draft failed; answers go on without it: " in line for line in caplog.messages) == 1
+    drafted = assistant.stats.drafted
+    assert same(target, assistant, 1, **inputs(*rows)).stats.drafted > drafted

@@ -40,7 +40,7 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop_inputs.py) or _REFUSED or _UNDRAFTED (osd_hf/capture/guards.py)"
+    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop_inputs.py) or REFUSED or UNDRAFTED (osd_hf/capture/guards.py)"
     return unknown(where, fields, guards._KNOWN)
 
 
@@ -58,7 +58,7 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
 def test_every_field_of_a_generation_config_is_known() -> None:
     assert unknown_fields() == []
     assert SERVED.isdisjoint(IRRELEVANT)
-    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*guards._REFUSED, *guards._UNDRAFTED))
+    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*guards.REFUSED, *guards.UNDRAFTED))
 
 
 def test_every_logits_processor_and_stopping_criterion_is_known() -> None:

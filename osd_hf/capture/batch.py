@@ -31,6 +31,7 @@ from osd_hf.drafting.forward import KNOWN_ARGUMENTS
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import WatchedProcessors
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
+from osd_hf.errors import first_line
 from osd_hf.logits_processors import RowProcessors
 from osd_hf.pair import vocab_size_of
 from osd_hf.trace import num_accepted
@@ -250,6 +251,7 @@ class _Rounds:
         self.live = list(range(len(self.rows)))  # in the order of the target's cache
         self.ragged: Ragged | None = None
         self.drafts = self._drafts(batch.draftings)
+        self.failed = list[BatchDraft]()
 
     def _drafts(self, draftings: Sequence[LeanDrafting]) -> list[BatchDraft]:
         """One for the rows of each draft."""
@@ -331,7 +333,15 @@ class _Rounds:
         lengths = {number: row.length for number, row in rows.items()}
         device = self.input_ids.device
         most, guessed = self.plan.k if self.plan.drafts else 0, self.plan.texts
-        parts = [(draft, draft.propose(most, texts, lengths, room, self.clock)) for draft in self.drafts if draft.rows]
+        parts = list[tuple[BatchDraft, Candidates]]()
+        for draft in self.drafts:
+            try:
+                k = 0 if draft in self.failed else most
+                parts += [(draft, draft.propose(k, texts, lengths, room, self.clock))] if draft.rows else []
+            except Exception as error:  # noqa: BLE001 - of models of any kind: the batch goes on without the draft
+                log_once(draft.model, f"The draft failed; answers go on without it: {first_line(error)}.")
+                self.failed.append(draft)
+                parts.append((draft, draft.propose(0, texts, lengths, room, self.clock)))
         if len(parts) == 1 and parts[0][0].rows == self.live and not guessed:
             tokens, live, logits = parts[0][1]
             return Candidates(tokens.to(device), live.to(device), None if logits is None else logits.to(device))

@@ -184,7 +184,8 @@ def answered_alone(target: Any, kwargs: dict[str, Any]) -> str | None:
     """
     if has_soft_prompt(target):
         return SOFT_PROMPT
-    if not _decodes_by_itself(type(unwrap(target))):
+    kind: Any = type(unwrap(target))
+    if not _decodes_by_itself(kind):
         return "its own `generate` decodes by another model"
     return next((reason for name, reason in ALONE_ARGUMENTS if kwargs.get(name) is not None), None)
 

@@ -443,10 +443,10 @@ class Request(Decoding):
         except _NoDistribution:
             candidates = input_ids, None
         length = input_ids.shape[1]
-        most = self.limits.max_candidates(length, self.input_ids.shape[1])
-        if candidates[0].shape[1] - length > most:  # by transformers' generator, which knows no limits
+        count = self.limits.exact_candidates(candidates[0], length, self.input_ids.shape[1])
+        if count < candidates[0].shape[1] - length:
             ids, logits = candidates
-            candidates = ids[:, : length + int(most)], None if logits is None or not most else logits[:, : int(most)]
+            candidates = ids[:, : length + count], None if logits is None or not count else logits[:, :count]
         if self.stop_at:
             candidates = cut(length, candidates, self.stop_at, self.config, self.max_length)
         candidate_ids, candidate_logits = candidates

@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.drafting.loop_inputs import ASSISTED_ONLY
 from osd_hf.errors import first_line
-from osd_hf.pair import has_soft_prompt, vocab_size_of
+from osd_hf.pair import config_value, has_soft_prompt, vocab_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Limits:
             Requests with a longer prompt than this are exact at every length; infinite if there are none.
         with_prompt (`bool`, *optional*, defaults to `True`): Whether candidates may be verified by the forward that
             reads the prompt.
+        last_token (`int`, *optional*): A token behind which no candidate may follow in the same forward.
     """
 
     reason: str = ""
@@ -78,6 +79,7 @@ class Limits:
     max_length: float = math.inf
     min_prompt: float = math.inf
     with_prompt: bool = True
+    last_token: int | None = None
 
     def max_candidates(self, length: int, prompt_tokens: int) -> float:
         """Return how many candidates may follow a sequence of this length whose prompt has `prompt_tokens`."""
@@ -89,10 +91,18 @@ class Limits:
             found = min(found, self.max_length - length)
         return max(found, 0)
 
+    def exact_candidates(self, candidate_ids: torch.Tensor, length: int, prompt_tokens: int) -> int:
+        """Return how many of the candidates behind a sequence of this length, `(1, tokens)`, may be verified."""
+        proposed = candidate_ids.shape[1] - length
+        if self.last_token is not None:
+            ends = (candidate_ids[0, length - 1 :] == self.last_token).nonzero()
+            proposed = min(proposed, int(ends[0])) if len(ends) else proposed
+        return int(min(proposed, self.max_candidates(length, prompt_tokens)))
+
     def allow_any(self, prompt_tokens: int, max_length: int) -> bool:
         """Whether a request of at most `max_length` tokens has no limits."""
         is_short = max_length <= self.max_length or prompt_tokens > self.min_prompt
-        return is_short and self.max_tokens == math.inf and self.with_prompt
+        return is_short and self.max_tokens == math.inf and self.with_prompt and self.last_token is None
 
     def forbid(self, prompt_tokens: int) -> bool:
         """Whether a request can have no candidates at all."""
@@ -106,6 +116,7 @@ class Limits:
             min(self.max_length, other.max_length),
             _joint_min_prompt(self, other),
             self.with_prompt and other.with_prompt,
+            other.last_token if self.last_token is None else self.last_token,
         )
 
 
@@ -175,6 +186,19 @@ def _best_keys(model: Any) -> Limits:
     return Limits(f"its attention keeps the {length} best keys, and ties depend on the call", max_length=int(length))
 
 
+def _skipped_padding(model: Any) -> Limits:
+    name, config = "create_position_ids_from_input_ids", model.config.get_text_config(decoder=True)
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None or not any(hasattr(x, name) for module in model.modules() for x in (module, _module_of(module))):
+        return UNLIMITED
+    return Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
+
+
+def _module_of(layer: Any) -> Any:
+    """Return the Python module in which the class of a layer is defined."""
+    return sys.modules.get(type(layer).__module__)
+
+
 def _activated_adapter(model: Any) -> Limits:
     offsets = [offset for offset in _of_adapter_hooks(model, "alora_offsets") or () if offset is not None]
     if not offsets:
@@ -227,6 +251,11 @@ CAUSES = (
     Cause(
         "attention keeps the best keys of a long sequence", "Doge",
         "with speculation up to so many tokens; beyond them, without", _best_keys,
+    ),
+    Cause(
+        "positions do not count padding tokens", "RoBERTa, XLM-R, NLLB, M2M-100, TrOCR, Kosmos-2",
+        "with speculation, but no candidate follows a padding token in one forward; batches without speculation",
+        _skipped_padding,
     ),
     Cause(
         "an adapter is active on the last tokens of a call", "activated LoRA (aLoRA)",
@@ -449,9 +478,9 @@ def _changing_lengths(model: Any) -> dict[str, tuple[int, bool]]:
     """Return the lengths, in tokens, at which a model may change, by the name that its configuration gives them, and
     for each whether the model is known to be exact there."""
     config, found = model.config.get_text_config(decoder=True), dict[str, tuple[int, bool]]()
-    modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    modules = set(map(_module_of, model.modules()))
     for name in (*POSITION_FIELDS, *WINDOW_MASKS, *filter(OTHER_LENGTH.search, vars(config))):
-        length = getattr(config, name, None)
+        length = config_value(config, name)
         if type(length) is int and length > 0 and name not in found:
             is_masked = name in WINDOW_MASKS and any(hasattr(module, WINDOW_MASKS[name]) for module in modules)
             is_masked = is_masked and not model.config.is_encoder_decoder

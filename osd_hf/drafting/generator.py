@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.costs import PROMPT, RoundTime
-from osd_hf.drafting.exactness import UNLIMITED, Limits
+from osd_hf.drafting.exactness import UNLIMITED, Limits, log_once
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
@@ -178,8 +178,14 @@ class LeanCandidateGenerator(CandidateGenerator):
             feed = last
         else:
             feed = torch.tensor([(self._context + self._drafted)[-missing:]], device=forward.device)
-        with torch.inference_mode():
-            logits = forward.feed(feed)
+        try:
+            with torch.inference_mode():
+                logits = forward.feed(feed)
+        except Exception as error:  # of models of any kind: the answer goes on without the draft
+            log_once(forward.draft, f"The draft failed; answers go on without it: {first_line(error)}.")
+            logger.debug("The draft failed.", exc_info=True)
+            self.max_positions = forward.length = 0  # nothing is fed or cropped from here on
+            return torch.full((1, self.vocab_size), torch.nan, device=ids.device)
         if forward.has_moved:
             self.untimed()
         if not (self.do_sample or self.logits_processor):

@@ -171,7 +171,7 @@ def _pacer(model: Any, draft: Any) -> Pacer:
 
 
 class _Generator(LeanCandidateGenerator):
-    """Ends candidates where a criterion ends the answer, and goes on without a draft that fails."""
+    """Ends candidates where a criterion ends the answer."""
 
     def ends(self, criteria: Any, config: Any) -> None:
         """Candidates end by these criteria; `config` is that of the loop."""
@@ -182,14 +182,6 @@ class _Generator(LeanCandidateGenerator):
         if not self._criteria:
             return candidates
         return cut(input_ids.shape[1], candidates, self._criteria, self._config, self.max_length)
-
-    def _feed(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-        try:
-            return super()._feed(ids, last)
-        except Exception:  # whatever it is: the answer is the model's
-            logger.warning("The draft failed; the answer goes on without it.", exc_info=True)
-            self.max_positions = self.forward.length = 0  # it is neither fed nor cropped any more
-            return torch.full((1, self.vocab_size), torch.nan)  # nothing can be chosen
 
 
 class _Drafting(Drafting):

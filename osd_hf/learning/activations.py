@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from osd_hf.pair import config_value
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.disk import in_child
 
@@ -58,11 +59,11 @@ class Activations:
             if p.ndim == 2 and id(p) not in apart and adapters.isdisjoint(name.split("."))
         )
         layers = max(len(layers_of(draft)), 1)
-        heads = getattr(config, "num_attention_heads", None) or 1
+        heads = config_value(config, "num_attention_heads") or 1
         is_eager = getattr(config, "_attn_implementation", None) == "eager"
         # A fused kernel keeps a mask in float32, which holds the positions' biases of some encoder-decoders.
         rows = 3 * heads if is_eager else heads if config.is_encoder_decoder else 1
-        width = getattr(config, "hidden_size", None) or 0
+        width = config_value(config, "hidden_size") or 0
         return cls(BYTES_PER_FEATURE * features, 4 * rows * layers, 4 * width * layers, layers)
 
     def fit(self, rows: int, tokens: int) -> bool:

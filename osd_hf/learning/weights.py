@@ -48,10 +48,14 @@ def learning_context() -> Iterator[None]:
         torch.clear_autocast_cache()  # a caller's autocast keeps casts of weights that may have changed inside
 
 
+# Of PEFT; a soft prompt of another kind drafts by transformers' own assisted generation.
+UNSERVED_SOFT_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING")
+
+
 def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
     """Return a copy of a draft, its adapter merged, that drafts as the configuration says. Raises
-    UnsupportedModelError for a soft prompt, or an adapter that cannot be merged."""
-    if has_soft_prompt(draft):
+    UnsupportedModelError for an adapter that can be neither merged nor served."""
+    if has_soft_prompt(draft) and draft.active_peft_config.peft_type in UNSERVED_SOFT_PROMPTS:
         raise UnsupportedModelError(
             f"The draft has a soft prompt ({type(draft.active_peft_config).__name__}), which cannot be merged, and "
             "which assisted generation cannot serve. Use LoRA, or the draft without it."
