@@ -70,6 +70,9 @@ SMOKES = {
         *("--requests", "8", "--live", "2", "--datasets", "gsm8k", "--steps", "1", "--vocab-size", "300"),
         *("--make-steps", "1", "--max-new-tokens", "4", "--traces", "{traces}"),
     ],
+    "exactness_survey": [
+        *("--only", "Qwen2ForCausalLM default", "LoRA, mixed", "(mamba)", "--ways", "k = 3"),
+    ],
     "random_settings": ["--examples", "2"],
     "capture_overhead": ["--requests", "2", "--repeats", "1", "--max-new-tokens", "4"],
 }
@@ -140,6 +143,9 @@ def test_a_recipe_runs_its_smallest_form(
         assert all(row["during"].get("whole and its own") for row in faults if row["fault"].startswith(last))
     if name == "harness":
         assert [row["identical"] for row in report["measured"]] == [2, 2]
+    if name == "exactness_survey":
+        counts = report["summary"]
+        assert counts == {"ropes": {"same": 1}, "adapters": {"refused": 1}, "models": {"refused": 1}}
     if name == "random_settings":
         assert (report["examples"], report["failures"]) == (2, [])
     if name == "another_tokenizer":
