@@ -146,7 +146,8 @@ def test_a_model_that_reads_its_prompt_again_at_the_switch_answers_as_alone() ->
         sliding_window=None,
     )  # fmt: skip
     target = loud(Phi3ForCausalLM(config))
-    same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(LENGTH - 5))
+    for batch in (inputs(LENGTH - 5), inputs(LENGTH + 5), inputs(LENGTH + 5, LENGTH - 2)):
+        same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **batch, max_new_tokens=LENGTH)
 
 
 def test_batches_that_cross_the_length_are_decoded_by_the_target_alone() -> None:

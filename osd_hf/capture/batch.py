@@ -140,7 +140,8 @@ class BatchRequest(Decoding):
         if not (all(request.prompts for request in self.requests) and _is_padded_left(self.kwargs, self.input_ids)):
             return "prompts are not token ids behind padding"
         limits = limits_of(self.model, self.input_ids, self.kwargs)
-        if not limits.allow_any(self.input_ids.shape[1], self.max_length):
+        # Rows are read by forwards of our own, which a model that reads its prompt again would not go through.
+        if not limits.allow_any(self.input_ids.shape[1], self.max_length) or self.max_length > limits.max_length:
             return f"of {type(self.model).__name__}, {limits.reason}"
         for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
             if why := hindrance(model):
