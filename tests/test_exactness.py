@@ -629,6 +629,6 @@ def test_a_draft_that_fails_costs_no_answer(
     hook = assistant.draft.register_forward_pre_hook(failing)
     same(target, assistant, 2, **inputs(*rows))
     hook.remove()
-    assert sum("The draft failed; answers go on without it: " in line for line in caplog.messages) == 1
+    assert sum("The draft failed; the answer goes on without it: " in line for line in caplog.messages) == 1
     drafted = assistant.stats.drafted
     assert same(target, assistant, 1, **inputs(*rows)).stats.drafted > drafted

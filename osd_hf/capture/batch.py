@@ -340,7 +340,7 @@ class _Rounds:
                 k = 0 if draft in self.failed else most
                 parts += [(draft, draft.propose(k, texts, lengths, room, self.clock))] if draft.rows else []
             except Exception as error:  # noqa: BLE001 - of models of any kind: the batch goes on without the draft
-                log_once(draft.model, f"The draft failed; answers go on without it: {first_line(error)}.")
+                log_once(draft.model, f"The draft failed; the answer goes on without it: {first_line(error)}.")
                 self.failed.append(draft)
                 parts.append((draft, draft.propose(0, texts, lengths, room, self.clock)))
         if len(parts) == 1 and parts[0][0].rows == self.live and not guessed:

@@ -182,7 +182,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             with torch.inference_mode():
                 logits = forward.feed(feed)
         except Exception as error:  # of models of any kind: the answer goes on without the draft
-            log_once(forward.draft, f"The draft failed; answers go on without it: {first_line(error)}.")
+            log_once(forward.draft, f"The draft failed; the answer goes on without it: {first_line(error)}.")
             logger.debug("The draft failed.", exc_info=True)
             self.max_positions = forward.length = 0  # nothing is fed or cropped from here on
             return torch.full((1, self.vocab_size), torch.nan, device=ids.device)
