@@ -136,13 +136,14 @@ def test_a_prompt_beyond_dynamic_frequencies_is_answered_without_speculation_and
     assert sum("without speculation: its rotary frequencies" in line for line in caplog.messages) == 1
 
 
-def test_a_model_that_reads_its_prompt_again_at_the_switch_answers_as_alone() -> None:
+@pytest.mark.parametrize("rope", ["longrope", "linear"])
+def test_a_model_that_reads_its_prompt_again_at_a_length_answers_as_alone(rope: str) -> None:
     from transformers import Phi3Config, Phi3ForCausalLM
 
     config = Phi3Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4 * LENGTH, original_max_position_embeddings=LENGTH,
-        rope_parameters={**ROPES["longrope"], "rope_theta": 1e4}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        rope_parameters={**ROPES[rope], "rope_theta": 1e4}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
         sliding_window=None,
     )  # fmt: skip
     target = loud(Phi3ForCausalLM(config))

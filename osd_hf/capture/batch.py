@@ -399,6 +399,7 @@ class _Rounds:
         inputs = self.model.prepare_inputs_for_generation(
             torch.cat([self.input_ids, tokens], 1), next_sequence_length=None, is_first_iteration=True, **kwargs
         )
+        inputs["past_key_values"] = kwargs["past_key_values"]  # Phi-3 drops an empty one behind a length
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = k + 1
         logits: Tensor = self.model(**inputs, return_dict=True).logits
