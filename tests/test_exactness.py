@@ -136,17 +136,19 @@ def test_a_prompt_beyond_dynamic_frequencies_is_answered_without_speculation_and
     assert sum("without speculation: its rotary frequencies" in line for line in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("rope", ["longrope", "linear"])
-def test_a_model_that_reads_its_prompt_again_at_a_length_answers_as_alone(rope: str) -> None:
-    from transformers import Phi3Config, Phi3ForCausalLM
+@pytest.mark.parametrize("kind, rope", [("Phi3", "longrope"), ("Phimoe", "llama3")])
+def test_a_model_that_reads_its_prompt_again_at_a_length_answers_as_alone(kind: str, rope: str) -> None:
+    import transformers
 
-    config = Phi3Config(
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": LENGTH, "short_mscale": 1.0, "long_mscale": 1.0}  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4 * LENGTH, original_max_position_embeddings=LENGTH,
-        rope_parameters={**ROPES[rope], "rope_theta": 1e4}, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        sliding_window=None,
+        rope_parameters={**(llama3 if rope == "llama3" else ROPES[rope]), "rope_theta": 1e4}, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, sliding_window=None, num_local_experts=2,
     )  # fmt: skip
-    target = loud(Phi3ForCausalLM(config))
+    target = loud(getattr(transformers, f"{kind}ForCausalLM")(config))
     for batch in (inputs(LENGTH - 5), inputs(LENGTH + 5), inputs(LENGTH + 5, LENGTH - 2)):
         same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **batch, max_new_tokens=LENGTH)
 
