@@ -148,7 +148,7 @@ def test_a_model_that_reads_its_prompt_again_at_a_length_answers_as_alone(kind: 
         rope_parameters={**(llama3 if rope == "llama3" else ROPES[rope]), "rope_theta": 1e4}, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, sliding_window=None, num_local_experts=2,
     )  # fmt: skip
-    target = loud(getattr(transformers, f"{kind}ForCausalLM")(config))
+    target = loud(getattr(transformers, f"{kind}ForCausalLM")(config)).float()  # in which experts are computed
     for batch in (inputs(LENGTH - 5), inputs(LENGTH + 5), inputs(LENGTH + 5, LENGTH - 2)):
         same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **batch, max_new_tokens=LENGTH)
 
