@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,14 @@ from osd_hf.drafting.exactness import CAUSES
 
 PAGE = Path(__file__).parent / "models.md"
 SURVEY = Path(__file__).parent.parent / "recipes" / "results" / "exactness_survey.json"
+# What the outcomes of a family say, the first that fits.
+ANSWERS: tuple[tuple[str, Callable[[set[str]], bool]], ...] = (
+    ("**Other tokens than the target's, or an error**", lambda found: bool(found & {"DIFFERENT", "ERROR"})),
+    ("**Exact, with speculation**", lambda found: "same" in found),
+    ("**Exact, without speculation**", lambda found: "same, without speculation" in found),
+    ("**Refused**", lambda found: "refused" in found),
+    ("**Not examined**: the target alone fails in a tiny configuration, or it cannot be built", lambda found: True),
+)
 BEGIN, END = "<!-- tables: python docs/models_tables.py -->", "<!-- end of tables -->"
 
 
@@ -49,12 +59,14 @@ def tables() -> str:
 
 
 def families() -> list[str]:
-    """Return the outcomes of the survey, by the kind of outcome."""
-    groups: dict[str, set[str]] = defaultdict(set)
-    for row in json.loads(SURVEY.read_text())["rows"]:
-        if row["part"] == "families":
-            groups[row["summary"]].add(row["name"])
-    return [f"- **{summary}** ({len(names)}): {', '.join(sorted(names))}." for summary, names in groups.items()]
+    """Return the outcomes of the survey's model families, by the kind of outcome."""
+    outcomes: dict[str, set[str]] = defaultdict(set)
+    for row in json.loads(SURVEY.read_text(encoding="utf-8"))["rows"]["models"]:
+        outcomes[re.sub(r".*\((.*?)\)", r"\1", row["target"])].add(row["outcome"].partition(":")[0])
+    groups: dict[str, list[str]] = {answer: [] for answer, _ in ANSWERS}
+    for family, found in sorted(outcomes.items()):
+        groups[next(answer for answer, is_it in ANSWERS if is_it(found))].append(f"`{family}`")
+    return [f"- {answer} ({len(names)}): {', '.join(names)}." for answer, names in groups.items() if names]
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import setting
 from osd_hf.drafting.pacing import DraftingPlan
-from osd_hf.errors import ConfigError, LearnerError
+from osd_hf.errors import ConfigError, LearnerError, first_line
 from osd_hf.fingerprint import taught_for, warn_of_target
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
@@ -47,6 +47,7 @@ from osd_hf.pair import (
     vocab_size_of,
     warn_of_order,
 )
+from osd_hf.prompts import OF_CHAT
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
@@ -61,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 CHAT_TOKENS = 256  # of an answer to a chat at most, where nobody has said more; as transformers' pipelines
 LENGTHS = ("max_new_tokens", "max_length")
-OF_CHAT = {"add_generation_prompt", "return_dict", "return_tensors", "tokenize"}  # which the prompt of a chat has set
 
 
 class OnlineAssistant:
@@ -266,23 +266,31 @@ class OnlineAssistant:
                 f"{missing}, so messages cannot be put into a prompt. Pass `tokenizer=`, one of an instruction-tuned "
                 "model, set `tokenizer.chat_template`, or call `generate` with ids of the whole prompt."
             )
-        if fixed := OF_CHAT.intersection(chat_template_kwargs or ()):
+        template_kwargs = dict(chat_template_kwargs or {})
+        given = template_kwargs.pop("continue_final_message", None)
+        if fixed := OF_CHAT.intersection(template_kwargs):
             raise ConfigError(
                 f"`chat_template_kwargs` must not hold `{min(fixed)}`, which `chat` sets by itself. Leave it out; for "
                 "another form of the prompt call `tokenizer.apply_chat_template` and `generate`."
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        template_kwargs = dict(chat_template_kwargs or {})
-        given = template_kwargs.pop("continue_final_message", None)
+        if odd := [message for message in messages if not isinstance(message, Mapping)]:
+            raise ConfigError(
+                f"`messages` must be a text, or mappings with `role` and `content`, got a {type(odd[0]).__name__}."
+            )
         is_continued = given if continue_final_message is None else continue_final_message
         if is_continued is None:
-            is_continued = bool(messages) and messages[-1].get("role") == "assistant"
-        with neutral_context():  # ids on the meta device, for one, could not be read
-            prompt = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=not is_continued, continue_final_message=is_continued,
-                return_dict=True, return_tensors="pt", **template_kwargs,
-            )  # fmt: skip
+            last = messages[-1] if messages else {}
+            is_continued = last.get("role") == "assistant" and bool(last.get("content"))
+        try:
+            with neutral_context():  # ids on the meta device, for one, could not be read
+                prompt = tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=not is_continued, continue_final_message=is_continued,
+                    return_dict=True, return_tensors="pt", **template_kwargs,
+                )  # fmt: skip
+        except Exception as error:  # templates raise errors of any type
+            raise ConfigError(f"The chat template cannot take these messages: {first_line(error)}.") from error
         ids = prompt["input_ids"]
         config = generate_kwargs.get("generation_config")
         sources = (generate_kwargs, config, unwrap(self.target).generation_config)

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.drafting.exactness import CAUSES, UNLIMITED, Limits, known_limits, limits_of
+from osd_hf.drafting.exactness import CAUSES, UNLIMITED, Limits, difference, known_limits, limits_of
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
 
 pytestmark = [
@@ -124,6 +124,22 @@ def test_a_prompt_behind_the_switch_of_frequencies_is_answered_with_speculation(
     target = roped("longrope")
     assistant = same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(LENGTH + 3))
     assert assistant.stats.block_efficiency > 1.2
+
+
+@pytest.mark.parametrize("name", ["longrope", "dynamic"])
+def test_padding_does_not_count_for_the_length(name: str) -> None:
+    target, ids = roped(name), inputs(LENGTH - 6)
+    padded = {key: torch.nn.functional.pad(value, (12, 0)) for key, value in ids.items()}
+    same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **padded, max_new_tokens=20)
+
+
+def test_candidates_stay_within_the_positions_of_the_target() -> None:
+    target = models.build("gpt2", n_positions=LENGTH).double()
+    free = target.generate(**inputs(LENGTH - 6), do_sample=False, max_new_tokens=6)[0, LENGTH - 6 :].tolist()
+    draft = models.draft_of(models.build("gpt2", n_positions=99).double())
+    settings = {"max_new_tokens": 50, "eos_token_id": free[4]}  # which ends the answer in time
+    for config in (MANUAL, TEXT):
+        same(target, OnlineAssistant(target, draft, config=config), **inputs(LENGTH - 6), **settings)
 
 
 def test_a_prompt_beyond_dynamic_frequencies_is_answered_without_speculation_and_logged_once(
@@ -239,7 +255,7 @@ def test_the_stricter_of_two_limits_holds() -> None:
 
 
 def test_an_ordinary_model_has_no_known_limits() -> None:
-    for architecture in ("llama", "gemma3", "gpt2", "t5", "mixtral"):
+    for architecture in ("llama", "gemma3", "qwen3", "t5", "mixtral"):
         assert known_limits(models.build(architecture)) == UNLIMITED
 
 
@@ -448,6 +464,35 @@ def arguments_of(target: Any) -> dict[str, Any]:
     return {"generation_config": config}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_that_the_cache_alone_makes_is_found_in_any_precision(dtype: torch.dtype) -> None:
+    from transformers import MoshiConfig, MoshiForCausalLM
+
+    own: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+                           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+    for window in (12, 64):
+        target = loud(MoshiForCausalLM(MoshiConfig(sliding_window=window, **own))).to(dtype)
+        assert limits_of(target, models.prompt(9), arguments_of(target)).forbid(9)
+
+
+def test_numbers_for_each_token_do_not_keep_a_probe_from_the_lengths() -> None:
+    target = models.build()
+    target.config.sliding_window = 40
+    target, ids = disturbed(target, from_length=40), models.prompt(9)
+    arguments = arguments_of(target) | {"token_type_ids": torch.zeros_like(ids), "custom": True}
+    assert limits_of(target, ids, arguments).forbid(9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_a_difference(value: float) -> None:
+    target, fine = models.build(), torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    assert difference(target, [fine, fine, fine], [fine, fine, fine]) is None
+    for place in range(3):
+        ours = [fine.clone() for _ in range(3)]
+        ours[place][0, 5] = value
+        assert "not finite" in str(difference(target, ours, [fine, fine, fine]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma3"])
 def test_rounding_in_half_precision_is_no_cause(architecture: str, dtype: torch.dtype) -> None:
@@ -461,7 +506,7 @@ def test_a_probe_changes_nothing() -> None:
     state, mask = torch.get_rng_state(), {name: m.training for name, m in target.named_modules()}
     arguments = arguments_of(target)
     before = copy.deepcopy(arguments["generation_config"])
-    assert limits_of(target, models.prompt(9), arguments) == UNLIMITED
+    assert limits_of(target, models.prompt(9), arguments) == Limits("it has 256 positions", max_length=256)
     assert torch.equal(state, torch.get_rng_state())
     assert mask == {name: m.training for name, m in target.named_modules()}
     assert arguments["generation_config"] == before
@@ -537,9 +582,10 @@ def test_images_are_answered_with_a_draft_that_reads_text(config: OnlineConfig, 
 def test_a_multimodal_model_that_is_asked_about_text_is_drafted_for_and_captured() -> None:
     target, traces = llava(), list[Trace]()
     assistant = OnlineAssistant(target, models.draft_of(base()), config=MANUAL)
-    same(target, assistant, **inputs(6))
+    drafted = same(target, assistant, **inputs(6)).stats.drafted
     assistant.generate(**inputs(6), max_new_tokens=3, on_trace=traces.append)
-    assert assistant.stats.drafted > 0
+    assert drafted > 0
+    assert same(target, assistant, **inputs(6, 4)).stats.drafted > drafted + 3
     assert len(traces) == 1
 
 
@@ -635,3 +681,22 @@ def test_a_draft_that_fails_costs_no_answer(
     assert sum("The draft failed; the answer goes on without it: " in line for line in caplog.messages) == 1
     drafted = assistant.stats.drafted
     assert same(target, assistant, 1, **inputs(*rows)).stats.drafted > drafted
+
+
+@pytest.mark.parametrize("part", ["encoder", "whole"])
+@pytest.mark.parametrize("drafting", ["lean", "stock"])
+def test_a_draft_that_fails_anywhere_costs_no_answer(part: str, drafting: str) -> None:
+    target, draft = models.pair("t5")
+    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=4, drafting=drafting)
+    assistant = OnlineAssistant(target, draft, config=config)
+    same(target, assistant, 1, **inputs(6), max_new_tokens=12)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    broken = assistant.draft if part == "whole" else assistant.draft.get_encoder()
+    hook = broken.register_forward_pre_hook(failing)
+    same(target, assistant, 2, **inputs(6), max_new_tokens=12)
+    hook.remove()
+    drafted = assistant.stats.drafted
+    assert same(target, assistant, 1, **inputs(6), max_new_tokens=12).stats.drafted > drafted

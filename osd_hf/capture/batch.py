@@ -26,7 +26,7 @@ from osd_hf.drafting.batch import (
     judged,
 )
 from osd_hf.drafting.costs import PROMPT, RoundTime
-from osd_hf.drafting.exactness import has_adapter_per_row, limits_of, log_once
+from osd_hf.drafting.exactness import given_arguments, has_adapter_per_row, limits_of, log_once
 from osd_hf.drafting.forward import KNOWN_ARGUMENTS
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import WatchedProcessors
@@ -114,7 +114,7 @@ class BatchRequest(Decoding):
         config, cache = self.config, self.kwargs.get("past_key_values")
         if why := undrafted(self.model, config):
             return why
-        others = [name for name, value in self.kwargs.items() if value is not None and name not in KNOWN_ARGUMENTS]
+        others = [name for name in given_arguments(self.kwargs) if name not in KNOWN_ARGUMENTS]
         drafts = list({id(drafting.draft): drafting for drafting in self.draftings}.values())
         if self.kwargs.get("streamer") is not None or self.kwargs.get("synced_gpus"):
             return "they are streamed, or computed on several machines in step"

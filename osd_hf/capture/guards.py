@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import marshal
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -198,7 +199,7 @@ def _decodes_by_itself(kind: Any) -> bool:
     if owner is GenerationMixin:
         return True
     try:
-        return "super().generate(" in inspect.getsource(owner)
+        return re.search(r"(super\(.*\)|GenerationMixin)\.generate\(", inspect.getsource(owner)) is not None
     except (OSError, TypeError):  # made without a file
         return True
 

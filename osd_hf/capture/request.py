@@ -22,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
     WatermarkingConfig,
 )
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from osd_hf.capture.guards import TriedOut, not_watched, undrafted
@@ -32,7 +32,7 @@ from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, with
 from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, forgets, looked_at_by_token, plain_time
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
-from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
+from osd_hf.errors import OSDError, UnsupportedGenerationError, UnsupportedModelError, first_line
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
@@ -400,6 +400,26 @@ class Request(Decoding):
 
     def make_generator(self, **kwargs: Any) -> Any:
         """The generator of the candidates: a listener's lean one, or the stock one."""
+        try:
+            generator = self._made_generator(kwargs)
+        except Exception as error:  # noqa: BLE001 - of drafts of any kind
+            generator = self._without_draft(error)
+        self.watch(generator)
+        return generator
+
+    def _without_draft(self, error: Exception) -> CandidateGenerator:
+        """Return what proposes nothing in place of a draft that has failed; raises the error again if it may be that
+        of a processor or a criterion of the caller's."""
+        given = (*self.kwargs["logits_processor"], *self.kwargs["stopping_criteria"])
+        is_served = any(lease.model is not None for lease in self.leases)
+        if not is_served or isinstance(error, OSDError) or not all(map(forgets, given)):
+            raise error
+        draft = self.kwargs["assistant_model"]
+        log_once(draft, f"The draft failed; the answer goes on without it: {first_line(error)}.")
+        logger.debug("The draft failed.", exc_info=error)
+        return _NoCandidates()
+
+    def _made_generator(self, kwargs: dict[str, Any]) -> Any:
         generator: Any = None
         if self.drafting is not None and self.pace is not None:
             # A decoder-only draft reads the ids of the prompt, also those that stand for an image.
@@ -412,13 +432,12 @@ class Request(Decoding):
                 generator = self.drafting.generator(
                     self.pace, vocab_size_of(self.model), self.earlier, limits=self.limits, **kwargs
                 )
-        generator = generator or self.model._get_candidate_generator(**kwargs)
-        self.watch(generator)
-        return generator
+        return generator or self.model._get_candidate_generator(**kwargs)
 
     def watch(self, generator: Any) -> None:
         """Let this generator make the candidates."""
-        if type(generator) is not AssistedCandidateGenerator and not isinstance(generator, LeanCandidateGenerator):
+        is_known = isinstance(generator, LeanCandidateGenerator | _NoCandidates)
+        if type(generator) is not AssistedCandidateGenerator and not is_known:
             raise UnsupportedModelError(
                 f"Drafts made by {type(generator).__name__} cannot be watched: learning needs an ordinary assistant "
                 "model with the target's tokenizer, passed as `assistant_model`."
@@ -441,6 +460,11 @@ class Request(Decoding):
         try:
             candidates = self.generator.get_candidates(input_ids, **kwargs)
         except _NoDistribution:
+            candidates = input_ids, None
+        except Exception as error:  # noqa: BLE001 - of drafts of any kind
+            failed, self.generator = self.generator, self._without_draft(error)
+            if isinstance(failed, LeanCandidateGenerator):
+                failed.close()
             candidates = input_ids, None
         length = input_ids.shape[1]
         count = self.limits.exact_candidates(candidates[0], length, self.input_ids.shape[1])
@@ -573,6 +597,16 @@ class _InTurn(StoppingCriteriaList):
             met: torch.Tensor = super().__call__(input_ids[:, : self.asked], scores, **kwargs)
             if self.asked >= input_ids.shape[1] or bool(met.any()):
                 return met
+
+
+class _NoCandidates(CandidateGenerator):
+    """Proposes nothing."""
+
+    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return input_ids, None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        pass
 
 
 class _NoDistribution(Exception):

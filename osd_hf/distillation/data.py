@@ -292,6 +292,8 @@ def read_rows(
     for number, row in enumerate(_rows(dataset)):
         try:
             prompt, completion = _encoded(row, tokenizer, is_encoder_decoder=decoder_start is not None)
+            if not prompt or completion == []:
+                raise RowError(f"the {'completion' if prompt else 'prompt'} has no tokens")
             ids = [*prompt, *(completion or ())]
             if min(ids) < 0 or max(ids) >= vocab_size:
                 raise DataError(f"Row {number} has token ids outside of the vocabulary of {vocab_size} tokens.")

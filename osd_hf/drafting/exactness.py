@@ -30,16 +30,16 @@ from osd_hf.pair import config_value, has_soft_prompt, vocab_size_of
 
 logger = logging.getLogger(__name__)
 
-PROBE_CANDIDATES = 2  # of a round
-PROBE_TOKENS = 5  # new tokens of a probe: three rounds, of which two reject a candidate
-PROBE_PROMPT_TOKENS = 16  # of the request's own prompt; longer probes repeat them
+PROBE_CANDIDATES = 5  # of a round, of which the last one is wrong
+PROBE_TOKENS = 7  # new tokens of a probe: two rounds, of which the first rejects a candidate
+PROBE_PROMPT_TOKENS = 16  # of the request's own prompt
 # Sequence lengths beyond these are not probed, as reading them takes too long on a CPU: the first is for lengths at
 # which models of transformers are known to be exact, the second for others, beyond which there is no speculation.
 MAX_PROBED_LENGTH, MAX_UNKNOWN_LENGTH = 128, 600
 # Relative difference of logits, root mean square, that rounding may cause. In half precision a router may send a token
-# to another expert, so that single positions differ by more: there the median over the positions is compared.
-MAX_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 0.01}
-MAX_HALF_DIFFERENCE = 0.1
+# to another expert, so that single positions differ by more: for experts the median over the positions is compared.
+MAX_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
+MAX_TF32_DIFFERENCE, MAX_ROUGH_DIFFERENCE = 0.01, 0.1
 # Settings of a configuration that are lengths at which a model's behavior may change: positions; windows, with the
 # function by which models of transformers mask them; and others, by their names. A window that is left to the cache
 # shows more keys to a call of several tokens than to single ones.
@@ -169,6 +169,15 @@ def _switched_rope(model: Any) -> Limits:
     return limits
 
 
+def _learned_positions(model: Any) -> Limits:
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_target_positions")
+    length = next((value for name in names if (value := config_value(config, name))), None)
+    if length is None or _rope_parameters(model) or config_value(config, "alibi"):
+        return UNLIMITED
+    return Limits(f"it has {length} positions", max_length=int(length))
+
+
 def _expert_capacity(model: Any) -> Limits:
     config = model.config.get_text_config(decoder=True)
     capacity, share = (getattr(config, name, None) for name in ("expert_capacity", "moe_eval_capacity_token_fraction"))
@@ -187,9 +196,11 @@ def _best_keys(model: Any) -> Limits:
 
 
 def _skipped_padding(model: Any) -> Limits:
-    name, config = "create_position_ids_from_input_ids", model.config.get_text_config(decoder=True)
-    pad = getattr(config, "pad_token_id", None)
-    if pad is None or not any(hasattr(x, name) for module in model.modules() for x in (module, _module_of(module))):
+    pad = config_value(model.config.get_text_config(decoder=True), "pad_token_id")
+    if model not in _skips_padding:
+        name, layers = "create_position_ids_from_input_ids", list(model.modules())
+        _skips_padding[model] = any(hasattr(x, name) for x in (*layers, *set(map(_module_of, layers))))
+    if pad is None or not _skips_padding[model]:
         return UNLIMITED
     return Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
 
@@ -213,6 +224,7 @@ def _soft_prompt(model: Any) -> Limits:
     return Limits(SOFT_PROMPT, 1) if has_soft_prompt(getattr(prepare, "__self__", None)) else UNLIMITED
 
 
+_skips_padding: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by model: the classes of its layers stay
 SOFT_PROMPT = "PEFT puts a soft prompt before the tokens (prompt, prefix, or P-tuning)"
 
 
@@ -244,6 +256,10 @@ CAUSES = (
         "with speculation, except by a request that crosses the length: from there on, without", _switched_rope,
     ),
     Cause(
+        "learned positions end", "GPT-2, OPT, BART", "with speculation up to the last position, where the target ends",
+        _learned_positions,
+    ),
+    Cause(
         "experts with a limited capacity drop tokens", "Switch Transformers, NLLB-MoE",
         "with at most so many tokens in a forward; without speculation if the capacity is a share of the tokens",
         _expert_capacity,
@@ -271,7 +287,7 @@ CAUSES = (
 
 def _adapter_layer(model: Any) -> Any:
     """Return the first layer of the model that has a PEFT adapter; `None` if there is none."""
-    if "peft" not in sys.modules:
+    if not (hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)):  # set by both libraries
         return None
     return next((module for module in model.modules() if hasattr(module, "adapter_layer_names")), None)
 
@@ -327,6 +343,9 @@ def limits_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Li
     """
     prompt_tokens = input_ids.shape[1]
     limits = known_limits(model)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape:  # padding takes no position
+        limits = replace(limits, min_prompt=limits.min_prompt + int((mask == 0).sum(-1).max()))
     if foreign_arguments(kwargs):
         # The forward that reads the prompt replaces tokens by features, and would count candidates among them.
         limits = replace(limits, with_prompt=False)
@@ -378,7 +397,8 @@ def _kind(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[
     config = model.config.get_text_config(decoder=True)
     arguments = frozenset(given_arguments(kwargs))
     adapters = tuple(getattr(_adapter_layer(model), "active_adapters", ()))
-    return config._attn_implementation, model.dtype, model.device, model.training, adapters, arguments
+    autocast = torch.is_autocast_enabled(input_ids.device.type)
+    return config._attn_implementation, model.dtype, model.device, model.training, autocast, adapters, arguments
 
 
 # --- the probe ------------------------------------------------------------------------------------------------------
@@ -426,7 +446,7 @@ class _ScriptedModel(StandIn):
 
 
 class _ScriptedCandidates(CandidateGenerator):
-    """Proposes the next token of a known answer, `(1, tokens)`, and behind it a wrong one; with the prompt only if
+    """Proposes the next tokens of a known answer, `(1, tokens)`, and behind them a wrong one; with the prompt only if
     asked to."""
 
     def __init__(self, answer: torch.Tensor, vocab_size: int, *, with_prompt: bool) -> None:
@@ -437,9 +457,9 @@ class _ScriptedCandidates(CandidateGenerator):
         if self.is_silent:
             self.is_silent = False
             return input_ids, None
-        right = self.answer[:, length : min(length + 1, end - 1)]
-        wrong = (self.answer[:, length + 1 : min(length + 2, end - 1)] + 1) % self.vocab_size
-        return torch.cat([input_ids, right, wrong], dim=1), None
+        candidates = self.answer[:, length : min(length + PROBE_CANDIDATES, end - 1)].clone()
+        candidates[:, PROBE_CANDIDATES - 1 :] = (candidates[:, PROBE_CANDIDATES - 1 :] + 1) % self.vocab_size
+        return torch.cat([input_ids, candidates], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         pass
@@ -449,10 +469,11 @@ class _ScriptedCandidates(CandidateGenerator):
 def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits) -> tuple[Limits, bool]:
     """Compare assisted with plain decoding at each length where the model may change; returns the limits that follow,
     and whether they hold for later requests of the kind."""
-    beyond = _unprobed_lengths(model)
+    is_text, is_tried = not (model.config.is_encoder_decoder or foreign_arguments(kwargs)), False
     try:
         with _without_dropout(model):
-            for prompt, arguments in _probe_prompts(model, input_ids, kwargs, limits):
+            for prompt, arguments in _probe_prompts(model, input_ids, kwargs, limits, is_text=is_text):
+                is_tried = True
                 why = _difference(model, prompt, arguments, with_prompt=limits.with_prompt)
                 if why is not None:
                     where = f"tried with a prompt of {prompt.shape[1]} tokens"
@@ -460,15 +481,14 @@ def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: 
     except Exception as error:  # the target alone has failed
         logger.debug("A probe failed.", exc_info=True)
         return Limits(f"a short trial failed: {first_line(error)}", max_tokens=1), False
-    return beyond, True
+    return _unprobed_lengths(model, is_text=is_text), is_tried
 
 
-def _unprobed_lengths(model: Any) -> Limits:
-    """Return the limit by lengths at which a model may change and which are too long for a probe."""
+def _unprobed_lengths(model: Any, *, is_text: bool) -> Limits:
+    """Return the limit by lengths at which a model may change and which no probe reaches."""
     limits = UNLIMITED
     for name, (length, is_known) in _changing_lengths(model).items():
-        is_probed = length + PROBE_TOKENS <= MAX_UNKNOWN_LENGTH and not model.config.is_encoder_decoder
-        if not (is_known or is_probed):
+        if not (is_known or (is_text and length + 2 * PROBE_TOKENS <= MAX_UNKNOWN_LENGTH)):
             reason = f"it is not known to be exact beyond {length} tokens (`{name}` in its configuration)"
             limits = limits.combined(Limits(reason, max_length=length))
     return limits
@@ -489,13 +509,14 @@ def _changing_lengths(model: Any) -> dict[str, tuple[int, bool]]:
 
 
 def _probe_prompts(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits
+    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits, *, is_text: bool
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Yield prompts, `(1, tokens)`, and the arguments of the loop for each."""
+    """Yield prompts, `(1, tokens)`, and the arguments of the loop for each: of a request for text the end of its own
+    prompt and, at the lengths where the model may change, prompts of its tokens in another order; of others the whole
+    request."""
     arguments = {name: value for name, value in kwargs.items() if value is not None}
-    cache = arguments.get("past_key_values")
-    if model.config.is_encoder_decoder or given_arguments(kwargs):
-        # Images, features, and arguments of custom models belong to the whole prompt.
+    if not is_text:
+        cache = arguments.get("past_key_values")
         if cache is None or int(cache.get_seq_length()) == 0:
             yield input_ids[:1].long(), _of_first_row(arguments, len(input_ids))
         return
@@ -505,16 +526,27 @@ def _probe_prompts(
     row = row[-PROBE_PROMPT_TOKENS:].long()
     if not len(row):
         return
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
-    lengths = {len(row)}
+    prompts = [row[None]]
+    positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings") or math.inf
     for changing, is_known in _changing_lengths(model).values():
-        length = max(changing - PROBE_TOKENS // 2, 1)  # the tokens of the probe cross it
+        # One probe crosses the length, the other one begins behind it.
         longest = min(positions, limits.max_length, MAX_PROBED_LENGTH if is_known else MAX_UNKNOWN_LENGTH)
-        if length + PROBE_TOKENS <= longest:
-            lengths.add(length)
-    for length in sorted(lengths):
-        prompt = row.repeat(-(-length // len(row)))[None, -length:]
-        yield prompt, text_arguments(model, torch.ones_like(prompt), arguments["generation_config"])
+        for length in (changing - PROBE_TOKENS // 2, changing + PROBE_TOKENS // 2):
+            if 0 < length <= longest - PROBE_TOKENS:
+                places = torch.arange(length, device=row.device)
+                prompts.append(row[(places * places * 7 + places) % len(row)][None])
+    per_token = given_arguments(kwargs)
+    for prompt in prompts:
+        given = text_arguments(model, torch.ones_like(prompt), arguments["generation_config"])
+        yield prompt, given | {name: _resized(value, input_ids, prompt) for name, value in per_token.items()}
+
+
+def _resized(value: Any, input_ids: torch.Tensor, prompt: torch.Tensor) -> Any:
+    """Return an argument for another prompt: numbers for each token are those of the last tokens, repeated."""
+    if not (isinstance(value, torch.Tensor) and value.shape[-1:] == input_ids.shape[1:] and value.ndim == 2):
+        return value
+    count = prompt.shape[1]
+    return value[:1].repeat(1, -(-count // value.shape[1]))[:, -count:]
 
 
 def text_arguments(model: Any, mask: torch.Tensor, generation_config: Any) -> dict[str, Any]:
@@ -600,14 +632,23 @@ def difference(model: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.
         if len(expected):
             spread = (expected - expected.mean()).square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)
             found.append(float((a[where].double() - expected).square().mean().sqrt() / spread))
-    if not found:
-        return None
-    # accelerate's autocast may be around the forward of a trained model.
-    is_half = torch.is_autocast_enabled(theirs[0].device.type) or "_original_forward" in vars(model)
-    is_half = is_half or getattr(model, "is_quantized", False)  # activations may be rounded
-    limit = MAX_HALF_DIFFERENCE if is_half else MAX_DIFFERENCE.get(model.dtype, MAX_HALF_DIFFERENCE)
-    largest = sorted(found)[len(found) // 2] if limit == MAX_HALF_DIFFERENCE else max(found)
+    if not all(map(math.isfinite, found)):
+        return "its logits are not finite"
+    limit = _max_difference(model, theirs[0].device.type)
+    has_experts = any("expert" in name for name in vars(model.config.get_text_config(decoder=True)))
+    is_rough = limit >= MAX_DIFFERENCE[torch.float16] and has_experts
+    largest = sorted(found)[len(found) // 2] if found and is_rough else max(found, default=0.0)
     return None if largest <= limit else f"its logits differ by {largest:.1%}"
+
+
+def _max_difference(model: Any, device_type: str) -> float:
+    """Return the relative difference of logits that rounding may cause in a model on a device of this type."""
+    # accelerate's autocast may be around the forward of a trained model; quantized layers may round activations.
+    is_cast = torch.is_autocast_enabled(device_type) or "_original_forward" in vars(model)
+    if is_cast or getattr(model, "is_quantized", False) or model.dtype not in MAX_DIFFERENCE:
+        return MAX_ROUGH_DIFFERENCE
+    is_tf32 = device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32 and model.dtype == torch.float32
+    return MAX_TF32_DIFFERENCE if is_tf32 else MAX_DIFFERENCE[model.dtype]
 
 
 @contextlib.contextmanager
