@@ -275,9 +275,11 @@ class OnlineAssistant:
             )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if odd := [message for message in messages if not isinstance(message, Mapping)]:
+        is_list = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
+        if not is_list or any(m.get("content") is None and m.get("role") in ("system", "user") for m in messages):
             raise ConfigError(
-                f"`messages` must be a text, or mappings with `role` and `content`, got a {type(odd[0]).__name__}."
+                "`messages` must be a text, or a list of mappings with `role` and `content`, got "
+                f"{messages if is_list else type(messages).__name__}."
             )
         is_continued = given if continue_final_message is None else continue_final_message
         if is_continued is None:

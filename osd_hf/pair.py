@@ -114,10 +114,9 @@ def vocab_size_of(model: Any) -> int:
 
 def config_value(config: Any, name: str) -> Any:
     """Return a setting of a configuration; `None` if it has none, or one for each layer (heterogeneous models)."""
-    try:
+    with contextlib.suppress(Exception):  # transformers' own error for settings of single layers is no AttributeError
         return getattr(config, name, None)
-    except Exception:  # noqa: BLE001 - transformers' own error for settings of single layers is no AttributeError
-        return None
+    return None
 
 
 def device_clock(model: Any) -> Callable[[], float]:

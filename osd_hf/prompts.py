@@ -21,7 +21,7 @@ from osd_hf.errors import ConfigError, DataError, first_line
 logger = logging.getLogger(__name__)
 
 FILES = (".json", ".jsonl", ".parquet")
-MAX_LISTED_ROWS, MAX_LISTED_REASONS = 5, 4
+MAX_LISTED_ROWS, MAX_LISTED_REASONS = 5, 8
 # Arguments of `apply_chat_template` that are set here, so they cannot be among a caller's `chat_template_kwargs`.
 OF_CHAT = {
     "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
@@ -111,7 +111,7 @@ def list_skipped(skipped: Mapping[str, Sequence[int]]) -> str:
         numbers = ", ".join(map(str, rows[:MAX_LISTED_ROWS])) + (f" and {more} more" if more > 0 else "")
         parts.append(f"row{'s' if len(rows) > 1 else ''} {numbers}: {reason}")
     if others := sum(len(rows) for rows in itertools.islice(skipped.values(), MAX_LISTED_REASONS, None)):
-        parts.append(f"{others} more for other reasons")
+        parts.append(f"{others} more rows for {len(skipped) - MAX_LISTED_REASONS} other reasons")
     return "; ".join(parts)
 
 
@@ -322,7 +322,7 @@ def _json_rows(path: Path, columns: Collection[str]) -> tuple[list[str], list[An
             names |= dict.fromkeys(row)
             row = {name: row.get(name) for name in columns}
         elif not isinstance(row, RowError):
-            row = RowError(f"it is a {type(row).__name__}, not a JSON object")
+            row = RowError(f"it is a value of type `{type(row).__name__}`, not a JSON object")
         rows.append(row)
     if rows and not names:
         raise ValueError(str(rows[0]))
@@ -352,11 +352,11 @@ def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return RowError("it is no UTF-8 text")
+        return RowError("it is not UTF-8 text")
     except json.JSONDecodeError as error:
-        return RowError(f"it is no JSON: {error.msg}")
+        return RowError(f"it is not valid JSON: {error.msg}")
     except (ValueError, RecursionError) as error:  # an endless number; brackets in brackets
-        return RowError(f"it is no JSON: {first_line(error)}")
+        return RowError(f"it is not valid JSON: {first_line(error)}")
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------

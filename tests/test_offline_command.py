@@ -139,8 +139,8 @@ def test_settings_of_the_chat_template_and_rows_that_cannot_be_used(
     for columns, expected in (([], ["aMT", "aown"]), (["--column", "text"], ["aM", "bM"])):
         assert command(tmp_path / f"out{len(columns)}", *flags, *columns) == 0
         assert [tokenizer.decode(trace.prompt_ids) for trace in seen[-1]] == expected
-    assert "Skipped 2 of 4 rows: row 1: the prompt is empty; row 3: it is no JSON: " in caplog.text
-    assert "Skipped 2 prompts: row 1: `text` is null; row 3: it is no JSON: " in caplog.text
+    assert "Skipped 2 of 4 rows: row 1: the prompt is empty; row 3: it is not valid JSON: " in caplog.text
+    assert "Skipped 2 prompts: row 1: `text` is null; row 3: it is not valid JSON: " in caplog.text
     path.write_text('{"text": "a"}\n')
     assert main(["distill", *map(str, flags), "--output-dir", str(tmp_path / "none")]) == 2
     assert "has no column 'prompt' or 'messages'; its columns are text." in capsys.readouterr().err

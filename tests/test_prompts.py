@@ -181,7 +181,7 @@ def test_the_list_of_skipped_prompts_is_bounded(plain_tokenizer, caplog):
     encoded = encode_prompts([*bad, Prompt(10_000, "a")], plain_tokenizer)
     assert len(encoded.prompts) == 1
     assert "rows 0, 50, 100, 150, 200 and 195 more: reason 0" in caplog.text
-    assert "9200 more for other reasons" in caplog.text
+    assert "8400 more rows for 42 other reasons" in caplog.text
     assert len(caplog.messages[0]) < 400
 
 
@@ -221,8 +221,8 @@ def test_a_line_that_is_no_json_object_costs_no_other_row(tmp_path):
     path.write_bytes(b'{"a": "x"}\n\n  \n[1]\n{"a": "\xff"}\n{"a": "y"}\n{"a": ' + b"9" * 5000 + b'}\n{"a": "cut')
     assert texts(path, column="a") == ["x", "", "", "y", "", ""]
     said = problems(path, column="a")
-    assert said[1:3] == ["it is a list, not a JSON object", "it is no UTF-8 text"]
-    assert all(problem.startswith("it is no JSON: ") for problem in said[4:])
+    assert said[1:3] == ["it is a value of type `list`, not a JSON object", "it is not UTF-8 text"]
+    assert all(problem.startswith("it is not valid JSON: ") for problem in said[4:])
 
 
 def test_columns_that_nobody_asked_for_never_make_a_file_unreadable(tmp_path):

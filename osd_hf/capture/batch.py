@@ -336,13 +336,16 @@ class _Rounds:
         most, guessed = self.plan.k if self.plan.drafts else 0, self.plan.texts
         parts = list[tuple[BatchDraft, Candidates]]()
         for draft in self.drafts:
+            none = torch.zeros(len(draft.rows), 0, dtype=torch.long, device=device)
+            part = Candidates(none, none.bool())
             try:
-                k = 0 if draft in self.failed else most
-                parts += [(draft, draft.propose(k, texts, lengths, room, self.clock))] if draft.rows else []
+                if draft.rows and draft not in self.failed:
+                    part = draft.propose(most, texts, lengths, room, self.clock)
             except Exception as error:  # noqa: BLE001 - of models of any kind: the batch goes on without the draft
                 log_once(draft.model, f"The draft failed; the answer goes on without it: {first_line(error)}.")
                 self.failed.append(draft)
-                parts.append((draft, draft.propose(0, texts, lengths, room, self.clock)))
+                draft.times = []
+            parts += [(draft, part)] if draft.rows else []
         if len(parts) == 1 and parts[0][0].rows == self.live and not guessed:
             tokens, live, logits = parts[0][1]
             return Candidates(tokens.to(device), live.to(device), None if logits is None else logits.to(device))

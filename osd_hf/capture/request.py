@@ -157,7 +157,10 @@ def _prompt_ids(
     # Where the encoder's outputs were given, ids below 0 stand in for the source.
     if source is None or is_empty or foreign or prefix_unseen or (is_encoder_decoder and bool((source < 0).any())):
         what = ", ".join(foreign) or ("part of it is only in the cache" if prefix_unseen else "embeddings or features")
-        log_once(model, f"Requests are not captured: the prompt does not consist of token ids alone ({what}).")
+        log_once(
+            model, f"Requests are not captured, so nothing is learned from them: the prompt does not consist of token "
+            f"ids alone ({what}).",
+        )  # fmt: skip
         return None
     prompt = without_padding(source, kwargs.get("attention_mask")).to(torch.int32).cpu().numpy()
     return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
@@ -369,7 +372,7 @@ class Request(Decoding):
         limits, prompt_tokens = self.limits, self.input_ids.shape[1]
         if not limits.reason or limits.allow_any(prompt_tokens, self.max_length):
             return
-        how = "without speculation" if limits.forbid(prompt_tokens) else "without speculation where that is not exact"
+        how = "without speculation" if limits.max_tokens < 2 else "without speculation where that is not exact"
         log_once(self.model, f"{type(self.model).__name__} answers {how}: {limits.reason}.")
 
     @property

@@ -346,7 +346,7 @@ def _encoded(row: Any, tokenizer: Any, *, is_encoder_decoder: bool) -> tuple[lis
     if is_chat:
         if messages is None:
             raise RowError(
-                f"it needs the columns {COLUMNS}; those with a value are {', '.join(_given(row)) or 'none'}"
+                f"it has no value in the columns {COLUMNS}; it has one in {', '.join(_given(row)) or 'no column'}"
             )
         prompt, completion = messages, None
         if messages and _are(Mapping, messages) and messages[-1].get("role") == "assistant":
@@ -411,7 +411,9 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     turns = []
     for number, message in enumerate(messages):
         if not isinstance(message.get("role"), str):
-            raise RowError(f"message {number} needs a `role` and `content`; it has {', '.join(_given(message))}")
+            named = ", ".join(_given(message)) or "no field"
+            wrong = "no `role`" if message.get("role") is None else f"the role {message['role']!r}, which is not text"
+            raise RowError(f"message {number} has {wrong}; its fields are {named}")
         try:
             turns.append(chat_message(message))
         except RowError as error:
