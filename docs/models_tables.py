@@ -13,7 +13,7 @@ from osd_hf.capture import guards
 from osd_hf.drafting.exactness import CAUSES
 
 PAGE = Path(__file__).parent / "models.md"
-SURVEY = Path(__file__).parent.parent / "recipes" / "results" / "exactness_survey.json"
+SURVEY = Path(__file__).parent.parent / "recipes" / "results" / "exactness_survey_models.json"
 # What the outcomes of a family say, the first that fits.
 ANSWERS: tuple[tuple[str, Callable[[set[str]], bool]], ...] = (
     ("**Other tokens than the target's, or an error**", lambda found: bool(found & {"DIFFERENT", "ERROR"})),

@@ -182,7 +182,7 @@ def test_the_list_of_skipped_prompts_is_bounded(plain_tokenizer, caplog):
     assert len(encoded.prompts) == 1
     assert "rows 0, 50, 100, 150, 200 and 195 more: reason 0" in caplog.text
     assert "8400 more rows for 42 other reasons" in caplog.text
-    assert len(caplog.messages[0]) < 400
+    assert len(caplog.messages[0]) < 600
 
 
 def test_one_line_says_that_no_prompt_can_be_used(plain_tokenizer):
