@@ -585,7 +585,8 @@ def test_a_multimodal_model_that_is_asked_about_text_is_drafted_for_and_captured
     drafted = same(target, assistant, **inputs(6)).stats.drafted
     assistant.generate(**inputs(6), max_new_tokens=3, on_trace=traces.append)
     assert drafted > 0
-    assert same(target, assistant, **inputs(6, 4)).stats.drafted > drafted + 3
+    before = assistant.stats.drafted
+    assert same(target, assistant, **inputs(6, 4)).stats.drafted == before  # of a batch, by the target alone
     assert len(traces) == 1
 
 

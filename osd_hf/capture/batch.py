@@ -125,6 +125,8 @@ class BatchRequest(Decoding):
                 return why
             if drafting.translation is not None:
                 return "the draft has a tokenizer of its own"
+        if self.kwargs.get("mm_encoder_outputs") is not None:
+            return "a multimodal model numbers the positions of a batch by itself"
         if others:
             return f"`{others[0]}` was given"
         if has_adapter_per_row(self.model):
