@@ -251,6 +251,7 @@ def test_the_stricter_of_two_limits_holds() -> None:
     assert both.forbid(10)
     assert not both.forbid(9)
     assert not both.allow_any(5, 8)
+    assert Limits("a", max_length=10).combined(Limits("b", max_tokens=1)).reason == "b"
     assert Limits(max_length=10, min_prompt=10).allow_any(11, 99)
 
 

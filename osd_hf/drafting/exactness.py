@@ -109,9 +109,10 @@ class Limits:
         return self.max_tokens < 2 or (prompt_tokens <= self.min_prompt and prompt_tokens >= self.max_length)
 
     def combined(self, other: Limits) -> Limits:
-        """Return the stricter of both in every respect."""
+        """Return the stricter of both in every respect. Where one forbids speculation, its reason is enough."""
+        decisive = [limits for limits in (self, other) if limits.max_tokens < 2] or [self, other]
         return Limits(
-            "; ".join(filter(None, (self.reason, other.reason))),
+            "; ".join(limits.reason for limits in decisive if limits.reason),
             min(self.max_tokens, other.max_tokens),
             min(self.max_length, other.max_length),
             _joint_min_prompt(self, other),
