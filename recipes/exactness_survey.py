@@ -33,7 +33,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from common import make_parser, run_facts, write_report
+from common import RESULTS, make_parser, run_facts, write_report
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
@@ -524,17 +524,25 @@ GROUPS = {"ropes": ropes, "adapters": adapters, "models": models}
 def main() -> None:
     parser = make_parser(__doc__, "exactness_survey", seed=False, traces=False)
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="parts of the names of targets")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="parts of names; other rows of the report stay",
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of asking")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of a target")
     parser.add_argument("--show", action="store_true", help="print each row")
     args = parser.parse_args()
     started, report, summary = time.time(), dict[str, Any](), dict[str, Counter[str]]()
     for group in args.groups:
-        report[group], summary[group] = [], Counter()
-        for name, build in GROUPS[group]():
-            if not any(part.lower() in name.lower() for part in args.only):
-                continue
+        chosen = {n: build for n, build in GROUPS[group]() if any(part.lower() in n.lower() for part in args.only)}
+        path, others = RESULTS / f"{args.name}.json", list[dict[str, Any]]()
+        if args.only != [""] and path.exists():
+            others = [row for row in json.loads(path.read_text())["rows"][group] if row["target"] not in chosen]
+        report[group], summary[group] = others, Counter(row["outcome"] for row in others)
+        for name, build in chosen.items():
             rows = [{"target": name, **row} for row in rows_of(build, args.ways, args.seconds)]
             for row in rows:
                 is_same = row["outcome"].startswith("same")  # short, as most are

@@ -175,6 +175,17 @@ def test_batches_that_cross_the_length_are_decoded_by_the_target_alone() -> None
     assert assistant.stats.drafted == 0
 
 
+def test_a_model_with_a_cache_of_its_own_answers_alone() -> None:
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    own: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                           "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "block_size": 8,
+                           "num_local_experts": 2, "num_experts_per_tok": 1}  # fmt: skip
+    target = loud(MiniMaxForCausalLM(MiniMaxConfig(**own))).float()
+    same(target, OnlineAssistant(target, models.draft_of(base().float()), config=MANUAL), **inputs(6))
+    assert known_limits(target).forbid(6)
+
+
 def test_attention_to_the_best_keys_is_exact_up_to_their_number() -> None:
     from transformers import DogeConfig, DogeForCausalLM
 

@@ -16,11 +16,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import Cache, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -198,17 +199,41 @@ def _best_keys(model: Any) -> Limits:
 
 def _skipped_padding(model: Any) -> Limits:
     pad = config_value(model.config.get_text_config(decoder=True), "pad_token_id")
-    if model not in _skips_padding:
-        name, layers = "create_position_ids_from_input_ids", list(model.modules())
-        _skips_padding[model] = any(hasattr(x, name) for x in (*layers, *set(map(_module_of, layers))))
-    if pad is None or not _skips_padding[model]:
+    if pad is None or not _code_of(model).skips_padding:
         return UNLIMITED
     return Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
+
+
+def _own_cache(model: Any) -> Limits:
+    return Limits("it keeps keys in a cache of its own", max_tokens=1) if _code_of(model).has_own_cache else UNLIMITED
 
 
 def _module_of(layer: Any) -> Any:
     """Return the Python module in which the class of a layer is defined."""
     return sys.modules.get(type(layer).__module__)
+
+
+class _Code(NamedTuple):
+    """What the code of a model has."""
+
+    skips_padding: bool  # positions that do not count padding tokens
+    has_own_cache: bool  # classes of caches, or of their layers
+
+
+_codes: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()  # by model
+
+
+def _code_of(model: Any) -> _Code:
+    """Return what the modules have in which the classes of a model's layers are defined."""
+    if model not in _codes:
+        layers = list(model.modules())
+        modules, name = set(map(_module_of, layers)) - {None}, "create_position_ids_from_input_ids"
+        made = (value for module in modules for value in vars(module).values() if isinstance(value, type))
+        _codes[model] = _Code(
+            any(hasattr(x, name) for x in (*layers, *modules)),
+            any(issubclass(c, Cache | CacheLayerMixin) and sys.modules.get(c.__module__) in modules for c in made),
+        )
+    return _codes[model]
 
 
 def _activated_adapter(model: Any) -> Limits:
@@ -225,7 +250,6 @@ def _soft_prompt(model: Any) -> Limits:
     return Limits(SOFT_PROMPT, 1) if has_soft_prompt(getattr(prepare, "__self__", None)) else UNLIMITED
 
 
-_skips_padding: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # by model: the classes of its layers stay
 SOFT_PROMPT = "PEFT puts a soft prompt before the tokens (prompt, prefix, or P-tuning)"
 
 
@@ -273,6 +297,10 @@ CAUSES = (
         "positions do not count padding tokens", "RoBERTa, XLM-R, NLLB, M2M-100, TrOCR, Kosmos-2",
         "with speculation, but no candidate follows a padding token in one forward; batches without speculation",
         _skipped_padding,
+    ),
+    Cause(
+        "a cache of the model's own may keep other keys for several tokens", "MiniMax, Unlimited-OCR",
+        "without speculation", _own_cache,
     ),
     Cause(
         "an adapter is active on the last tokens of a call", "activated LoRA (aLoRA)",
