@@ -143,7 +143,10 @@ class BatchRequest(Decoding):
             return "prompts are not token ids behind padding"
         limits = limits_of(self.model, self.input_ids, self.kwargs)
         # Rows are read by forwards of our own, which a model that reads its prompt again would not go through.
-        if not limits.allow_any(self.input_ids.shape[1], self.max_length) or self.max_length > limits.max_length:
+        if (
+            not limits.allow_any(self.input_ids.shape[1], self.max_length - 1)
+            or self.max_length > limits.max_length + 1
+        ):
             return f"of {type(self.model).__name__}, {limits.reason}"
         for whose, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
             if why := hindrance(model):

@@ -354,10 +354,9 @@ class Request(Decoding):
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)
                 stack.enter_context(fast_kernels(self.model, self.drafting.draft, is_request=True))
             compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
-            # A compiled forward may read a token more than it is given.
-            if compiled is not None and self.limits.allow_any(self.input_ids.shape[1], self.max_length + 1):
+            if compiled is not None and self.limits.allow_any(self.input_ids.shape[1], self.max_length - 1):
                 self.verification = compiled.verification(
-                    self.model, self.kwargs, self.input_ids.shape[1], self.max_length
+                    self.model, self.kwargs, self.input_ids.shape[1], self.max_length, self.limits.max_length
                 )
             yield
 
@@ -370,7 +369,7 @@ class Request(Decoding):
     def _log_limits(self) -> None:
         """Log, once for each model, why a request is answered without speculation, or with less of it."""
         limits, prompt_tokens = self.limits, self.input_ids.shape[1]
-        if not limits.reason or limits.allow_any(prompt_tokens, self.max_length):
+        if not limits.reason or limits.allow_any(prompt_tokens, self.max_length - 1):
             return
         how = "without speculation" if limits.max_tokens < 2 else "without speculation where that is not exact"
         log_once(self.model, f"{type(self.model).__name__} answers {how}: {limits.reason}.")

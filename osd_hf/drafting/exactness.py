@@ -101,7 +101,8 @@ class Limits:
         return int(min(proposed, self.max_candidates(length, prompt_tokens)))
 
     def allow_any(self, prompt_tokens: int, max_length: int) -> bool:
-        """Whether a request of at most `max_length` tokens has no limits."""
+        """Whether a request whose forwards read at most `max_length` tokens has no limits. The last token of an answer
+        is not read."""
         is_short = max_length <= self.max_length or prompt_tokens > self.min_prompt
         return is_short and self.max_tokens == math.inf and self.with_prompt and self.last_token is None
 
@@ -220,20 +221,20 @@ class _Code(NamedTuple):
     has_own_cache: bool  # classes of caches, or of their layers
 
 
-_codes: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()  # by model
+_code_by_model: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()  # by model
 
 
 def _code_of(model: Any) -> _Code:
     """Return what the modules have in which the classes of a model's layers are defined."""
-    if model not in _codes:
+    if model not in _code_by_model:
         layers = list(model.modules())
         modules, name = set(map(_module_of, layers)) - {None}, "create_position_ids_from_input_ids"
         made = (value for module in modules for value in vars(module).values() if isinstance(value, type))
-        _codes[model] = _Code(
+        _code_by_model[model] = _Code(
             any(hasattr(x, name) for x in (*layers, *modules)),
             any(issubclass(c, Cache | CacheLayerMixin) and sys.modules.get(c.__module__) in modules for c in made),
         )
-    return _codes[model]
+    return _code_by_model[model]
 
 
 def _activated_adapter(model: Any) -> Limits:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import types
@@ -22,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import difference
 from osd_hf.errors import UnsupportedModelError, first_line
-from osd_hf.pair import vocab_size_of
+from osd_hf.pair import config_value, vocab_size_of
 from osd_hf.utils.disk import in_child, renewing
 from osd_hf.utils.kernels import fast_kernels
 
@@ -512,9 +513,11 @@ class CompiledTarget(CompiledForward):
         with hooks, torch.inference_mode(False), torch.no_grad():
             yield
 
-    def verification(self, target: Any, kwargs: dict[str, Any], begins: int, most: int) -> Verification | None:
-        """The verification of a request that begins with so many tokens and ends with at most `most`, whose loop gets
-        `kwargs`; `None` where it is left to the eager forward."""
+    def verification(
+        self, target: Any, kwargs: dict[str, Any], begins: int, most: int, limit: float = math.inf
+    ) -> Verification | None:
+        """Return the verification of a request that begins with so many tokens and ends with at most `most`, whose
+        loop gets `kwargs`; `None` where it is left to the eager forward. No forward reaches behind `limit` tokens."""
         config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
@@ -526,7 +529,7 @@ class CompiledTarget(CompiledForward):
         if positions is not None and not torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)):
             return None
         leased = self.first(target, begins, most + 1)  # a single token is fed with another one behind it
-        return None if leased is None else Verification(self, target, *leased)
+        return None if leased is None else Verification(self, target, *leased, limit)
 
 
 class Verification:
@@ -534,14 +537,17 @@ class Verification:
     loop came with; what it holds is put into a static one for the rounds, larger ones as the sequence grows, and back
     at the end, or where it fits into none."""
 
-    def __init__(self, owner: CompiledTarget, target: Any, compiled: _Compiled, cache: CroppableCache) -> None:
+    def __init__(
+        self, owner: CompiledTarget, target: Any, compiled: _Compiled, cache: CroppableCache, limit: float = math.inf
+    ) -> None:
         self.cache = cache
         self._owner, self._target = owner, target
         self._compiled: _Compiled | None = compiled  # `None`: the rest of the request is eager
         self.has_moved = False  # to another cache, for the round that began last
         self._step: Any = None  # once it is known that what was compiled fits
         self.given: DynamicCache | None = None  # what the loop came with, once it was taken over
-        self._limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        positions = config_value(target.config.get_text_config(decoder=True), "max_position_embeddings")
+        self._limit = min(positions or math.inf, limit)
 
     def begins(self, given: Any, tokens: int) -> bool:
         """Take over what the loop's cache holds, for a round after which the sequence has at most so many tokens;

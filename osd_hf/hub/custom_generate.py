@@ -247,7 +247,7 @@ def _is_served(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> b
     max_length = int(kwargs["generation_config"].max_length)
     return (
         input_ids.shape[0] == 1
-        and known_limits(model).allow_any(input_ids.shape[1], max_length)
+        and known_limits(model).allow_any(input_ids.shape[1], max_length - 1)
         and isinstance(cache, DynamicCache | EncoderDecoderCache)
         and int(cache.get_seq_length()) == 0
         and source is not None
