@@ -540,7 +540,9 @@ def main() -> None:
         chosen = {n: build for n, build in GROUPS[group]() if any(part.lower() in n.lower() for part in args.only)}
         path, others = RESULTS / f"{args.name}.json", list[dict[str, Any]]()
         if args.only != [""] and path.exists():
-            others = [row for row in json.loads(path.read_text())["rows"][group] if row["target"] not in chosen]
+            others = [
+                row for row in json.loads(path.read_text())["rows"].get(group, ()) if row["target"] not in chosen
+            ]
         report[group], summary[group] = others, Counter(row["outcome"] for row in others)
         for name, build in chosen.items():
             rows = [{"target": name, **row} for row in rows_of(build, args.ways, args.seconds)]
