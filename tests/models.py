@@ -178,6 +178,20 @@ def build(architecture: str = "llama", seed: int = 0, *, vocab_size: int = VOCAB
     return model.eval()
 
 
+def loud(model: Any, seed: int = 0) -> Any:
+    """Give a model large weights: its argmax is clear, and changes from token to token."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
+            elif not parameter.isfinite().all():  # left as it was allocated
+                parameter.fill_(0.1)
+    config = model.generation_config
+    config.eos_token_id, config.bos_token_id, config.pad_token_id = None, 1, 0
+    return model.eval()
+
+
 def draft_of(target: Any, noise: float = 0.06, seed: int = 1, k: int = 5) -> Any:
     """A copy of the target with noise on its weights: right now and then. Drafts `k` tokens a round, threshold 0."""
     draft = copy.deepcopy(target)

@@ -50,15 +50,8 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def loud(model: Any, seed: int = 0) -> Any:
-    """Give a model large weights, so that its answers are not constant, in double precision."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model.double().eval()
+def loud(model: Any) -> Any:
+    return models.loud(model).double()
 
 
 def roped(name: str, seed: int = 0, architecture: str = "llama") -> Any:

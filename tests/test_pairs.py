@@ -74,24 +74,10 @@ LEARNING = OnlineConfig(
 PROMPT = models.prompt(5)
 
 
-def loud(model: Any, seed: int = 0) -> Any:
-    """The model with weights whose argmax is clear, and changes from token to token."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
-            elif not parameter.isfinite().all():  # left as it was allocated
-                parameter.fill_(0.1)
-    config = model.generation_config
-    config.eos_token_id, config.bos_token_id, config.pad_token_id = None, 1, 0
-    return model.eval()
-
-
 def family(name: str, seed: int = 0, **changes: Any) -> Any:
     own = EXACT[name] if name in EXACT else STATEFUL[name][0]
     config = AutoConfig.for_model(name, **{**SIZES, **own, **changes})
-    return loud(AutoModelForCausalLM.from_config(config), seed)
+    return models.loud(AutoModelForCausalLM.from_config(config), seed)
 
 
 def greedy(generate: Callable[..., Any], ids: torch.Tensor = PROMPT, **settings: Any) -> list[int]:
@@ -174,7 +160,9 @@ def test_gemma3_with_images_is_drafted_for_by_one_without(tmp_path: Path) -> Non
               "image_size": 28, "patch_size": 14}  # fmt: skip
     images = {"mm_tokens_per_image": 4, "image_token_index": 64, "boi_token_index": 65, "eoi_token_index": 66,
               "tie_word_embeddings": False}  # fmt: skip
-    target = loud(Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **images)))
+    target = models.loud(
+        Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **images))
+    )
     draft = family("gemma3_text")
     for model in (target, draft):
         model.generation_config.cache_implementation = "hybrid"  # as in their repos
