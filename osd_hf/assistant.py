@@ -214,7 +214,7 @@ class OnlineAssistant:
             with self._live.request():
                 return self.target.generate(*prompt, **generate_kwargs)
         generate_kwargs["assistant_model"] = self._drafts.base
-        if vocab_size_of(self._drafts.base) != vocab_size_of(unwrap(self.target)):  # which `generate` asks about
+        if vocab_size_of(self._drafts.base) != vocab_size_of(target):  # which `generate` asks about
             generate_kwargs |= {"tokenizer": self.tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(

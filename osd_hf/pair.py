@@ -164,15 +164,23 @@ def fixed_k(draft: Any, k: int | None = None) -> Iterator[None]:
         model.generation_config = before
 
 
+def num_positions(model: Any) -> int | None:
+    """Return the number of positions of a model, or of its decoder; `None` if nothing bounds it."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_target_positions")
+    return next((int(value) for name in names if (value := config_value(config, name))), None)
+
+
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """The model is in evaluation mode inside the block, and then in the mode that it was in."""
-    was_training = model.training
+    """Put a model into evaluation mode inside the block; afterwards each of its modules is in its mode of before."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
 
 
 def _loaded(auto: Any, source: str, **kwargs: Any) -> Any:

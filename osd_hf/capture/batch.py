@@ -26,12 +26,10 @@ from osd_hf.drafting.batch import (
     judged,
 )
 from osd_hf.drafting.costs import PROMPT, RoundTime
-from osd_hf.drafting.exactness import given_arguments, has_adapter_per_row, limits_of, log_once
-from osd_hf.drafting.forward import KNOWN_ARGUMENTS
+from osd_hf.drafting.exactness import given_arguments, has_adapter_per_row, limits_of, log_failed_draft, log_once
 from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.loop_inputs import WatchedProcessors
+from osd_hf.drafting.loop_inputs import WatchedProcessors, of_row
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
-from osd_hf.errors import first_line
 from osd_hf.logits_processors import RowProcessors
 from osd_hf.pair import vocab_size_of
 from osd_hf.trace import num_accepted
@@ -75,7 +73,7 @@ class BatchRequest(Decoding):
     def __init__(self, model: Any, input_ids: Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]) -> None:
         super().__init__(model, input_ids, kwargs, bindings)
         self.requests = [
-            Request(model, input_ids[i : i + 1], _of_row(kwargs, i, len(input_ids)), bindings)
+            Request(model, input_ids[i : i + 1], of_row(kwargs, i, len(input_ids)), bindings)
             for i in range(len(input_ids))
         ]
         self.draftings: list[LeanDrafting] = []
@@ -114,7 +112,7 @@ class BatchRequest(Decoding):
         config, cache = self.config, self.kwargs.get("past_key_values")
         if why := undrafted(self.model, config):
             return why
-        others = [name for name in given_arguments(self.kwargs) if name not in KNOWN_ARGUMENTS]
+        others = list(given_arguments(self.kwargs))
         drafts = list({id(drafting.draft): drafting for drafting in self.draftings}.values())
         if self.kwargs.get("streamer") is not None or self.kwargs.get("synced_gpus"):
             return "they are streamed, or computed on several machines in step"
@@ -201,12 +199,6 @@ class _WatchedCriteria(StoppingCriteriaList):
         met: Tensor = super().__call__(input_ids, scores, **kwargs)
         self.met.append(met)
         return met
-
-
-def _of_row(kwargs: dict[str, Any], row: int, rows: int) -> dict[str, Any]:
-    """The arguments of the loop as they would be for one row of a batch."""
-    is_of_rows = {name for name, value in kwargs.items() if isinstance(value, Tensor) and value.shape[:1] == (rows,)}
-    return {name: value[row : row + 1] if name in is_of_rows else value for name, value in kwargs.items()}
 
 
 def _is_padded_left(kwargs: dict[str, Any], input_ids: Tensor) -> bool:
@@ -347,7 +339,7 @@ class _Rounds:
                 if draft.rows and draft not in self.failed:
                     part = draft.propose(most, texts, lengths, room, self.clock)
             except Exception as error:  # noqa: BLE001 - of models of any kind: the batch goes on without the draft
-                log_once(draft.model, f"The draft failed; the answer goes on without it: {first_line(error)}.")
+                log_failed_draft(draft.model, error)
                 self.failed.append(draft)
                 draft.times = []
             parts += [(draft, part)] if draft.rows else []

@@ -26,13 +26,13 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from osd_hf.capture.guards import TriedOut, not_watched, undrafted
-from osd_hf.drafting.exactness import UNLIMITED, Limits, foreign_arguments, limits_of, log_once
+from osd_hf.drafting.exactness import UNLIMITED, Limits, foreign_arguments, limits_of, log_failed_draft, log_once
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
 from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, forgets, looked_at_by_token, plain_time
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
-from osd_hf.errors import OSDError, UnsupportedGenerationError, UnsupportedModelError, first_line
+from osd_hf.errors import OSDError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.fingerprint import target_version
 from osd_hf.pair import unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
@@ -416,8 +416,7 @@ class Request(Decoding):
         is_served = any(lease.model is not None for lease in self.leases)
         if not is_served or isinstance(error, OSDError) or not all(map(forgets, given)):
             raise error
-        draft = self.kwargs["assistant_model"]
-        log_once(draft, f"The draft failed; the answer goes on without it: {first_line(error)}.")
+        log_failed_draft(self.kwargs["assistant_model"], error)
         logger.debug("The draft failed.", exc_info=error)
         return _NoCandidates()
 

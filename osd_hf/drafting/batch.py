@@ -33,7 +33,7 @@ from osd_hf.drafting.text import Guess
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import RowProcessors
 from osd_hf.metrics import expected_block_efficiency
-from osd_hf.pair import vocab_size_of
+from osd_hf.pair import evaluating, vocab_size_of
 from osd_hf.utils.context import neutral_context
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # the kinds of layers, as configurations name them
@@ -196,17 +196,13 @@ def hindrance(model: Any) -> str | None:
     as_it_is = is_odd, model.dtype, model.device, repr(config)
     known, why = _hindrances.get(model, (None, None))
     if known != as_it_is:
-        training = [module for module in model.modules() if module.training]
         try:
             why = "it trains with gradient checkpointing or without some layers" if is_odd else _unfit(model)
-            model.eval()  # where values drop out, no two forwards are alike
-            why = why or ("its logits depend on where the tokens of a row lie" if _are_odd_rows(model) else None)
+            with evaluating(model):  # where values drop out, no two forwards are alike
+                why = why or ("its logits depend on where the tokens of a row lie" if _are_odd_rows(model) else None)
         except Exception as error:  # noqa: BLE001 - of models of any kind
             # What has failed once, for want of memory or by a hook of the caller's, is tried again at the next batch.
             return f"its forward fails: {first_line(error)}"
-        finally:
-            for module in training:
-                module.training = True
         _hindrances[model] = as_it_is, why
     return why
 

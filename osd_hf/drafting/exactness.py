@@ -7,7 +7,6 @@ candidates, right and wrong ones, and both must produce the same logits.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import logging
@@ -25,9 +24,9 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from osd_hf.drafting.loop_inputs import ASSISTED_ONLY
+from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, KNOWN_ARGUMENTS, of_row
 from osd_hf.errors import first_line
-from osd_hf.pair import config_value, has_soft_prompt, vocab_size_of
+from osd_hf.pair import config_value, evaluating, has_soft_prompt, num_positions, vocab_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +49,7 @@ WINDOW_MASKS = {
 }  # fmt: skip
 OTHER_LENGTH = re.compile(r"window(_size)?$|_chunk_size$|^chunk_size$")
 # Arguments of the loop that any request for text may have.
-COMMON_ARGUMENTS = frozenset({
-    "encoder_outputs",
-    "attention_mask", "decoder_attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
-    "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "cache_position",
-    *ASSISTED_ONLY,
-})  # fmt: skip
+COMMON_ARGUMENTS = KNOWN_ARGUMENTS | {"encoder_outputs", "decoder_attention_mask", "cache_position"}
 
 
 @dataclass(frozen=True)
@@ -174,11 +168,10 @@ def _switched_rope(model: Any) -> Limits:
 
 def _learned_positions(model: Any) -> Limits:
     config = model.config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "max_target_positions")
-    length = next((value for name in names if (value := config_value(config, name))), None)
+    length = num_positions(model)
     if length is None or _rope_parameters(model) or config_value(config, "alibi"):
         return UNLIMITED
-    return Limits(f"it has {length} positions", max_length=int(length))
+    return Limits(f"it has {length} positions", max_length=length)
 
 
 def _expert_capacity(model: Any) -> Limits:
@@ -221,7 +214,7 @@ class _Code(NamedTuple):
     has_own_cache: bool  # classes of caches, or of their layers
 
 
-_code_by_model: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()  # by model
+_code_by_model: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()
 
 
 def _code_of(model: Any) -> _Code:
@@ -238,7 +231,7 @@ def _code_of(model: Any) -> _Code:
 
 
 def _activated_adapter(model: Any) -> Limits:
-    offsets = [offset for offset in _of_adapter_hooks(model, "alora_offsets") or () if offset is not None]
+    offsets = [offset for offset in _adapter_arguments(model).get("alora_offsets", ()) if offset is not None]
     if not offsets:
         return UNLIMITED
     # PEFT applies the adapter to the last so many tokens of every call.
@@ -315,6 +308,9 @@ CAUSES = (
 )  # fmt: skip
 
 
+ADAPTER_ARGUMENTS = {"adapter_names", "alora_offsets"}
+
+
 def _adapter_layer(model: Any) -> Any:
     """Return the first layer of the model that has a PEFT adapter; `None` if there is none."""
     if not (hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)):  # set by both libraries
@@ -322,12 +318,11 @@ def _adapter_layer(model: Any) -> Any:
     return next((module for module in model.modules() if hasattr(module, "adapter_layer_names")), None)
 
 
-def _of_adapter_hooks(model: Any, name: str) -> Any:
-    """Return what PEFT passes to the layers of adapters in this call of `generate`, such as `adapter_names`; `None` if
-    it passes nothing."""
+def _adapter_arguments(model: Any) -> dict[str, Any]:
+    """Return what PEFT passes to the layers of adapters in this call of `generate`."""
     hooks = getattr(_adapter_layer(model), "_forward_pre_hooks", {})
-    given = [hook.keywords[name] for hook in hooks.values() if name in getattr(hook, "keywords", ())]
-    return given[0] if given else None
+    given = {name: value for hook in hooks.values() for name, value in getattr(hook, "keywords", {}).items()}
+    return {name: value for name, value in given.items() if name in ADAPTER_ARGUMENTS and value is not None}
 
 
 def drop_adapter_hooks(model: Any) -> None:
@@ -335,14 +330,14 @@ def drop_adapter_hooks(model: Any) -> None:
     fail."""
     for module in model.modules() if _adapter_layer(model) is not None else ():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
+            if ADAPTER_ARGUMENTS & getattr(hook, "keywords", {}).keys():
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def has_adapter_per_row(model: Any) -> bool:
     """Whether PEFT uses an adapter for each row of the batch in this call of `generate` (`adapter_names`, aLoRA)."""
-    return any(_of_adapter_hooks(model, name) is not None for name in ("adapter_names", "alora_offsets"))
+    return bool(_adapter_arguments(model))
 
 
 # --- all causes -----------------------------------------------------------------------------------------------------
@@ -399,6 +394,11 @@ def log_once(model: Any, message: str) -> None:
     if message not in logged:
         logged.add(message)
         logger.warning("%s", message)
+
+
+def log_failed_draft(draft: Any, error: Exception) -> None:
+    """Log that a draft has failed, once for each draft and cause."""
+    log_once(draft, f"The draft failed; the answer goes on without it: {first_line(error)}.")
 
 
 def given_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: 
     and whether they hold for later requests of the kind."""
     is_text, is_tried = not (model.config.is_encoder_decoder or foreign_arguments(kwargs)), False
     try:
-        with _without_dropout(model):
+        with evaluating(model):  # where values drop out, no two forwards are alike
             for prompt, arguments in _probe_prompts(model, input_ids, kwargs, limits, is_text=is_text):
                 is_tried = True
                 why = _difference(model, prompt, arguments, with_prompt=limits.with_prompt)
@@ -548,7 +548,7 @@ def _probe_prompts(
     if not is_text:
         cache = arguments.get("past_key_values")
         if cache is None or int(cache.get_seq_length()) == 0:
-            yield input_ids[:1].long(), _of_first_row(arguments, len(input_ids))
+            yield input_ids[:1].long(), of_row(arguments, 0, len(input_ids))
         return
     row, mask = input_ids[0], arguments.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape:
@@ -557,7 +557,7 @@ def _probe_prompts(
     if not len(row):
         return
     prompts = [row[None]]
-    positions = config_value(model.config.get_text_config(decoder=True), "max_position_embeddings") or math.inf
+    positions = num_positions(model) or math.inf
     for changing, is_known in _changing_lengths(model).values():
         # One probe crosses the length, the other one begins behind it.
         longest = min(positions, limits.max_length, MAX_PROBED_LENGTH if is_known else MAX_UNKNOWN_LENGTH)
@@ -589,14 +589,6 @@ def text_arguments(model: Any, mask: torch.Tensor, generation_config: Any) -> di
     if "position_ids" in inspect.signature(model.forward).parameters:
         given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     return given
-
-
-def _of_first_row(arguments: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Return the loop's arguments for the first of so many rows."""
-    if rows == 1:
-        return arguments
-    is_of_rows = {n for n, value in arguments.items() if isinstance(value, torch.Tensor) and len(value) == rows}
-    return {name: value[:1] if name in is_of_rows else value for name, value in arguments.items()}
 
 
 def _difference(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], *, with_prompt: bool) -> str | None:
@@ -679,16 +671,3 @@ def _max_difference(model: Any, device_type: str) -> float:
         return MAX_ROUGH_DIFFERENCE
     is_tf32 = device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32 and model.dtype == torch.float32
     return MAX_TF32_DIFFERENCE if is_tf32 else MAX_DIFFERENCE[model.dtype]
-
-
-@contextlib.contextmanager
-def _without_dropout(model: Any) -> Iterator[None]:
-    """Put a model into evaluation mode if it trains and drops values at random."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -22,8 +22,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import difference
+from osd_hf.drafting.loop_inputs import KNOWN_ARGUMENTS
 from osd_hf.errors import UnsupportedModelError, first_line
-from osd_hf.pair import config_value, vocab_size_of
+from osd_hf.pair import num_positions, vocab_size_of
 from osd_hf.utils.disk import in_child, renewing
 from osd_hf.utils.kernels import fast_kernels
 
@@ -36,12 +37,6 @@ AHEAD = 256  # tokens of an answer that a request's first cache has room for; lo
 MASKED_ATTENTION = ("sdpa", "eager", None)
 CHECKED_PROMPT = 4  # tokens before those by which a compiled forward is compared with the eager one
 MOST_COMPILED = 32  # tokens that a compiled draft takes at once
-# What the target's loop may be given besides tokens where its rounds are compiled.
-KNOWN_ARGUMENTS = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
-    "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor", "assistant_model",
-    "assistant_tokenizer", "tokenizer",
-}  # fmt: skip
 
 
 # Asking at each call whether what was compiled still fits takes as long as a fifth of a small model's forward.
@@ -546,8 +541,7 @@ class Verification:
         self.has_moved = False  # to another cache, for the round that began last
         self._step: Any = None  # once it is known that what was compiled fits
         self.given: DynamicCache | None = None  # what the loop came with, once it was taken over
-        positions = config_value(target.config.get_text_config(decoder=True), "max_position_embeddings")
-        self._limit = min(positions or math.inf, limit)
+        self._limit = min(num_positions(target) or math.inf, limit)
 
     def begins(self, given: Any, tokens: int) -> bool:
         """Take over what the loop's cache holds, for a round after which the sequence has at most so many tokens;

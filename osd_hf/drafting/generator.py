@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.drafting.costs import PROMPT, RoundTime
-from osd_hf.drafting.exactness import UNLIMITED, Limits, log_once
+from osd_hf.drafting.exactness import UNLIMITED, Limits, log_failed_draft
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
@@ -27,7 +27,7 @@ from osd_hf.drafting.translated import TranslatedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL
-from osd_hf.pair import is_peft
+from osd_hf.pair import is_peft, num_positions
 from osd_hf.trace import num_accepted
 from osd_hf.translation import Translation
 
@@ -182,7 +182,7 @@ class LeanCandidateGenerator(CandidateGenerator):
             with torch.inference_mode():
                 logits = forward.feed(feed)
         except Exception as error:  # of models of any kind: the answer goes on without the draft
-            log_once(forward.draft, f"The draft failed; the answer goes on without it: {first_line(error)}.")
+            log_failed_draft(forward.draft, error)
             logger.debug("The draft failed.", exc_info=True)
             self.max_positions = forward.length = 0  # nothing is fed or cropped from here on
             return torch.full((1, self.vocab_size), torch.nan, device=ids.device)
@@ -377,8 +377,7 @@ class Drafting:
     @property
     def _limit(self) -> int | None:
         """Positions of the draft."""
-        config = self.draft.config.get_text_config(decoder=True)
-        return getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
+        return num_positions(self.draft)
 
     def reads(self, inputs_tensor: Any) -> bool:
         """Whether the draft can read what the prompt of an encoder-decoder is made of: token ids or, if its own input

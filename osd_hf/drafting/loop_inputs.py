@@ -15,6 +15,12 @@ from osd_hf.utils.yielding import breathe
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+# Arguments of the loop for any request of token ids.
+KNOWN_ARGUMENTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
+    "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor", "assistant_model",
+    "assistant_tokenizer", "tokenizer",
+}  # fmt: skip
 # "hybrid" stands in old generation configs, as Gemma's; `generate` takes it for a dynamic cache.
 CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "hybrid")
 # Fields of a generation config that are served, and those that do nothing to an assisted answer.
@@ -75,6 +81,14 @@ def is_listed(thing: Any, names: frozenset[str]) -> bool:
 def forgets(thing: Any) -> bool:
     """Whether it is one of transformers' own that depend on nothing but their arguments."""
     return is_listed(thing, STATELESS)
+
+
+def of_row(arguments: dict[str, Any], row: int, rows: int) -> dict[str, Any]:
+    """Return the arguments of the loop as they would be for one row of a batch."""
+    is_of_rows = {
+        n for n, value in arguments.items() if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,)
+    }
+    return {name: value[row : row + 1] if name in is_of_rows else value for name, value in arguments.items()}
 
 
 # --- where an answer ends -------------------------------------------------------------------------------------------
