@@ -47,8 +47,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_loop import LEARN_SECONDS, Engine, counted, osd_hf, serving
 
-from osd_hf.engine.versions import FACTS, JOURNAL, LATEST, folder_name
-from osd_hf.serving.proxy import METRICS_PATH
+from osd_hf.engines.versions import FACTS, JOURNAL, LATEST, folder_name
+from osd_hf.proxy.app import METRICS_PATH
 
 STEP = 20  # requests between two looks at the journal
 LEARNED = ("osd_hf_learner_requests_total", "osd_hf_learner_left_out_total")

@@ -20,7 +20,7 @@ from typing import Any
 from common import data_folder
 
 from osd_hf.pair import load_config
-from osd_hf.serving.listener import Running
+from osd_hf.server.listener import Running
 
 MODEL, CREATED, PROMPT_TOKENS = "paced", int(time.time()), 24
 ROWS = 256  # log-probs of so many positions, which come again

@@ -39,7 +39,7 @@ from vllm_loop import osd_hf
 
 from osd_hf import CorrectionStore
 from osd_hf.pair import load_config
-from osd_hf.serving.listener import Running
+from osd_hf.server.listener import Running
 
 KEY = "Bearer right"
 OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or altered"

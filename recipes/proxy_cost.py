@@ -40,9 +40,9 @@ from tqdm import tqdm
 from vllm_loop import osd_hf, target_of
 
 from osd_hf import CorrectionStore
-from osd_hf.serving.extra_fields import asking
-from osd_hf.serving.proxy import METRICS_PATH
-from osd_hf.serving.recorder import ProxyCounts
+from osd_hf.proxy.app import METRICS_PATH
+from osd_hf.proxy.extra_fields import asking
+from osd_hf.proxy.recorder import ProxyCounts
 
 BETWEEN_SECONDS = 0.05  # after which one client comes behind another
 LEAST = 24  # requests of a round, however few the clients

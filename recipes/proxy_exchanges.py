@@ -34,12 +34,12 @@ from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, make_parser, rows, ru
 from tqdm import tqdm
 
 from osd_hf import CorrectionStore
-from osd_hf.engine.completions import ResponseReader
+from osd_hf.engines.completions import ResponseReader
 from osd_hf.pair import load_config
-from osd_hf.serving.listener import Running
-from osd_hf.serving.proxy import Proxy
-from osd_hf.serving.recorder import Keeper, ProxyCounts, Reading
-from osd_hf.serving.upstream import Engine
+from osd_hf.proxy.app import Proxy
+from osd_hf.proxy.recorder import Keeper, ProxyCounts, Reading
+from osd_hf.proxy.upstream import Engine
+from osd_hf.server.listener import Running
 
 NUM_LOGPROBS = 64
 IDS = re.compile(rb'("id": ?"|"created": ?)[\w-]+')

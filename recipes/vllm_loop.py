@@ -39,15 +39,15 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.engine.doctor import as_engine
-from osd_hf.engine.versions import LATEST, latest_version
+from osd_hf.engines.doctor import as_engine
+from osd_hf.engines.versions import LATEST, latest_version
 
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
 READY_SECONDS = 300
 LEARN_SECONDS = 3600
 WARM_UP = 8  # prompts
-RELOAD = "osd_hf.engine.vllm_reload.DraftReload"
+RELOAD = "osd_hf.engines.vllm_reload.DraftReload"
 
 
 def target_of(args: argparse.Namespace) -> Path:

@@ -1,6 +1,7 @@
 """
-The wrong way to load a draft into a running vLLM (0.32), for `doctor.py` to find: as `osd_hf.engine.vllm_reload` does,
-but without packing heads again that are tied to the embeddings. On CPUs the old head stays, and nothing says so.
+The wrong way to load a draft into a running vLLM (0.32), for `doctor.py` to find: as
+`osd_hf.engines.vllm_reload` does, but without packing heads again that are tied to the embeddings. On CPUs the old
+head stays, and nothing says so.
 """
 
 from __future__ import annotations

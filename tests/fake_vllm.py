@@ -11,8 +11,8 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from osd_hf.engine.remote import Counts
-from osd_hf.engine.vllm_reload import weights_digest
+from osd_hf.engines.remote import Counts
+from osd_hf.engines.vllm_reload import weights_digest
 
 K = 5
 CLIENT = httpx2.Client

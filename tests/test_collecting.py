@@ -35,10 +35,10 @@ from waiting import LONG
 from osd_hf import ConfigError, CorrectionStore, DataError, ServerError, StoreError, Trace, record_traces
 from osd_hf.cli import collect as collect_command
 from osd_hf.cli.main import main
-from osd_hf.engine import collect as request_log
-from osd_hf.engine import completions as module
-from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
-from osd_hf.engine.completions import CompletionClient, ResponseReader
+from osd_hf.engines import collect as request_log
+from osd_hf.engines import completions as module
+from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
+from osd_hf.engines.completions import CompletionClient, ResponseReader
 from osd_hf.prompts import Prompt, encode_turn
 from osd_hf.store import folder as shards
 

@@ -28,7 +28,7 @@ from osd_hf.cli.arguments import GONE, RENAMED, add_flags, read_arguments
 from osd_hf.cli.distill import read_settings
 from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
-from osd_hf.serving.listener import Running
+from osd_hf.server.listener import Running
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # by commands that name something in any case

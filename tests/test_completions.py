@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, DataError, Trace, record_traces, replay
-from osd_hf.engine.completions import ResponseReader, unwrapped
+from osd_hf.engines.completions import ResponseReader, unwrapped
 from osd_hf.logits_processors import Processors
 from osd_hf.replay import replay_each
 

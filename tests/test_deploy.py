@@ -20,12 +20,12 @@ from fake_vllm import FakeVLLM, connecting, windows
 from safetensors.torch import save_file
 
 from osd_hf import ConfigError, ServerError
-from osd_hf.engine import deploy as module
-from osd_hf.engine import remote
-from osd_hf.engine.deploy import Deployer, compared
-from osd_hf.engine.remote import Counts, Way, read_counts
-from osd_hf.engine.versions import REJECTED, VersionFolder
-from osd_hf.engine.vllm_reload import Weights, weights_digest
+from osd_hf.engines import deploy as module
+from osd_hf.engines import remote
+from osd_hf.engines.deploy import Deployer, compared
+from osd_hf.engines.remote import Counts, Way, read_counts
+from osd_hf.engines.versions import REJECTED, VersionFolder
+from osd_hf.engines.vllm_reload import Weights, weights_digest
 
 WATCH = 200
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
@@ -838,7 +838,7 @@ def test_the_digest_is_of_the_weights_alone(tmp_path: Path) -> None:
 def test_the_extension_is_imported_where_only_vllms_packages_are() -> None:
     root = Path(module.__file__).parents[2]
     code = (
-        f"import sys; sys.path.insert(0, {str(root)!r}); import osd_hf.engine.vllm_reload as it; "
+        f"import sys; sys.path.insert(0, {str(root)!r}); import osd_hf.engines.vllm_reload as it; "
         "worker = it.DraftReload(); print(worker.load_draft('nowhere')['error'])"
     )
     found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)

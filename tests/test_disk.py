@@ -15,8 +15,8 @@ import torch
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.cli.run import open_folder, serve
-from osd_hf.engine.collect import LogReader
-from osd_hf.engine.versions import VersionFolder
+from osd_hf.engines.collect import LogReader
+from osd_hf.engines.versions import VersionFolder
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.utils import disk as module

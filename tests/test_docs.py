@@ -33,8 +33,8 @@ from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.cli.plan import QUANTIZATIONS
 from osd_hf.memory_plan import memory_plan
 from osd_hf.pair import Pair
-from osd_hf.serving.extra_fields import asking
-from osd_hf.serving.server import Service, make_app
+from osd_hf.proxy.extra_fields import asking
+from osd_hf.server.app import Service, make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import ConfigError, CorrectionStore, ServerError, record_traces
 from osd_hf.cli import doctor as command
 from osd_hf.cli.main import main
-from osd_hf.engine import doctor
-from osd_hf.engine.completions import RequestRefusedError
-from osd_hf.engine.doctor import Counts, Window, fit, judge_draft, judge_pay
+from osd_hf.engines import doctor
+from osd_hf.engines.completions import RequestRefusedError
+from osd_hf.engines.doctor import Counts, Window, fit, judge_draft, judge_pay
 from osd_hf.prompts import encode_turn
 
 K, REQUESTS, NEW_TOKENS = 3, 16, 12

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from processes import run_python
 
 from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
-from osd_hf.engine import versions as module
-from osd_hf.engine.versions import FACTS, LATEST, VersionFolder
+from osd_hf.engines import versions as module
+from osd_hf.engines.versions import FACTS, LATEST, VersionFolder
 from osd_hf.store import folder as module_of_following
 from osd_hf.store.folder import StoreFollower
 
@@ -545,7 +545,7 @@ def test_versions_without_a_pointer_do_not_pile_up(versions: VersionFolder, monk
 KILLER = """
 import json, os, random, signal, sys
 from pathlib import Path
-from osd_hf.engine.versions import VersionFolder
+from osd_hf.engines.versions import VersionFolder
 
 path, moments = Path(sys.argv[1]), random.Random(0)
 

@@ -36,8 +36,8 @@ from osd_hf.cli.serve import ServeSettings, opened
 from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError
 from osd_hf.pair import eos_ids
-from osd_hf.serving.answers import Answer
-from osd_hf.serving.parameters import Asked
+from osd_hf.server.requests import Asked
+from osd_hf.server.responses import Answer
 from osd_hf.trace import bare_trace
 
 K = 3

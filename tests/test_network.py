@@ -18,8 +18,8 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf.serving import network
-from osd_hf.serving.network import StaleError, Transport
+from osd_hf.proxy import network
+from osd_hf.proxy.network import StaleError, Transport
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CERTIFICATE = Path(__file__).with_name("localhost.pem")  # of nobody, with its key

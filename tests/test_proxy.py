@@ -33,16 +33,16 @@ from table_engine import GROUP, VOCAB, FakeVLLM, Wire, reply, served
 
 from osd_hf import CorrectionStore, DataError, StoreError, Trace
 from osd_hf.cli.main import main
-from osd_hf.engine.collect import LogReader, collect_log
-from osd_hf.engine.completions import ResponseReader
-from osd_hf.serving import recorder
-from osd_hf.serving.companion import FIRST_PAUSE, Companion
-from osd_hf.serving.events import EventSplitter
-from osd_hf.serving.extra_fields import Shape, edited
-from osd_hf.serving.network import StaleError
-from osd_hf.serving.proxy import METRICS_PATH, Proxy
-from osd_hf.serving.recorder import Keeper, ProxyCounts, Reading, ReadingProcess, Recording
-from osd_hf.serving.upstream import DOUBT_SECONDS, Engine
+from osd_hf.engines.collect import LogReader, collect_log
+from osd_hf.engines.completions import ResponseReader
+from osd_hf.proxy import recorder
+from osd_hf.proxy.app import METRICS_PATH, Proxy
+from osd_hf.proxy.companion import FIRST_PAUSE, Companion
+from osd_hf.proxy.events import EventSplitter
+from osd_hf.proxy.extra_fields import Shape, edited
+from osd_hf.proxy.network import StaleError
+from osd_hf.proxy.recorder import Keeper, ProxyCounts, Reading, ReadingProcess, Recording
+from osd_hf.proxy.upstream import DOUBT_SECONDS, Engine
 
 KEPT = 8
 READER = ResponseReader(VOCAB, KEPT)
@@ -460,7 +460,7 @@ def test_large_bodies_pass_and_too_large_ones_are_refused(tmp_path: Path) -> Non
 
 def test_metrics_are_beside_those_of_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
-    from osd_hf.serving.metrics import metrics_route, proxy_metrics
+    from osd_hf.server.metrics import metrics_route, proxy_metrics
 
     with before(FakeVLLM(), path=tmp_path) as front:
         app = front.proxy.app([metrics_route(lambda: proxy_metrics(front.counts.to_dict()), path=METRICS_PATH)])
@@ -877,8 +877,8 @@ def test_large_answers_are_edited_in_a_thread_and_those_too_large_not_kept(tmp_p
         return restored(*args)
 
     monkeypatch.setattr(Shape, "restored", seen)
-    monkeypatch.setattr("osd_hf.serving.proxy.MOST_AT_ONCE", 500)
-    monkeypatch.setattr("osd_hf.serving.proxy.MOST_ANSWER", 9000)
+    monkeypatch.setattr("osd_hf.proxy.app.MOST_AT_ONCE", 500)
+    monkeypatch.setattr("osd_hf.proxy.app.MOST_ANSWER", 9000)
     engine, long = FakeVLLM(), (COMPLETIONS, ASKS[COMPLETIONS] | {"max_tokens": 60})
     with before(engine, path=tmp_path) as front:
         for request in ((COMPLETIONS, ASKS[COMPLETIONS]), long):
@@ -954,7 +954,7 @@ def test_what_passed_last_is_in_the_bucket(tmp_path: Path, monkeypatch: pytest.M
 
             assert asyncio.run(served_once()) == [200] * 2
 
-    monkeypatch.setattr("osd_hf.serving.listener.Running", Running)
+    monkeypatch.setattr("osd_hf.server.listener.Running", Running)
     pair = save_pair(tmp_path / "pair")
     with served(FakeVLLM()) as address:
         flags = ["--url", address, "--store", tmp_path / "store", "--target", pair / "target", "--share", "1",

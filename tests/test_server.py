@@ -38,9 +38,9 @@ from osd_hf.cli.arguments import read_arguments
 from osd_hf.cli.main import main
 from osd_hf.cli.serve import ServeSettings, opened, serve_command
 from osd_hf.live_learning import LiveLearning
-from osd_hf.serving.listener import Running
-from osd_hf.serving.parameters import MOST_LOGIT_BYTES, ApiError, Reader, most_characters, shown
-from osd_hf.serving.server import MOST_BODY_BYTES, MOST_DOMAINS, MOST_READERS, Job, Service, left, make_app
+from osd_hf.server.app import MOST_BODY_BYTES, MOST_DOMAINS, MOST_READERS, Job, Service, left, make_app
+from osd_hf.server.listener import Running
+from osd_hf.server.requests import MOST_LOGIT_BYTES, ApiError, Reader, most_characters, shown
 from osd_hf.utils.streaming import Rounds
 
 TOKENIZER = models.tokenizer()
@@ -470,8 +470,8 @@ def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
         sent.append(work)
         return run_in_threadpool(work)
 
-    monkeypatch.setattr("osd_hf.serving.server.json", SimpleNamespace(loads=parsed))
-    monkeypatch.setattr("osd_hf.serving.server.run_in_threadpool", in_a_thread)
+    monkeypatch.setattr("osd_hf.server.app.json", SimpleNamespace(loads=parsed))
+    monkeypatch.setattr("osd_hf.server.app.run_in_threadpool", in_a_thread)
 
     async def line() -> None:
         body = {"prompt": "read", "max_tokens": 2}

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
-from osd_hf.serving.metrics import (
+from osd_hf.server.metrics import (
     assistant_metrics,
     learner_metrics,
     metrics_route,

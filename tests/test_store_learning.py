@@ -47,20 +47,20 @@ from osd_hf import (
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
-from osd_hf.engine import learn as module
-from osd_hf.engine import remote
-from osd_hf.engine.completions import ResponseReader
-from osd_hf.engine.deploy import Deployer
-from osd_hf.engine.learn import StoreLearner
-from osd_hf.engine.versions import VersionFolder, folder_name
-from osd_hf.engine.vllm_reload import weights_digest
+from osd_hf.engines import learn as module
+from osd_hf.engines import remote
+from osd_hf.engines.completions import ResponseReader
+from osd_hf.engines.deploy import Deployer
+from osd_hf.engines.learn import StoreLearner
+from osd_hf.engines.versions import VersionFolder, folder_name
+from osd_hf.engines.vllm_reload import weights_digest
 from osd_hf.hub.buckets import StoreBucket
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.serving.metrics import metrics_text
+from osd_hf.server.metrics import metrics_text
 from osd_hf.store.folder import StoreFollower
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

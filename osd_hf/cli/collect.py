@@ -15,8 +15,8 @@ from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
 from osd_hf.cli.arguments import in_groups, option
 from osd_hf.cli.flags import SERVER, Collecting, Prompts, Server, stopping
-from osd_hf.engine.collect import CollectionReport, LogReader, collect, collect_log
-from osd_hf.engine.completions import ResponseReader
+from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
+from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import ConfigError, DataError, HubError, ServerError, StoreError
 from osd_hf.pair import load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts

@@ -23,8 +23,8 @@ from osd_hf.cli.flags import (
     TargetLoading,
     recorded,
 )
-from osd_hf.engine.completions import ResponseReader
-from osd_hf.engine.doctor import (
+from osd_hf.engines.completions import ResponseReader
+from osd_hf.engines.doctor import (
     LEAST_WINDOWS,
     NUM_LOGPROBS,
     Counts,

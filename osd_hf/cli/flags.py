@@ -19,7 +19,7 @@ from typing import Any, Literal
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
-from osd_hf.engine.completions import CompletionClient, ResponseReader, environment_key, parse_address
+from osd_hf.engines.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.hub.buckets import Copying, StoreBucket, kept_alike
 from osd_hf.hub.cards import EvaluationSet, hub_id

@@ -30,10 +30,10 @@ from osd_hf.cli.flags import (
     stopping,
 )
 from osd_hf.config import OnlineConfig
-from osd_hf.engine.deploy import Deployer
-from osd_hf.engine.learn import StoreLearner
-from osd_hf.engine.remote import LEAST_REQUESTS, Way
-from osd_hf.engine.versions import PICTURE, VersionFolder, folder_name
+from osd_hf.engines.deploy import Deployer
+from osd_hf.engines.learn import StoreLearner
+from osd_hf.engines.remote import LEAST_REQUESTS, Way
+from osd_hf.engines.versions import PICTURE, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.hub.buckets import StoreBucket, kept_alike
 from osd_hf.hub.cards import facts_of
@@ -41,7 +41,7 @@ from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
 from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
-from osd_hf.serving.metrics import learner_metrics, serve_metrics
+from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance
 

@@ -13,11 +13,11 @@ from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import Collecting
 from osd_hf.errors import ConfigError, StoreError
-from osd_hf.serving.companion import Companion
-from osd_hf.serving.metrics import metrics_route, proxy_metrics
-from osd_hf.serving.proxy import METRICS_PATH, Proxy
-from osd_hf.serving.recorder import Keeper, ProxyCounts, ReadingProcess
-from osd_hf.serving.upstream import Engine
+from osd_hf.proxy.app import METRICS_PATH, Proxy
+from osd_hf.proxy.companion import Companion
+from osd_hf.proxy.recorder import Keeper, ProxyCounts, ReadingProcess
+from osd_hf.proxy.upstream import Engine
+from osd_hf.server.metrics import metrics_route, proxy_metrics
 from osd_hf.utils.report import provenance
 
 _serving, _learning = in_groups("serving", "learning")
@@ -83,7 +83,7 @@ def proxy_command(settings: ProxySettings) -> int:
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
     counts = ProxyCounts()
     by_url = {url: Engine(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
-    module: Any = importlib.import_module("osd_hf.serving.listener")
+    module: Any = importlib.import_module("osd_hf.server.listener")
     running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
     with settings.open_store() as store:  # by which what is wrong with it is told here

@@ -106,9 +106,9 @@ def serve_command(settings: ServeSettings) -> int:
     settings.check()
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise ConfigError('The server is an extra. Install it: pip install "osd-hf[serve]"')
-    server: Any = importlib.import_module("osd_hf.serving.server")
-    running: Any = importlib.import_module("osd_hf.serving.listener")
-    metrics: Any = importlib.import_module("osd_hf.serving.metrics")
+    server: Any = importlib.import_module("osd_hf.server.app")
+    running: Any = importlib.import_module("osd_hf.server.listener")
+    metrics: Any = importlib.import_module("osd_hf.server.metrics")
     key = settings.key
     service = server.Service(
         settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn,

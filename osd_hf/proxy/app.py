@@ -25,11 +25,11 @@ from typing import Any
 import httpx2
 
 from osd_hf.errors import ConfigError
-from osd_hf.serving.events import EventSplitter, data_span
-from osd_hf.serving.extra_fields import READ, Shape, asking, edited, edited_event, gives_all, reason_against
-from osd_hf.serving.network import Headers, StaleError
-from osd_hf.serving.recorder import Keeper, ProxyCounts, Recording
-from osd_hf.serving.upstream import Engine, Kind, reason_of
+from osd_hf.proxy.events import EventSplitter, data_span
+from osd_hf.proxy.extra_fields import READ, Shape, asking, edited, edited_event, gives_all, reason_against
+from osd_hf.proxy.network import Headers, StaleError
+from osd_hf.proxy.recorder import Keeper, ProxyCounts, Recording
+from osd_hf.proxy.upstream import Engine, Kind, reason_of
 
 __all__ = ["METRICS_PATH", "Proxy"]
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from osd_hf.engine.completions import shaped_by
-from osd_hf.serving.events import data_span
+from osd_hf.engines.completions import shaped_by
+from osd_hf.proxy.events import data_span
 
 __all__ = ["READ", "Shape", "asking", "edited", "edited_event", "reason_against"]
 

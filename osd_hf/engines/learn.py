@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
-from osd_hf.engine.versions import FACTS, VersionFolder, folder_name
+from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
 from osd_hf.fingerprint import is_fingerprint
 from osd_hf.fingerprint import target_version as version_of

@@ -17,10 +17,10 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
-from osd_hf.engine.collect import CollectionReport
-from osd_hf.engine.completions import WARPERS, ResponseReader
+from osd_hf.engines.collect import CollectionReport
+from osd_hf.engines.completions import WARPERS, ResponseReader
 from osd_hf.errors import DataError, StoreError, first_line
-from osd_hf.serving.events import assembled
+from osd_hf.proxy.events import assembled
 from osd_hf.store.store import CorrectionStore
 
 __all__ = ["Asking", "Keeper", "ProxyCounts", "Reading", "ReadingProcess", "Recording"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from osd_hf.engine.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrapped
+from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrapped
 from osd_hf.errors import DataError, ServerError, without_credentials
 from osd_hf.prompts import Prompt
 from osd_hf.store.folder import store_errors

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from osd_hf.engine.learn import StoreLearner
+from osd_hf.engines.learn import StoreLearner
 from osd_hf.errors import ConfigError
 from osd_hf.metrics import AcceptanceStats
 

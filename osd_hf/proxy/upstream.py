@@ -8,11 +8,11 @@ from collections.abc import AsyncIterable, Callable
 
 import httpx2
 
-from osd_hf.engine.completions import parse_address
+from osd_hf.engines.completions import parse_address
 from osd_hf.errors import ConfigError, first_line
-from osd_hf.serving.extra_fields import Shape
-from osd_hf.serving.network import EndedError, Headers, StaleError, Transport
-from osd_hf.serving.recorder import Asking
+from osd_hf.proxy.extra_fields import Shape
+from osd_hf.proxy.network import EndedError, Headers, StaleError, Transport
+from osd_hf.proxy.recorder import Asking
 
 __all__ = ["Engine", "Kind", "reason_of"]
 

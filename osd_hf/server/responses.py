@@ -12,7 +12,7 @@ import torch
 from transformers import StoppingCriteria
 
 from osd_hf.pair import eos_ids
-from osd_hf.serving.parameters import Asked
+from osd_hf.server.requests import Asked
 from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
 
 # Tokens beyond the bytes of a stop string that are looked at: those before it may show less there than they do behind

@@ -28,8 +28,8 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.benchmark import pad_setting
 from osd_hf.errors import OSDError
 from osd_hf.pair import unwrap
-from osd_hf.serving.answers import Answer, StopText, server_sent
-from osd_hf.serving.parameters import ApiError, Asked, Reader, check_model, refuse, shown
+from osd_hf.server.requests import ApiError, Asked, Reader, check_model, refuse, shown
+from osd_hf.server.responses import Answer, StopText, server_sent
 from osd_hf.utils.streaming import Rounds, Stop
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from osd_hf.engine.vllm_reload import weights_digest
+from osd_hf.engines.vllm_reload import weights_digest
 from osd_hf.errors import ConfigError, StateError, first_line
 from osd_hf.learning.gate import GateDecision
 from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import httpx2
 
-from osd_hf.engine.completions import parse_address, vllm_counters
-from osd_hf.engine.versions import Published
+from osd_hf.engines.completions import parse_address, vllm_counters
+from osd_hf.engines.versions import Published
 from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
 
 __all__ = ["LEAST_REQUESTS", "LEAST_WINDOWS", "Counts", "Engine", "Way", "read_counts"]
@@ -35,8 +35,8 @@ REACH = 2  # times the requests of a watch that it is compared with
 CONNECT_SECONDS, LOOK_SECONDS, RESET_SECONDS, RETRY_SECONDS = 10.0, 10.0, 30.0, 30.0
 IDLE_SECONDS = 600.0  # without a request, after which nobody waits for an engine's counters
 EXTENSION = (
-    " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engine.vllm_reload.DraftReload; its log has "
-    "more."
+    " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload; its log "
+    "has more."
 )
 PAUSE_SECONDS = 1.0  # between two attempts at an engine that is not ready
 WAY = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from osd_hf.engine.remote import LEAST_REQUESTS, LEAST_WINDOWS, Counts, Engine, Way
-from osd_hf.engine.versions import JOURNAL, Published, VersionFolder
+from osd_hf.engines.remote import LEAST_REQUESTS, LEAST_WINDOWS, Counts, Engine, Way
+from osd_hf.engines.versions import JOURNAL, Published, VersionFolder
 from osd_hf.errors import ConfigError, ServerError, first_line
 from osd_hf.learning.gate import GateDecision
 from osd_hf.metrics import student

@@ -2,7 +2,7 @@
 New weights for the draft of a running vLLM (0.32): a worker extension, for vLLM's own environment.
 
     pip install --no-deps osd-hf                # beside vLLM: nothing but this file is loaded of it
-    VLLM_SERVER_DEV_MODE=1 vllm serve TARGET --worker-extension-cls osd_hf.engine.vllm_reload.DraftReload \\
+    VLLM_SERVER_DEV_MODE=1 vllm serve TARGET --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload \\
         --speculative-config '{"method": "draft_model", "model": "static", "num_speculative_tokens": 5}'
 
 `osd-hf learn --deploy reload=URL` calls it. The development mode opens endpoints that strangers must not reach.

@@ -1,0 +1,1 @@
+"""Engines such as vLLM: collect their answers, learn from stores, publish draft versions and deploy them."""

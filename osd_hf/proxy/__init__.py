@@ -1,0 +1,1 @@
+"""An HTTP proxy in front of engines that records what they answer."""
