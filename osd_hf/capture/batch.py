@@ -34,7 +34,6 @@ from osd_hf.logits_processors import RowProcessors
 from osd_hf.pair import vocab_size_of
 from osd_hf.trace import num_accepted
 from osd_hf.utils.kernels import fast_kernels
-from osd_hf.utils.yielding import breathe
 
 MOST_GUESSED, LEAST_CHANCE = 16, 0.1  # tokens of past text in a round, and how likely the last one is right
 NO_TOKEN = 1 << 40  # stands for no token of any vocabulary
@@ -268,7 +267,6 @@ class _Rounds:
         """The answers behind their prompts, int64, `(rows, tokens)`."""
         is_first = True
         while self.live:
-            breathe()
             began, count = self.clock(), len(self.live)
             emitted = sum(row.emitted for row in self.rows)
             texts = {number: chances for number in self.live if (chances := self._look_up(self.rows[number]))}

@@ -33,7 +33,6 @@ from osd_hf.replay import padded, raw_rows
 from osd_hf.trace import Trace, ids_dtype
 from osd_hf.utils.context import default_device, neutral_context
 from osd_hf.utils.kernels import fast_kernels
-from osd_hf.utils.yielding import breathe, computing, held_by_forks
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,6 @@ _answering: WeakSet[Any] = WeakSet()  # those of them that are being asked
 _listeners: Counter[tuple[type, str]] = Counter()
 _before: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what our methods took the place of
 _lock = threading.RLock()  # a forgotten block is left whenever its last reference goes
-held_by_forks(_lock)
 
 
 @contextlib.contextmanager
@@ -375,7 +373,7 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         begins, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["generation_config"] = bounded(kwargs["generation_config"], criteria, begins)
         request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
-        with request.served(), computing():
+        with request.served():
             refusal: Exception | None = None
             try:
                 if isinstance(request, BatchRequest):
@@ -457,7 +455,6 @@ class _WatchedGenerator(_Watched):
     __slots__ = ()
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        breathe()
         return self._watched_by.propose(input_ids, **kwargs)  # type: ignore[no-any-return]
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:

@@ -25,7 +25,6 @@ from osd_hf.drafting.exactness import difference
 from osd_hf.drafting.loop_inputs import KNOWN_ARGUMENTS
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.pair import num_positions, vocab_size_of
-from osd_hf.utils.disk import in_child, renewing
 from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
@@ -41,24 +40,6 @@ MOST_COMPILED = 32  # tokens that a compiled draft takes at once
 
 # Asking at each call whether what was compiled still fits takes as long as a fifth of a small model's forward.
 UNGUARDED = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-
-
-class _Compiling:
-    """The threads that compile now. A child forked meanwhile would wait forever for the compiler's own lock, which
-    such a thread holds: there nothing is compiled any more."""
-
-    def __init__(self) -> None:
-        self.threads: set[int] = set()
-        self.is_lost = False
-        in_child(self, _Compiling._renew)
-
-    def _renew(self) -> None:
-        ours = {threading.get_ident()}
-        self.is_lost = self.is_lost or not self.threads <= ours
-        self.threads &= ours
-
-
-_compiling = _Compiling()
 
 
 class DraftForward:
@@ -191,7 +172,6 @@ class CompiledForward:
         self._free: dict[int, list[CroppableCache]] = {}  # by size; heads of all sizes take turns with them
         self._made_for: tuple[Any, ...] = ()
         self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock, _compiled=dict))  # what was under way never ends in a child
         why = "its weights are offloaded" if model.device.type == "meta" else hindrance(model.config, self.whose)
         self.can_be_compiled = why is None
         if why:
@@ -318,9 +298,6 @@ class CompiledForward:
         if size > LARGEST_STATIC_CACHE:
             self._tell(f"a sequence is longer than {LARGEST_STATIC_CACHE} tokens, where static caches end")
             return None
-        if _compiling.is_lost:
-            self._tell("this process was forked while a thread of its parent was compiling")
-            return None
         options: dict[str, Any] = {"freezing": False}  # weights are no constants to be folded in
         if model.device.type == "cuda":
             # Launching the kernels of a small model takes longer than running them: they are captured as one graph.
@@ -328,7 +305,6 @@ class CompiledForward:
         started = time.perf_counter()
         what = f"the {self.whose}'s forward for up to {size} tokens"
         logger.info("%s %s.", self.doing.capitalize(), what)
-        _compiling.threads.add(threading.get_ident())
         try:
             cache, steps = self._cache(model, size, free), []
             cache.reset()
@@ -341,8 +317,6 @@ class CompiledForward:
         except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
             self.failed(error)
             return None
-        finally:
-            _compiling.threads.discard(threading.get_ident())
         logger.info("%s %s in %.1f s.", self.done.capitalize(), what, time.perf_counter() - started)
         free.append(cache)
         return _Compiled(steps[0], steps[-1], size, free)
@@ -357,9 +331,6 @@ class _Compiled:
     size: int  # tokens that its caches have room for
     free: list[CroppableCache]
     running: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        in_child(self, renewing(running=threading.Lock))  # for the request that the forking thread is in
 
 
 # --- of a draft -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.drafting.costs import RoundTime
-from osd_hf.utils.yielding import breathe
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
@@ -146,7 +145,6 @@ class WatchedProcessors(LogitsProcessorList):
         self.seen = seen
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        breathe()
         self.seen(scores)
         processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
         return processed

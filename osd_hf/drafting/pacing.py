@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, Protocol
 from osd_hf.drafting.costs import MEMORY, PROMPT, Acceptance, Average, Costs, Rate, RoundTime
 from osd_hf.drafting.text import Guess
 from osd_hf.metrics import UNTIMED, expected_block_efficiency
-from osd_hf.utils.disk import in_child, renewing
 
 MAX_K = 32
 WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known: slopes need several
@@ -188,7 +187,6 @@ class Pacer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        in_child(self, renewing(lock=threading.Lock))
         self.costs = Costs()
         self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
         self._served = Rate()  # seconds of recent rounds, wherever their candidates came from

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from osd_hf.utils.disk import in_child, renewing
-
 __all__ = ["EarlierText", "Guess", "RequestText", "TextIndex", "TokenIndex"]
 
 ORDERS = (1, 2, 4, 8)  # lengths of the endings that are looked up
@@ -67,7 +65,6 @@ class TokenIndex:
         self.kind = kind
         self._capacity = 1 << (max(capacity, 1).bit_length() - 1)
         self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock))
         self._clear(min(1 << (max(expected, 1) - 1).bit_length(), self._capacity))
 
     def _clear(self, size: int) -> None:
@@ -292,7 +289,6 @@ class EarlierText:
         self.scope, self.max_bytes = scope, max_bytes
         self._indexes: OrderedDict[tuple[int, Any], TextIndex] = OrderedDict()
         self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock))
 
     @property
     def nbytes(self) -> int:
