@@ -6,6 +6,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from osd_hf.acceptance import AcceptanceStats
     from osd_hf.assistant import OnlineAssistant
     from osd_hf.bench.benchmark import benchmark
     from osd_hf.capture.guards import ReplayedProcessor
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
     from osd_hf.learning.gate import GateDecision
     from osd_hf.learning.updater import UpdateReport
     from osd_hf.making import make_draft
-    from osd_hf.metrics import AcceptanceStats, best_k, expected_block_efficiency, expected_speedup
     from osd_hf.pair import align_vocab
     from osd_hf.replay import EmittedToken, emitted_tokens, replay
     from osd_hf.rollouts import RolloutAssistant
     from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
     from osd_hf.simulate import SimulationReport, simulate
+    from osd_hf.speedup import best_k, expected_block_efficiency, expected_speedup
     from osd_hf.store.store import CorrectionStore
     from osd_hf.trace import DraftRound, Trace
     from osd_hf.translation import Translation
@@ -116,7 +117,8 @@ _HOMES = {
     "learning.gate": "GateDecision",
     "learning.updater": "UpdateReport",
     "making": "make_draft",
-    "metrics": "AcceptanceStats best_k expected_block_efficiency expected_speedup",
+    "acceptance": "AcceptanceStats",
+    "speedup": "best_k expected_block_efficiency expected_speedup",
     "pair": "align_vocab",
     "replay": "EmittedToken emitted_tokens replay",
     "rollouts": "RolloutAssistant",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture.guards import answered_alone, check_request, needed_tokenizer
 from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
@@ -35,7 +36,6 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.live_learning import LiveLearning
 from osd_hf.memory_plan import MemoryPlan, memory_plan
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_learner,
     check_pair,

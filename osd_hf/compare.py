@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from osd_hf.acceptance import Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import compiles_draft
 from osd_hf.drafting.timing import measured_costs
@@ -19,9 +20,9 @@ from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatch
 from osd_hf.evaluate import answered
 from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import EvaluationSet, hub_id
-from osd_hf.metrics import Comparison, Costs, alpha_of, figures_of
 from osd_hf.pair import check_pair, device_clock, input_device, is_peft, merged, unwrap
 from osd_hf.replay import replay_each
+from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency
 from osd_hf.translation import Translation, joined
 from osd_hf.utils.report import provenance
 
@@ -53,7 +54,7 @@ class DraftComparison:
         dataset (`EvaluationSet`): The prompts; those that left no room for an answer are not in it.
         num_assistant_tokens (`int`): The k of `scores`.
         scores (`Comparison`): Counts of each draft on each prompt.
-        costs (`Mapping[str, Costs]`): What forwards of the target and of each draft take, in seconds.
+        costs (`Mapping[str, ForwardSeconds]`): What forwards of the target and of each draft take, in seconds.
         new_tokens (`float`): Tokens of an answer on average.
         target (`Mapping[str, Any]`), models (`Mapping[str, Mapping[str, Any]]`):
             Of the target, and of each draft by its name: `name`, and `revision` on the Hub and `version`, the
@@ -66,7 +67,7 @@ class DraftComparison:
     dataset: EvaluationSet
     num_assistant_tokens: int
     scores: Comparison
-    costs: Mapping[str, Costs]
+    costs: Mapping[str, ForwardSeconds]
     new_tokens: float
     target: Mapping[str, Any]
     models: Mapping[str, Mapping[str, Any]]
@@ -81,9 +82,9 @@ class DraftComparison:
             alpha, (low, high) = 0.0, (0.0, 1.0)
             if stats.examined:
                 # As many tokens a forward of the target as were counted, which alpha alone would overrate.
-                alpha = alpha_of(stats.block_efficiency, self.num_assistant_tokens)
+                alpha = alpha_from_block_efficiency(stats.block_efficiency, self.num_assistant_tokens)
                 low, high = (min(max(end - stats.alpha + alpha, 0.0), 1.0) for end in stats.alpha_interval)
-            k, speedup = cost.worth(alpha, self.new_tokens)
+            k, speedup = cost.best_k(alpha, self.new_tokens)
             low, high = (cost.speedup(end, k, self.new_tokens) for end in (low, high))
             found[name] = Worth(k, speedup, (low, high))
         return dict(sorted(found.items(), key=lambda one: -one[1].speedup))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from osd_hf.acceptance import AcceptanceStats, Tally
 from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
@@ -25,7 +26,6 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, log_update
-from osd_hf.metrics import AcceptanceStats, Tally
 from osd_hf.routing import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace

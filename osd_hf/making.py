@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.capture.hook import record_traces, scored
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
@@ -25,14 +26,14 @@ from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import hidden_matrices
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
-from osd_hf.metrics import AcceptanceStats, Costs, figures_of
 from osd_hf.pair import check_pair, device_clock, prompt_room, set_fixed_k, unwrap, vocab_size_of
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
+from osd_hf.speedup import ForwardSeconds
 from osd_hf.trace import Trace, bare_trace
 
 __all__ = [
-    "Costs", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "outer_layers", "split",
+    "ForwardSeconds", "Course", "MadeDraft", "MakingConfig", "Piece", "make_draft", "outer_layers", "split",
     "taught_draft", "teach",
 ]  # fmt: skip
 
@@ -86,7 +87,7 @@ class MadeDraft:
         before (`AcceptanceStats`), after (`AcceptanceStats`):
             On held-out requests, untaught and taught, k = 5. Of the states that the draft went through, it is left in
             the best by these requests: new ones may be accepted a little less.
-        costs (`Costs`): Measured.
+        costs (`ForwardSeconds`): Measured.
         num_assistant_tokens (`int`), speedup (`float`):
             The best k by these, and how many times as fast as the target alone it is expected to be.
         trials (`tuple[dict, ...]`):
@@ -103,7 +104,7 @@ class MadeDraft:
     encoder_layers: tuple[int, ...] | None
     before: AcceptanceStats
     after: AcceptanceStats
-    costs: Costs
+    costs: ForwardSeconds
     num_assistant_tokens: int
     speedup: float
     trials: tuple[dict[str, Any], ...]
@@ -257,7 +258,7 @@ class Piece:
     encoder_layers: tuple[int, ...] | None
     is_frozen: bool = True  # embeddings and head stay the target's
     drawn: int | None = None  # tokens that stand for the others in the loss; by the size of the vocabulary
-    costs: Costs = Costs(1.0, 0.0, 1.0)  # until they are measured
+    costs: ForwardSeconds = ForwardSeconds(1.0, 0.0, 1.0)  # until they are measured
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # of the best state so far, on held-out requests
     before: AcceptanceStats = field(default_factory=AcceptanceStats)
     best: Any = None  # its weights
@@ -405,7 +406,7 @@ def taught_draft(
         )
         best, trials = _tried(candidates, learned, held_out, rule, answer, config, course)
         teach(best, held_out, course, config.max_seconds, config.max_steps, config.min_alpha)
-    k, speedup = best.costs.worth(best.stats.alpha, answer)
+    k, speedup = best.costs.best_k(best.stats.alpha, answer)
     draft = best.end()
     set_fixed_k(draft.generation_config, k)
     draft.generation_config.stop_strings = None  # transformers' assisted generation gives a draft no tokenizer
@@ -453,23 +454,23 @@ def _pieces(target: Any, config: MakingConfig) -> list[Piece]:
     return pieces
 
 
-def _judge(candidates: list[Piece], costs: Sequence[Costs], new_tokens: float, course: Course) -> list[Piece]:
+def _judge(candidates: list[Piece], costs: Sequence[ForwardSeconds], new_tokens: float, course: Course) -> list[Piece]:
     """The candidates that could pay, and what they would be worth; raises UnsupportedModelError where none could."""
     for candidate, cost in zip(candidates, costs, strict=True):
         candidate.costs = cost
-        hoped = ", ".join(f"{cost.worth(alpha, new_tokens)[1]:.2f} at {alpha}" for alpha in (0.4, 0.6, HOPED_FOR))
+        hoped = ", ".join(f"{cost.best_k(alpha, new_tokens)[1]:.2f} at {alpha}" for alpha in (0.4, 0.6, HOPED_FOR))
         course.say(
             f"{candidate.name}: a drafted token takes {cost.c:.2f} of the target's; pays from alpha {cost.c:.2f} on: "
             f"times as fast as the target alone {hoped}"
         )
-    able = [c for c in candidates if c.costs.worth(HOPED_FOR, new_tokens)[1] > 1]
+    able = [c for c in candidates if c.costs.best_k(HOPED_FOR, new_tokens)[1] > 1]
     if able:
         return able
     least = min(candidates, key=lambda c: c.costs.c)
     if compiles_draft(OnlineConfig(), least.draft.device.type):
         course.say("with eager forwards no draft pays; captured or compiled, as they serve here, drafts take less")
         return candidates
-    best = max(c.costs.worth(HOPED_FOR, new_tokens)[1] for c in candidates)
+    best = max(c.costs.best_k(HOPED_FOR, new_tokens)[1] for c in candidates)
     raise UnsupportedModelError(
         f"No draft pays for this target here: with {least.name} alone, a drafted token takes {least.costs.c:.2f} of "
         f"the time of one of the target's own, and with {HOPED_FOR} of its tokens right, which is seldom reached, "
@@ -503,10 +504,10 @@ def _tried(
         if len(candidates) == 1:
             return candidate, trials
         teach(candidate, held_out, course, course.elapsed + share, steps, looks=1, slows=False)
-        k, speedup = candidate.costs.worth(candidate.stats.alpha, new_tokens)
+        k, speedup = candidate.costs.best_k(candidate.stats.alpha, new_tokens)
         # By its end, teaching makes about half of the way that is left; a dear piece is often there already.
         reached = max((candidate.stats.alpha + HOPED_FOR) / 2, candidate.stats.alpha)
-        promised = candidate.costs.worth(reached, new_tokens)[1]
+        promised = candidate.costs.best_k(reached, new_tokens)[1]
         trials.append({
             "layers": list(candidate.layers),
             "encoder_layers": None if candidate.encoder_layers is None else list(candidate.encoder_layers),

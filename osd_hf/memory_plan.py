@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from osd_hf.acceptance import MOST_REQUESTS
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.batch import first_columns, grown
@@ -23,9 +24,9 @@ from osd_hf.learning.optimizer import AT_ONCE, NS_STEPS, hidden_matrices
 from osd_hf.learning.placement import HALF, is_half_only
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
-from osd_hf.metrics import MOST_REQUESTS, expected_block_efficiency
 from osd_hf.pair import config_value, unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
+from osd_hf.speedup import expected_block_efficiency
 from osd_hf.utils.kernels import packed_bytes
 
 __all__ = ["DEVICES", "Device", "MemoryPlan", "Part", "memory_plan"]

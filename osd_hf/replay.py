@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.errors import (
     ConfigError,
     DataError,
@@ -26,7 +27,6 @@ from osd_hf.errors import (
     is_out_of_memory,
 )
 from osd_hf.logits_processors import Processors
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.translation import Translated, Translation

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.learning.drafts import DomainDrafts
@@ -13,7 +14,6 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import WATCHED
 from osd_hf.learning.updater import UpdateReport
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import redraft, replay_each
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.trace import Trace

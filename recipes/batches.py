@@ -55,7 +55,7 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
 from osd_hf.drafting import batch as drafting
-from osd_hf.metrics import expected_block_efficiency
+from osd_hf.speedup import expected_block_efficiency
 
 BANDWIDTH, FLOPS = 3.35e12, 4e14  # bytes/s and FLOP/s of the model
 # Parameters, and bytes of keys and values a token: Qwen3-8B and Qwen3-0.6B.

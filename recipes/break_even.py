@@ -52,8 +52,8 @@ from tqdm import tqdm
 from osd_hf import AcceptanceStats, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.bench.benchmark import compare_outputs
 from osd_hf.learning.learner import Learner
-from osd_hf.metrics import expected_block_efficiency
 from osd_hf.replay import replay_each
+from osd_hf.speedup import expected_block_efficiency
 
 RULES: dict[str, dict[str, Any]] = {
     "default": {},

@@ -28,9 +28,9 @@ from osd_hf import (
     record_traces,
     simulate,
 )
+from osd_hf.acceptance import alpha_gain_interval
 from osd_hf.bench.display import rolling_alpha
 from osd_hf.learning.learner import Learner
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.pair import Pair
 from osd_hf.pair import load_pair as load_models
 from osd_hf.utils.report import provenance

@@ -165,7 +165,7 @@ def pieces(args: argparse.Namespace) -> dict[str, Any]:
             piece = Piece(cut(target, layers), layers, None)
             (piece.costs,) = measured_costs(target, [piece.draft], traces[0].prompt_ids, time.process_time)
             seconds = taught(piece, traces, args, args.seconds, args.steps)
-            k, speedup = piece.costs.worth(piece.stats.alpha, MAX_NEW_TOKENS)
+            k, speedup = piece.costs.best_k(piece.stats.alpha, MAX_NEW_TOKENS)
             found[piece.name] = {
                 "before": shown(piece.before), "after": shown(piece.stats), "c": piece.costs.c, "k": k,
                 "speedup": speedup, "steps": piece.steps, "processor_seconds": seconds,

@@ -40,8 +40,8 @@ from common import (
 )
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace
+from osd_hf.acceptance import alpha_gain_interval
 from osd_hf.learning.updater import Updater
-from osd_hf.metrics import alpha_gain_interval
 from osd_hf.replay import replay_each
 
 INTERVALS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -33,7 +33,7 @@ from osd_hf import (
     UnsupportedGenerationError,
     capture_traces,
 )
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.acceptance import AcceptanceStats
 
 # Without the gate each update is a version, so that versions can be counted.
 FAST = OnlineConfig(

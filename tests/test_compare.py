@@ -16,14 +16,15 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import AcceptanceStats, ConfigError, VocabularyMismatchError, compare, record_traces, replay
+from osd_hf.acceptance import Comparison, alpha_gain_interval
 from osd_hf.cli.main import main
 from osd_hf.compare import DraftComparison
 from osd_hf.errors import HubError
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.hub.discovery import ROW
-from osd_hf.metrics import Comparison, Costs, alpha_gain_interval, alpha_of, expected_block_efficiency
 from osd_hf.pair import load_draft
 from osd_hf.prompts import Prompt, encode_turn
+from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency, expected_block_efficiency
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft reads it
 TEXTS = [f"question {i}" for i in range(6)]
@@ -103,10 +104,10 @@ def test_all_drafts_are_scored_on_one_answer_of_the_target_a_prompt(
     assert report["drafts"]["draft"]["c_with_verification"] == 0.3125
     answer = report["answer_tokens"]
     stats = found.scores.totals["draft"]
-    alpha = alpha_of(stats.block_efficiency, 4)
+    alpha = alpha_from_block_efficiency(stats.block_efficiency, 4)
     assert expected_block_efficiency(alpha, 4) == pytest.approx(stats.block_efficiency, rel=1e-4)
     assert abs(alpha - stats.alpha) > 1e-3  # rejections come together
-    k, speedup = found.costs["draft"].worth(alpha, answer)
+    k, speedup = found.costs["draft"].best_k(alpha, answer)
     assert found.worth["draft"][:2] == (k, speedup)
     low, high = found.worth["draft"].interval
     assert low < speedup < high
@@ -128,7 +129,7 @@ def stats(*accepted: int) -> list[AcceptanceStats]:
     return [AcceptanceStats.from_counts(accepted=a, **counts) for a in accepted]
 
 
-def compared(costs: dict[str, Costs], **sides: list[AcceptanceStats]) -> DraftComparison:
+def compared(costs: dict[str, ForwardSeconds], **sides: list[AcceptanceStats]) -> DraftComparison:
     prompts = tuple(Prompt(i, f"{i}") for i in range(len(next(iter(sides.values())))))
     known = {"name": "large", "revision": None, "version": "0f"}
     models = {name: {"name": name, "revision": "c0ffee", "version": None} for name in sides}
@@ -137,7 +138,7 @@ def compared(costs: dict[str, Costs], **sides: list[AcceptanceStats]) -> DraftCo
 
 
 def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
-    cheap, dear = Costs(1.0, 0.0, 0.125), Costs(1.0, 0.25, 0.5)
+    cheap, dear = ForwardSeconds(1.0, 0.0, 0.125), ForwardSeconds(1.0, 0.25, 0.5)
     good, bad = stats(7, 8, 7, 8), stats(3, 3, 2, 4)
     first, second = compared({"bad": cheap, "good": cheap}, bad=bad, good=good).summary().split("\n")
     assert first.startswith("Worth it? Yes, good is: expected 2.03 [")
@@ -145,7 +146,7 @@ def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
     assert second.startswith("Why? The target accepts 75% (") and "drafting pays from about 12% on" in second
     refused = compared({"bad": dear}, bad=bad).summary()
     assert refused.startswith("Worth it? No, bad is not: expected 0.") and "drafting 1 token a round" in refused
-    unsure = compared({"bad": Costs(1.0, 0.0, 0.3)}, bad=bad)
+    unsure = compared({"bad": ForwardSeconds(1.0, 0.0, 0.3)}, bad=bad)
     low, high = unsure.worth["bad"].interval
     assert low < 1 < high
     assert unsure.summary().startswith("Worth it? Not sure of bad: ") and "more prompts would tell" in unsure.summary()
@@ -157,7 +158,7 @@ def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
 
 
 def test_a_row_of_a_leaderboard_has_its_columns() -> None:
-    costs = {name: Costs(1.0, 0.0, 0.125) for name in ("one", "two")}
+    costs = {name: ForwardSeconds(1.0, 0.0, 0.125) for name in ("one", "two")}
     found = compared(costs, one=stats(7, 8), two=stats(3, 4))
     rows = found.rows()
     assert all(set(row) == set(ROW.names) for row in rows)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from osd_hf import AcceptanceStats
-from osd_hf.metrics import Comparison, alpha_gain_interval, figures_of
+from osd_hf.acceptance import Comparison, alpha_gain_interval, figures_of
 
 DOMAINS = [*"abab", None]
 

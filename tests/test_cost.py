@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf.errors import ConfigError
-from osd_hf.metrics import best_k, expected_block_efficiency, expected_speedup
+from osd_hf.speedup import best_k, expected_block_efficiency, expected_speedup
 
 repeatable = settings(deadline=None, derandomize=True)
 alphas, costs, ks = st.floats(0, 1), st.floats(0, 2), st.integers(0, 20)

@@ -13,11 +13,11 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.generator import LeanCandidateGenerator
 from osd_hf.drafting.pacing import AutoPace, FixedPace
 from osd_hf.errors import ConfigError
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 
 

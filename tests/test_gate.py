@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from osd_hf.acceptance import AcceptanceStats, paired_gain
 from osd_hf.learning import gate as module
 from osd_hf.learning.gate import LEAST_HELD_BACK, LEAST_SERVED, judge, regressed
 from osd_hf.learning.lesson import HELD_BACK, HOLD_BACK_EVERY, WATCHED, Lesson
-from osd_hf.metrics import AcceptanceStats, paired_gain
 from osd_hf.trace import Trace
 
 

@@ -31,6 +31,7 @@ from osd_hf import (
     record_traces,
     replay,
 )
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture import hook
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
@@ -40,7 +41,7 @@ from osd_hf.drafting.forward import DraftForward
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
 from osd_hf.making import MakingConfig, Piece, taught_draft
-from osd_hf.metrics import AcceptanceStats, Costs, expected_speedup
+from osd_hf.speedup import ForwardSeconds, expected_speedup
 from osd_hf.trace import bare_trace
 
 # Three layers each; of an encoder-decoder on both sides.
@@ -50,7 +51,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 3}, "t5": {"num_layers": 3, "num_decoder_layers": 3},
     "bart": {"encoder_layers": 3, "decoder_layers": 3},
 }  # fmt: skip
-CHEAP = Costs(target=1.0, more=0.02, draft=0.1)
+CHEAP = ForwardSeconds(target=1.0, more=0.02, draft=0.1)
 
 
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -90,7 +91,7 @@ def steep() -> Any:
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards take what they would on a quiet machine: one layer of a draft a tenth of the target's forward."""
 
-    def costs(target: Any, drafts: Any, prompt: Any, clock: Any) -> list[Costs]:
+    def costs(target: Any, drafts: Any, prompt: Any, clock: Any) -> list[ForwardSeconds]:
         return [replace(CHEAP, draft=0.1 * depth(draft)) for draft in drafts]
 
     monkeypatch.setattr(making, "measured_costs", costs)
@@ -266,7 +267,7 @@ def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None, monkeypatch: 
     rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in asked(32)], 0)
     held_out = list(record_traces(target, [t.prompt_ids.tolist() for t in first], max_new_tokens=8))
     assert replay(made.draft, held_out).accepted == made.after.accepted
-    assert (made.num_assistant_tokens, made.speedup) == made.costs.worth(made.after.alpha, 8)
+    assert (made.num_assistant_tokens, made.speedup) == made.costs.best_k(made.after.alpha, 8)
     settings = made.draft.generation_config
     assert settings.num_assistant_tokens == made.num_assistant_tokens
     assert (settings.num_assistant_tokens_schedule, settings.assistant_confidence_threshold) == ("constant", 0)
@@ -306,7 +307,9 @@ def test_time_and_acceptance_end_it(cheap: None) -> None:
 
 
 def test_no_draft_is_made_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "measured_costs", lambda t, drafts, *_: [Costs(1.0, 0.1, 0.75) for _ in drafts])
+    monkeypatch.setattr(
+        making, "measured_costs", lambda t, drafts, *_: [ForwardSeconds(1.0, 0.1, 0.75) for _ in drafts]
+    )
     with models.ForwardCounter(target := steep()) as forwards:
         cut(target, (0,))
         cutting = forwards.count
@@ -445,7 +448,7 @@ def test_costs_are_the_least_of_forwards_in_turns() -> None:
     target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
     clock = models.ForwardTime({target: 2.0, draft: 0.5})
     (costs,) = timing.measured_costs(target, [draft], asked(1)[0], clock)
-    assert costs == Costs(2.0, 0.0, 0.5, 2.0, 0.5)
+    assert costs == ForwardSeconds(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
 
 
@@ -469,12 +472,12 @@ def test_a_draft_of_a_large_vocabulary_is_timed_as_it_drafts(monkeypatch: pytest
 
 def test_what_a_draft_is_worth_is_the_cost_model_and_the_prompt() -> None:
     assert CHEAP.c == pytest.approx(0.12)
-    k, speedup = CHEAP.worth(0.8, 100)
+    k, speedup = CHEAP.best_k(0.8, 100)
     assert speedup == pytest.approx(expected_speedup(0.8, k, 0.12))
     # An encoder that takes as long as ten tokens, read once.
     slow = replace(CHEAP, target_prompt=10.0, draft_prompt=10.0)
-    assert slow.worth(0.8, 100)[1] == pytest.approx(110 / (20 + 100 / speedup))
-    assert CHEAP.worth(0.0, 100) == (1, pytest.approx(1 / 1.12))
+    assert slow.best_k(0.8, 100)[1] == pytest.approx(110 / (20 + 100 / speedup))
+    assert CHEAP.best_k(0.0, 100) == (1, pytest.approx(1 / 1.12))
 
 
 # --- a loss over few tokens -----------------------------------------------------------------------------------------
@@ -578,8 +581,8 @@ def test_a_cheap_piece_that_has_more_to_learn_is_taken_for_a_dear_one(
     target = steep()
     alphas = {(0,): 0.4, (0, 3): 0.7}
     # The second one is worth more after its trial, at either cost, and at the lower one in the end as well.
-    costs = [Costs(1.0, 0.0, 0.2), Costs(1.0, 0.0, cost)]
-    now = [c.worth(alpha, 100.0)[1] for c, alpha in zip(costs, alphas.values(), strict=True)]
+    costs = [ForwardSeconds(1.0, 0.0, 0.2), ForwardSeconds(1.0, 0.0, cost)]
+    now = [c.best_k(alpha, 100.0)[1] for c, alpha in zip(costs, alphas.values(), strict=True)]
     assert now[0] < now[1]
     pieces = [Piece(cut(target, layers), layers, None, costs=c) for layers, c in zip(alphas, costs, strict=True)]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from osd_hf.acceptance import MOST_DOMAINS, MOST_REQUESTS, AcceptanceStats, Tally, alpha_gain_interval
 from osd_hf.errors import ConfigError
-from osd_hf.metrics import MOST_DOMAINS, MOST_REQUESTS, AcceptanceStats, Tally, alpha_gain_interval
 from osd_hf.trace import DraftRound, Trace
 
 repeatable = settings(deadline=None, derandomize=True, max_examples=50)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from osd_hf.drafting.costs import COSTS_KNOWN, Acceptance, Costs, Line, RoundTime
 from osd_hf.drafting.pacing import DRAFT, MOST_DOMAINS, DraftingPlan, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess
-from osd_hf.metrics import expected_block_efficiency
+from osd_hf.speedup import expected_block_efficiency
 
 TARGET = 1.0  # seconds of a forward
 GUESS = Guess(7, 0, 3, 1, 1)

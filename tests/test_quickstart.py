@@ -12,13 +12,13 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM
 
 from osd_hf import AcceptanceStats, OnlineConfig
+from osd_hf.acceptance import Comparison
 from osd_hf.bench.benchmark import compare_outputs, median_ratio
 from osd_hf.bench.controlled import answer_greedily
 from osd_hf.bench.display import plot_alpha, rolling_alpha
 from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
-from osd_hf.metrics import Comparison
 
 # What the compiler itself imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")

@@ -274,7 +274,9 @@ def test_the_recipe_runs_its_smallest_form_and_goes_on_where_it_was_killed(
     monkeypatch.syspath_prepend(str(recipes))
     monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
     # What pays is not to be decided by how quick this machine is.
-    monkeypatch.setattr(making, "measured_costs", lambda _, drafts, *__: [making.Costs(1.0, 0.1, 0.2)] * len(drafts))
+    monkeypatch.setattr(
+        making, "measured_costs", lambda _, drafts, *__: [making.ForwardSeconds(1.0, 0.1, 0.2)] * len(drafts)
+    )
     recipe = importlib.import_module("smollm2")
     monkeypatch.setattr(recipe, "everyday_prompts", lambda seed: everyday_prompts(seed)[:16])
 

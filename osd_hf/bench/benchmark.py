@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
 from osd_hf.bench.display import progress
@@ -23,8 +24,8 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledTarget, DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.metrics import AcceptanceStats, expected_speedup, figures_of
 from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
+from osd_hf.speedup import expected_speedup
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.report import process_peak_bytes

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tqdm import tqdm
 
-from osd_hf.metrics import AcceptanceStats, Comparison
+from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.utils.plots import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled
 from osd_hf.utils.plots import rolling_window as rolling_window
 

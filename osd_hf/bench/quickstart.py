@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
 from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
@@ -22,7 +23,6 @@ from osd_hf.bundled.example import Example
 from osd_hf.capture.hook import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
-from osd_hf.metrics import AcceptanceStats, Comparison, figures_of
 from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.bench.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups
@@ -39,7 +40,6 @@ from osd_hf.hub.buckets import StoreBucket, kept_alike
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
-from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
 from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower

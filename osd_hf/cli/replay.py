@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.bench import display
 from osd_hf.bench.display import comparison_row, figure, text_table
 from osd_hf.cli.arguments import flag
@@ -25,10 +26,10 @@ from osd_hf.cli.flags import (
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.metrics import AcceptanceStats, Comparison, expected_speedup, figures_of
 from osd_hf.pair import load_draft
 from osd_hf.replay import replay_each
 from osd_hf.simulate import simulate
+from osd_hf.speedup import expected_speedup
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bench import display
 from osd_hf.bench.benchmark import pad_setting
@@ -35,7 +36,6 @@ from osd_hf.cli.flags import (
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.learning.session import check_pointer, has_session
-from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture.hook import capture_traces, record_traces
 from osd_hf.capture.request import NO_WARPING, sampling_settings
 from osd_hf.errors import (
@@ -27,7 +28,6 @@ from osd_hf.errors import (
     VocabularyMismatchError,
     first_line,
 )
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import (
     check_draft,
     check_pair,

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
 
+from osd_hf.acceptance import UNTIMED
 from osd_hf.drafting.costs import MEMORY, PROMPT, Acceptance, Average, Costs, Rate, RoundTime
 from osd_hf.drafting.text import Guess
-from osd_hf.metrics import UNTIMED, expected_block_efficiency
+from osd_hf.speedup import expected_block_efficiency
 
 MAX_K = 32
 WARM_UP = (4, 1, 7, 2)  # tokens drafted in turn until costs are known: slopes need several

@@ -13,8 +13,8 @@ from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.translated import TranslatedDraft
 from osd_hf.errors import UnsupportedModelError
-from osd_hf.metrics import Costs
 from osd_hf.pair import unwrap, vocab_size_of
+from osd_hf.speedup import ForwardSeconds
 from osd_hf.trace import num_accepted
 from osd_hf.translation import Translation
 from osd_hf.utils.kernels import fast_kernels, unpack
@@ -30,7 +30,7 @@ MOST_ROUNDS = 16  # that are timed of a draft with a tokenizer of its own
 def measured_costs(
     target: Any, drafts: Sequence[Any], prompt_ids: Sequence[int] | NDArray[np.int32], clock: Callable[[], float], *,
     translations: Sequence[Translation | None] | None = None, answer: Sequence[int] = (),
-) -> list[Costs]:  # fmt: skip
+) -> list[ForwardSeconds]:  # fmt: skip
     """What forwards of the target and of each draft take, in turns, on the clock given. Of a large vocabulary a draft
     has a head of some thousand tokens, as it has where it serves traffic. One with a translation drafts, in rounds of
     `K` tokens, what the target answers to the prompt."""
@@ -52,7 +52,7 @@ def measured_costs(
             turns += 1
     unpack(*models)
     read, one, several = (ends[0].least[n] for n in (0, 1, 1 + K))
-    return [Costs(one, max(several - one, 0.0) / K, end.token, read, end.least[0]) for end in ends[1:]]
+    return [ForwardSeconds(one, max(several - one, 0.0) / K, end.token, read, end.least[0]) for end in ends[1:]]
 
 
 def _restricted(draft: Any) -> Any:

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from osd_hf.acceptance import student
 from osd_hf.engines.remote import LEAST_REQUESTS, LEAST_WINDOWS, Counts, Engine, Way
 from osd_hf.engines.versions import JOURNAL, Published, VersionFolder
 from osd_hf.errors import ConfigError, ServerError, first_line
 from osd_hf.learning.gate import GateDecision
-from osd_hf.metrics import student
 from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import json_text
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from accelerate import Accelerator
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
 from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
@@ -31,7 +32,6 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
 from osd_hf.learning.updater import Updater, UpdateReport, finish, log_update
 from osd_hf.learning.weights import Snapshot
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import vocab_size_of
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded

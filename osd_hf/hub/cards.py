@@ -23,9 +23,9 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils._validators import validate_repo_id
 
+from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError, without_credentials
-from osd_hf.metrics import AcceptanceStats, Comparison
 from osd_hf.prompts import Prompt
 from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import write_report

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.trace import Trace
 
 __all__ = ["Choice"]

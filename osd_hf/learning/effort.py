@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from osd_hf.metrics import AcceptanceStats
+from osd_hf.acceptance import AcceptanceStats
 
 __all__ = ["Effort"]
 

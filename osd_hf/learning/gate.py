@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from osd_hf.metrics import AcceptanceStats, paired_gain, student
+from osd_hf.acceptance import AcceptanceStats, paired_gain, student
 from osd_hf.trace import Trace
 
 __all__ = ["GateDecision", "judge", "regressed"]

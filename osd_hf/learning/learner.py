@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.activations import layers_of
@@ -21,7 +22,6 @@ from osd_hf.learning.gate import DROPPED_IN_A_ROW, LEAST_HELD_BACK, GateDecision
 from osd_hf.learning.lesson import HELD_BACK, Lesson
 from osd_hf.learning.updater import BACKWARD, Updater, UpdateReport, finish, make_accelerator
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 from osd_hf.utils.yielding import PIECE, between, gives_way

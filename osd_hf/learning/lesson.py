@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.vocabulary import TrafficVocabulary
 from osd_hf.errors import StateError
 from osd_hf.learning.draft_choice import Choice
 from osd_hf.learning.effort import Effort
 from osd_hf.learning.faults import Parts, SetAside
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child, renewing
 

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
@@ -36,7 +37,6 @@ from osd_hf.learning.weights import (
     write_snapshot,
 )
 from osd_hf.losses import DIVERGENCES, outcome_logprobs
-from osd_hf.metrics import AcceptanceStats
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from osd_hf.acceptance import AcceptanceStats
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.errors import ConfigError
-from osd_hf.metrics import AcceptanceStats
 
 if TYPE_CHECKING:  # an extra
     from prometheus_client import CollectorRegistry

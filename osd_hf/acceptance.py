@@ -1,9 +1,8 @@
-"""How well drafts are accepted, and what that is worth: counts and their intervals, comparisons, the cost model."""
+"""Acceptance counts of drafts, their confidence intervals, and comparisons of drafts on the same requests."""
 
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -439,108 +438,3 @@ class Tally:
             self.requests = int(state["requests"])
             self._by_domain = {domain: AcceptanceStats.from_dict(stats) for domain, stats in state["stats"]}
             self._recent = AcceptanceStats()
-
-
-def expected_block_efficiency(alpha: float, k: int) -> float:
-    """
-    Tokens that a round emits on average, `1 + alpha + ... + alpha^k = (1 - alpha^(k + 1)) / (1 - alpha)`
-    (equation 1 of arXiv 2211.17192); `k + 1` for `alpha = 1`.
-
-    Args:
-        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1, taken as independent of the others.
-        k (`int`): Drafted tokens a round; 0 is plain decoding.
-
-    Raises:
-        ConfigError: an argument is outside its range.
-    """
-    if not 0 <= alpha <= 1:
-        raise ConfigError(f"alpha must be between 0 and 1, got {alpha}")
-    if operator.index(k) < 0:
-        raise ConfigError(f"k must be at least 0, got {k}")
-    # The closed form loses its digits as alpha approaches 1; k is small.
-    return math.fsum(alpha**i for i in range(k + 1))
-
-
-def alpha_of(block_efficiency: float, k: int) -> float:
-    """The acceptance rate, 0 to 1, whose [`expected_block_efficiency`] at this k, at least 1, is so many tokens: below
-    the counted one, as hard tokens come together and the ends of answers cut rounds short."""
-    grid = np.linspace(0.0, 1.0, 1001)
-    return float(np.interp(block_efficiency, [expected_block_efficiency(alpha, k) for alpha in grid], grid))
-
-
-def expected_speedup(alpha: float, k: int, c: float) -> float:
-    """
-    How many times sooner the tokens come than from the target alone, `block efficiency / (c k + 1)`
-    (theorem 3.8 of arXiv 2211.17192).
-
-    Args:
-        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1.
-        k (`int`): Drafted tokens a round; 0 is plain decoding, speed-up 1.
-        c (`float`): Time of one forward of the draft over that of the target, at least 0.
-
-    Raises:
-        ConfigError: an argument is outside its range.
-    """
-    if not 0 <= c < math.inf:
-        raise ConfigError(f"c must be finite and at least 0, got {c}")
-    return expected_block_efficiency(alpha, k) / (c * k + 1)
-
-
-def best_k(alpha: float, c: float, max_k: int = 32) -> int:
-    """
-    The number of drafted tokens a round with the largest expected speed-up; of equal ones the smallest.
-
-    Args:
-        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1.
-        c (`float`): Time of one forward of the draft over that of the target, at least 0.
-        max_k (`int`, *optional*, defaults to 32):
-            Largest answer; a draft that is always right or costs nothing has no finite optimum.
-
-    Returns:
-        `int`: from 0 (do not speculate) to `max_k`.
-
-    Raises:
-        ConfigError: an argument is outside its range.
-    """
-    if operator.index(max_k) < 0:
-        raise ConfigError(f"max_k must be at least 0, got {max_k}")
-    return max(range(max_k + 1), key=lambda k: expected_speedup(alpha, k, c))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """
-    Seconds of forwards over one sequence, heads included, each the least of several.
-
-    Args:
-        target (`float`): Of the target's over one token.
-        more (`float`): What each further token adds to it.
-        draft (`float`):
-            Of the draft's over one token; of one with a tokenizer of its own all that it takes to propose one token
-            of the target.
-        target_prompt (`float`), draft_prompt (`float`): Over a prompt, encoders included.
-    """
-
-    target: float
-    more: float
-    draft: float
-    target_prompt: float = 0.0
-    draft_prompt: float = 0.0
-
-    @property
-    def c(self) -> float:
-        """What a drafted token costs, its verification included, over a token of the target alone: the acceptance
-        from which on drafting pays."""
-        return (self.draft + self.more) / self.target
-
-    def worth(self, alpha: float, new_tokens: float) -> tuple[int, float]:
-        """The best k, at least 1, at an acceptance, and how many times sooner an answer of so many tokens is there
-        with it than from the target alone, by the cost model; below 1 where drafting does not pay."""
-        k = max(best_k(alpha, self.c), 1)
-        return k, self.speedup(alpha, k, new_tokens)
-
-    def speedup(self, alpha: float, k: int, new_tokens: float) -> float:
-        """The same for this k."""
-        answer = new_tokens * self.target
-        drafted = answer / expected_speedup(alpha, k, self.c) + self.draft_prompt
-        return (self.target_prompt + answer) / (self.target_prompt + drafted)
