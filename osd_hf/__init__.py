@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from osd_hf.acceptance import AcceptanceStats
     from osd_hf.assistant import OnlineAssistant
-    from osd_hf.bench.benchmark import benchmark
     from osd_hf.capture.guards import ReplayedProcessor
     from osd_hf.capture.hook import capture_traces, record_traces, rescore
-    from osd_hf.compare import compare
     from osd_hf.config import OnlineConfig
     from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill
     from osd_hf.errors import (
@@ -28,7 +26,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VocabularyMismatchError,
     )
-    from osd_hf.evaluate import evaluate
+    from osd_hf.evaluation.benchmark import benchmark
+    from osd_hf.evaluation.compare import compare
+    from osd_hf.evaluation.evaluate import evaluate
     from osd_hf.fingerprint import fingerprint
     from osd_hf.learning.drafts import DomainDrafts
     from osd_hf.learning.gate import GateDecision
@@ -104,14 +104,14 @@ __all__ = [
 # an error, loads no torch.
 _HOMES = {
     "assistant": "OnlineAssistant",
-    "bench.benchmark": "benchmark",
+    "evaluation.benchmark": "benchmark",
     "capture.guards": "ReplayedProcessor",
     "capture.hook": "capture_traces record_traces rescore",
-    "compare": "compare",
+    "evaluation.compare": "compare",
     "config": "OnlineConfig",
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
-    "evaluate": "evaluate",
+    "evaluation.evaluate": "evaluate",
     "fingerprint": "fingerprint",
     "learning.drafts": "DomainDrafts",
     "learning.gate": "GateDecision",

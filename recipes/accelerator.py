@@ -38,13 +38,13 @@ from common import K, greedy, make_parser, parting, run_facts, write_report
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.bench.benchmark import System, benchmark, compare_outputs
-from osd_hf.bench.controlled import answer_greedily, controlled_acceptance, random_pair
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.drafting import forward
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.drafting.graphs import CapturedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
+from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs
+from osd_hf.evaluation.controlled import answer_greedily, controlled_acceptance, random_pair
 from osd_hf.pair import load_pair
 from osd_hf.prompts import encode_turn
 
@@ -55,7 +55,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run: shapes of `osd_hf.bench.controlled`, their dtype, and how much of it."""
+    """What is run: shapes of `osd_hf.evaluation.controlled`, their dtype, and how much of it."""
 
     large: tuple[str, str] = ("8b", "0.6b")
     middle: tuple[str, str] = ("1.5b", "160m")

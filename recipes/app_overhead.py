@@ -28,8 +28,8 @@ from playwright.sync_api import Page, Route, sync_playwright
 from tqdm import tqdm
 
 import osd_hf_app.page
-from osd_hf.bench.benchmark import median_ratio
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.evaluation.benchmark import median_ratio
 from osd_hf_app.launch import theme
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair

@@ -30,7 +30,7 @@ from common import DATASETS, load_pair, make_parser, prompts, write_report
 from tqdm import tqdm
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.bench.benchmark import median_ratio
+from osd_hf.evaluation.benchmark import median_ratio
 from osd_hf.hub.push import save_draft
 from osd_hf.hub.standalone import standalone
 from osd_hf.pair import set_fixed_k

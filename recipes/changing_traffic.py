@@ -35,7 +35,7 @@ from common import (
 )
 
 from osd_hf import AcceptanceStats, OnlineConfig
-from osd_hf.bench.display import rolling_alpha
+from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.replay import replay_each
 
 PARTS = 5  # of a segment

@@ -29,7 +29,7 @@ from osd_hf import (
     simulate,
 )
 from osd_hf.acceptance import alpha_gain_interval
-from osd_hf.bench.display import rolling_alpha
+from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.learning.learner import Learner
 from osd_hf.pair import Pair
 from osd_hf.pair import load_pair as load_models

@@ -30,8 +30,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from osd_hf import compare, make_draft
-from osd_hf.bench.display import figure, plot_speedups, stats_interval, text_table
-from osd_hf.compare import DraftComparison
+from osd_hf.evaluation.compare import DraftComparison
+from osd_hf.evaluation.display import figure, plot_speedups, stats_interval, text_table
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.prompts import Prompt
 

@@ -31,7 +31,7 @@ from common import K, drawing, last_share, load_pair, make_parser, pooled, recor
 from datasets import Dataset
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, fingerprint, rescore
-from osd_hf.bench.display import rolling_alpha
+from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.pair import Pair, load_model
 from osd_hf.replay import replay_each
 

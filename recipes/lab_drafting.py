@@ -29,8 +29,8 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, replay
-from osd_hf.bench.benchmark import System, benchmark
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
+from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.prompts import encode_turn
 from osd_hf.utils.report import provenance
 

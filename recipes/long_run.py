@@ -26,7 +26,7 @@ from common import drawing, make_parser, processor_seconds, run_facts, write_rep
 from tqdm import tqdm
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig
-from osd_hf.bench.controlled import random_pair
+from osd_hf.evaluation.controlled import random_pair
 
 MEASURED = 100  # requests before a mark whose time is taken
 

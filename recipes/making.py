@@ -38,9 +38,9 @@ from common import rows as rows_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace, UnsupportedModelError, record_traces
-from osd_hf.bench.display import figure, text_table
 from osd_hf.cutting import cut, depth
 from osd_hf.drafting.timing import measured_costs
+from osd_hf.evaluation.display import figure, text_table
 from osd_hf.making import Course, MakingConfig, Piece, outer_layers, split, taught_draft, teach
 from osd_hf.pair import load_model, load_tokenizer
 from osd_hf.prompts import encode_turn

@@ -23,8 +23,8 @@ from common import K, drawing, greedy, make_parser, prompts, run_facts, write_re
 from tqdm import tqdm
 
 from osd_hf import OnlineAssistant, Trace
-from osd_hf.bench.display import FROZEN, LEARNING
 from osd_hf.bundled import bundled_prompts, load_bundled
+from osd_hf.evaluation.display import FROZEN, LEARNING
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.smollm2 import smollm2_pair

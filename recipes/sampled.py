@@ -25,7 +25,7 @@ from common import DATASETS, K, gain, last_share, load_pair, make_parser, prompt
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.bench.benchmark import median_ratio
+from osd_hf.evaluation.benchmark import median_ratio
 from osd_hf.replay import replay_each
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -35,10 +35,10 @@ from common import K, gain, kept, make_parser, prompts, recorded_chats, recordin
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.bench.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio, serve_before
-from osd_hf.bench.display import figure, ratio_text, stats_interval, text_table
-from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bundled import DOMAINS
+from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio, serve_before
+from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_table
+from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.making import MakingConfig, taught_draft
 from osd_hf.pair import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn

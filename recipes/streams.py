@@ -49,7 +49,7 @@ from common import (
 )
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace
-from osd_hf.bench.display import rolling_alpha
+from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.replay import replay_each
 from osd_hf.utils.report import provenance
 

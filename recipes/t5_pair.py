@@ -60,7 +60,7 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, CorrectionStore, DistillConfig, OnlineConfig, Trace, distill, record_traces, replay
-from osd_hf.bench.display import rolling_alpha, rolling_window
+from osd_hf.evaluation.display import rolling_alpha, rolling_window
 from osd_hf.replay import replay_each
 
 STAGES = ("train", "record", "offline", "online", "live")

@@ -20,8 +20,8 @@ from test_batches import divergences, padded
 from test_lossless import transitions_fit
 
 from osd_hf import GateDecision, LearnerError, OnlineAssistant, OnlineConfig
-from osd_hf.bench.benchmark import compare_outputs
 from osd_hf.drafting.graphs import CapturedDraft, capture
+from osd_hf.evaluation.benchmark import compare_outputs
 from osd_hf.learning import learner
 from osd_hf.learning.updater import Updater
 

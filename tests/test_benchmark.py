@@ -18,11 +18,11 @@ from saved_pair import save_pair
 from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
 
 from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_traces, expected_speedup
-from osd_hf.bench.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark, in_turns
-from osd_hf.bench.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
-from osd_hf.bench.display import plot_speedups
 from osd_hf.cli.bench import _speed_row, _tables
 from osd_hf.cli.main import main
+from osd_hf.evaluation.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark, in_turns
+from osd_hf.evaluation.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
+from osd_hf.evaluation.display import plot_speedups
 from osd_hf.utils import threads
 from osd_hf.utils.threads import choose_threads
 
@@ -402,7 +402,7 @@ def test_the_command_labels_controlled_acceptance(tmp_path, capsys):
 
 
 def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.bench.benchmark.compare_outputs", lambda *args: "differing")
+    monkeypatch.setattr("osd_hf.evaluation.benchmark.compare_outputs", lambda *args: "differing")
     assert main([*CONTROLLED, "--dtype", "bfloat16", "--output-dir", str(tmp_path / "out")]) == 0
     assert "wider forwards round otherwise in bfloat16" in capsys.readouterr().out
     assert main([*CONTROLLED, "--output-dir", str(tmp_path / "out")]) == 1

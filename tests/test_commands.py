@@ -260,7 +260,7 @@ def test_a_command_reads_each_setting_that_it_offers(
         close = OnlineAssistant.close
         monkeypatch.setattr(OnlineAssistant, "close", lambda self: self.wait_until_idle(LONG) and close(self))
         monkeypatch.setattr(Running, "run", asked_a_few_times)
-    monkeypatch.setattr("osd_hf.bench.display.plot_alpha", lambda *args, **kwargs: None)
+    monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
     monkeypatch.setattr("osd_hf.cli.learn.plot_alpha", lambda *args, **kwargs: None)
     monkeypatch.setattr(OnlineConfig, "__getattribute__", noted, raising=False)
     assert main([command, *given]) == 0

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import AcceptanceStats, ConfigError, VocabularyMismatchError, compare, record_traces, replay
 from osd_hf.acceptance import Comparison, alpha_gain_interval
 from osd_hf.cli.main import main
-from osd_hf.compare import DraftComparison
 from osd_hf.errors import HubError
+from osd_hf.evaluation.compare import DraftComparison
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.hub.discovery import ROW
 from osd_hf.pair import load_draft

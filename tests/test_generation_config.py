@@ -31,10 +31,10 @@ from osd_hf import (
     record_traces,
     replay,
 )
-from osd_hf.bench.controlled import answer_greedily
 from osd_hf.cli.serve import ServeSettings, opened
 from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError
+from osd_hf.evaluation.controlled import answer_greedily
 from osd_hf.pair import eos_ids
 from osd_hf.server.requests import Asked
 from osd_hf.server.responses import Answer

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from osd_hf import AcceptanceStats, OnlineConfig
 from osd_hf.acceptance import Comparison
-from osd_hf.bench.benchmark import compare_outputs, median_ratio
-from osd_hf.bench.controlled import answer_greedily
-from osd_hf.bench.display import plot_alpha, rolling_alpha
-from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
+from osd_hf.evaluation.benchmark import compare_outputs, median_ratio
+from osd_hf.evaluation.controlled import answer_greedily
+from osd_hf.evaluation.display import plot_alpha, rolling_alpha
+from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later
 
 # What the compiler itself imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -116,7 +116,7 @@ def test_a_target_that_cannot_be_compiled_is_not_said_to_be(pair, tmp_path, monk
 
 
 def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.bench.benchmark.compare_outputs", lambda *args: "differing")
+    monkeypatch.setattr("osd_hf.evaluation.benchmark.compare_outputs", lambda *args: "differing")
     assert main(arguments(pair, tmp_path / "out", **SMALLER)) == 1
     assert "12 DIFFER" in capsys.readouterr().out
 

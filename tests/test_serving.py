@@ -38,7 +38,7 @@ def pair(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def unplotted(monkeypatch):
     """Only the run of `straight`, which is made before, draws its figure."""
-    monkeypatch.setattr("osd_hf.bench.display.plot_alpha", lambda *args, **kwargs: None)
+    monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
 
 
 @pytest.fixture(scope="module")

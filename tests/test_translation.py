@@ -30,8 +30,8 @@ from osd_hf import (
     replay,
     simulate,
 )
-from osd_hf.bench.benchmark import System
 from osd_hf.cli.run import RunSettings, run_command
+from osd_hf.evaluation.benchmark import System
 from osd_hf.learning.faults import Readable
 from osd_hf.trace import misshapen
 from osd_hf.translation import whole_text

@@ -13,17 +13,6 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.controlled import (
-    LABEL,
-    SHAPES,
-    ControlledAcceptance,
-    answer_greedily,
-    controlled_acceptance,
-    random_pair,
-)
-from osd_hf.bench.display import figure, plot_speedups, ratio_text, text_table
-from osd_hf.bench.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups, part
@@ -39,6 +28,17 @@ from osd_hf.cli.flags import (
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
+from osd_hf.evaluation.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.evaluation.controlled import (
+    LABEL,
+    SHAPES,
+    ControlledAcceptance,
+    answer_greedily,
+    controlled_acceptance,
+    random_pair,
+)
+from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, text_table
+from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
 from osd_hf.pair import load_pair, prompt_room, vocab_size_of
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.store.store import CorrectionStore

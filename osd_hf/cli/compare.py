@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from osd_hf.bench.display import figure, plot_speedups, stats_interval, text_table
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading, shown_name
-from osd_hf.compare import DraftComparison, compare
 from osd_hf.errors import ConfigError
+from osd_hf.evaluation.compare import DraftComparison, compare
+from osd_hf.evaluation.display import figure, plot_speedups, stats_interval, text_table
 from osd_hf.hub.discovery import push_rows
 from osd_hf.hub.push import check_push
 from osd_hf.pair import input_device, load_draft, load_model, load_tokenizer

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from osd_hf.bench.display import progress
 from osd_hf.capture.hook import scored
 from osd_hf.cli.arguments import in_groups
 from osd_hf.cli.flags import (
@@ -40,6 +39,7 @@ from osd_hf.engines.doctor import (
     sample,
 )
 from osd_hf.errors import ConfigError, DataError, ServerError
+from osd_hf.evaluation.display import progress
 from osd_hf.pair import load_config, load_eos_ids, load_model, load_tokenizer, prompt_room, vocab_size_of
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from osd_hf.bench.display import figure, stats_interval, text_table
 from osd_hf.cli.arguments import flag, in_groups, part
 from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, recorded
 from osd_hf.errors import ConfigError, DataError
+from osd_hf.evaluation.display import figure, stats_interval, text_table
 from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import save_draft

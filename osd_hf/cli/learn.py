@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from osd_hf.acceptance import AcceptanceStats, Comparison
-from osd_hf.bench.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import (
@@ -36,6 +35,7 @@ from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.remote import LEAST_REQUESTS, Way
 from osd_hf.engines.versions import PICTURE, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
+from osd_hf.evaluation.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.hub.buckets import StoreBucket, kept_alike
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility

@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from osd_hf.bench.display import text_table
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import ONE_DRAFT, DraftRevision, Dtype, Learning, Reporting, TargetRevision, adapters, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
+from osd_hf.evaluation.display import text_table
 from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.pair import load_config
 from osd_hf.utils.report import provenance

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 from huggingface_hub import get_token
 
-from osd_hf.bench.display import plot_domains, stats_interval
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading
 from osd_hf.errors import ConfigError
-from osd_hf.evaluate import evaluate
+from osd_hf.evaluation.display import plot_domains, stats_interval
+from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of, hub_id
 from osd_hf.hub.discovery import collect_draft
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft

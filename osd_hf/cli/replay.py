@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
-from osd_hf.bench import display
-from osd_hf.bench.display import comparison_row, figure, text_table
 from osd_hf.cli.arguments import flag
 from osd_hf.cli.flags import (
     NOBODY_WAITS,
@@ -26,6 +24,8 @@ from osd_hf.cli.flags import (
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
+from osd_hf.evaluation import display
+from osd_hf.evaluation.display import comparison_row, figure, text_table
 from osd_hf.pair import load_draft
 from osd_hf.replay import replay_each
 from osd_hf.simulate import simulate

@@ -19,9 +19,6 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench import display
-from osd_hf.bench.benchmark import pad_setting
-from osd_hf.bench.display import comparison_row, figure, rolling_window, text_table
 from osd_hf.cli.arguments import flag, in_groups, option
 from osd_hf.cli.flags import (
     NOBODY_WAITS,
@@ -35,6 +32,9 @@ from osd_hf.cli.flags import (
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
+from osd_hf.evaluation import display
+from osd_hf.evaluation.benchmark import pad_setting
+from osd_hf.evaluation.display import comparison_row, figure, rolling_window, text_table
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, fingerprint

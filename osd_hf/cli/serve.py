@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.benchmark import pad_setting
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import CHAT_TEMPLATE_KWARGS, ONE_DRAFT, THREADS, DraftRevision, Learning, TargetLoading, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
+from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.pair import input_device, load_pair
 from osd_hf.utils.threads import choose_threads

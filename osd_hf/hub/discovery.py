@@ -51,7 +51,7 @@ def push_rows(rows: Sequence[Mapping[str, Any]], repo_id: str, *, token: str | N
     made where it is missing, private; one that is there stays as open as it is: rows are figures and names alone.
 
     Args:
-        rows (`Sequence[Mapping[str, Any]]`): What [`~osd_hf.compare.DraftComparison.rows`] returns, columns of `ROW`.
+        rows (`Sequence[Mapping[str, Any]]`): What `DraftComparison.rows` returns, columns of `ROW`.
         repo_id (`str`), token (`str`, *optional*): As for [`~osd_hf.hub.push.push_folder`].
 
     Returns:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.bench.benchmark import System, benchmark
-from osd_hf.bench.display import progress
 from osd_hf.capture.hook import record_traces
 from osd_hf.errors import ConfigError, DataError
+from osd_hf.evaluation.benchmark import System, benchmark
+from osd_hf.evaluation.display import progress
 from osd_hf.hub.cards import Evaluation, EvaluationSet
 from osd_hf.pair import prompt_room
 from osd_hf.prompts import Prompt, encode_prompts

@@ -14,15 +14,15 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench import display
-from osd_hf.bench.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.bench.controlled import answer_greedily
-from osd_hf.bench.display import figure, ratio_text, text_table
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
 from osd_hf.capture.hook import record_traces
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
+from osd_hf.evaluation import display
+from osd_hf.evaluation.benchmark import BenchmarkReport, System, benchmark
+from osd_hf.evaluation.controlled import answer_greedily
+from osd_hf.evaluation.display import figure, ratio_text, text_table
 from osd_hf.pair import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each

@@ -17,7 +17,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import compiles_draft
 from osd_hf.drafting.timing import measured_costs
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.evaluate import answered
+from osd_hf.evaluation.evaluate import answered
 from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import EvaluationSet, hub_id
 from osd_hf.pair import check_pair, device_clock, input_device, is_peft, merged, unwrap

@@ -18,12 +18,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.bench.controlled import ControlledAcceptance, feeds_through
-from osd_hf.bench.display import progress
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.forward import CompiledTarget, DraftForward
 from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.evaluation.controlled import ControlledAcceptance, feeds_through
+from osd_hf.evaluation.display import progress
 from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
 from osd_hf.speedup import expected_speedup
 from osd_hf.trace import DraftRound, Trace, num_accepted
