@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from osd_hf.speedup import best_k, expected_block_efficiency, expected_speedup
     from osd_hf.store.store import CorrectionStore
     from osd_hf.trace import DraftRound, Trace
-    from osd_hf.translation import Translation
 
 __version__ = "0.1.0"
 
@@ -76,7 +75,6 @@ __all__ = [
     "StoreError",
     "TopicRouter",
     "Trace",
-    "Translation",
     "UnsupportedGenerationError",
     "UnsupportedModelError",
     "UpdateReport",
@@ -126,7 +124,6 @@ _HOMES = {
     "simulate": "SimulationReport simulate",
     "store.store": "CorrectionStore",
     "trace": "DraftRound Trace",
-    "translation": "Translation",
     "distillation.trainer": "DistillConfig DistillTrainer distill",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

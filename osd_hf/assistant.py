@@ -39,9 +39,11 @@ from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.pair import (
     check_learner,
     check_pair,
+    common_tokenizer,
     input_device,
     is_peft,
     load_named,
+    of_one_size,
     uncompiled,
     unwrap,
     vocab_size_of,
@@ -51,7 +53,6 @@ from osd_hf.prompts import OF_CHAT
 from osd_hf.routing import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
-from osd_hf.translation import joined
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack
 from osd_hf.utils.plots import svg
@@ -82,11 +83,9 @@ class OnlineAssistant:
         draft (`PreTrainedModel` or `str` or `Path`):
             A smaller model; if it is a `PeftModel`, only its adapter learns. Where its vocabulary is padded to another
             size than the target's, it is brought to that by [`align_vocab`].
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's; by default found where the models came from.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*):
+            The tokenizer of both, saved with the draft; by default found where the models came from.
         config (`OnlineConfig`, *optional*): How to draft and learn.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The draft's, saved with it; by default found where it came from, or the target's. Where both differ, the
-            draft reads and learns text as its tokenizer cuts it ([`Translation`]), neither compiled nor in batches.
         store (`CorrectionStore` or `str` or `Path`, *optional*):
             Where captured traces are logged, beside the learner's own buffer.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
@@ -116,15 +115,15 @@ class OnlineAssistant:
 
     Raises:
         UnsupportedModelError: a model that cannot be loaded or assisted, or cannot assist or learn.
-        VocabularyMismatchError: tokenizers differ and cannot be translated, or are not those of their models; or
-            vocabularies differ in size and no tokenizer shows that this is padding.
-        ConfigError: what a draft with a tokenizer of its own cannot do; a tracker that is not installed; a
-            `learner_device` that does not exist; an argument that is none, or is for a model that is loaded already.
+        VocabularyMismatchError: the tokenizers differ, or the vocabularies differ in size and no tokenizer shows that
+            this is padding.
+        ConfigError: a tracker that is not installed; a `learner_device` that does not exist; an unknown argument, or
+            one for a model that is loaded already.
     """
 
     def __init__(
         self, target: Any, draft: Any, tokenizer: Any = None, config: OnlineConfig | None = None, *,
-        assistant_tokenizer: Any = None, store: CorrectionStore | str | os.PathLike[str] | None = None,
+        store: CorrectionStore | str | os.PathLike[str] | None = None,
         router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None,
         autosave: str | os.PathLike[str] | None = None, report_to: str | Sequence[str] | None = None,
         on_update: Callable[[GateDecision], object] | None = None, **model_kwargs: Any,
@@ -134,16 +133,13 @@ class OnlineAssistant:
         check_pair(unwrap(self.target), unwrap(source))
         warn_of_order(unwrap(self.target), unwrap(source))
         check_learner(unwrap(source))
-        source, self.tokenizer, self.assistant_tokenizer, self.translation = joined(
-            unwrap(self.target), source, tokenizer, assistant_tokenizer
-        )
+        self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
+        source = of_one_size(source, unwrap(self.target), tokenizer)
         self.router = as_router(router)
         per_domain = self.router is not None
         has_adapter = is_peft(source) and not per_domain
         self._peft_config = peft_config or (source.active_peft_config if has_adapter else None)
-        self._drafts = DomainDrafts(
-            source, config, peft_config=peft_config, per_domain=per_domain, translation=self.translation
-        )
+        self._drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain)
         self.config = self._drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
@@ -214,8 +210,6 @@ class OnlineAssistant:
             with self._live.request():
                 return self.target.generate(*prompt, **generate_kwargs)
         generate_kwargs["assistant_model"] = self._drafts.base
-        if vocab_size_of(self._drafts.base) != vocab_size_of(target):  # which `generate` asks about
-            generate_kwargs |= {"tokenizer": self.tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(
             domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
@@ -316,11 +310,11 @@ class OnlineAssistant:
     ) -> Iterator[OnlineAssistant]:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
-        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft` and, where vocabularies differ
-        in size, `tokenizer` and `assistant_tokenizer`. Stopping criteria are asked about each token emitted, and
-        may remember. Criteria of your own are asked once a round, as transformers does, for a single prompt whose
-        answer is streamed, or returned with more than its tokens, or with a cache of yours. Only requests of this
-        context (thread or task) are seen; start other threads with `contextvars.copy_context().run`.
+        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria are asked
+        about each token emitted, and may remember. Criteria of your own are asked once a round, as transformers does,
+        for a single prompt whose answer is streamed, or returned with more than its tokens, or with a cache of yours.
+        Only requests of this context (thread or task) are seen; start other threads with
+        `contextvars.copy_context().run`.
 
         ```python
         pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)
@@ -585,18 +579,17 @@ class OnlineAssistant:
         # One version from the first file to the last.
         with self._drafts.lease(domain) as draft, taught_for(draft.model, self._drafts.taught_for(domain)):
             draft.model.save_pretrained(save_directory)
-        if self.assistant_tokenizer is not None:
-            self.assistant_tokenizer.save_pretrained(save_directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
 
-    def push_to_hub(self, repo_id: str, *, domain: str | None = None, custom_generate: bool = False, **kw: Any) -> str:
+    def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
         """Push a draft, adapters merged, with the tokenizer and a card without figures, which `osd-hf push` measures.
-        Takes arguments of `push_folder` and `save_draft` in `osd_hf.hub.push`: private unless `private=False`."""
+        Takes the arguments of `osd_hf.hub.push_folder`: private unless `private=False`."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
         facts = replace(facts, target_version=self._drafts.taught_for(domain))
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
-            save_draft(folder, draft.model, self.assistant_tokenizer, repo_id=repo_id, facts=facts,
-                       custom_generate=custom_generate)  # fmt: skip
+            save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant has it still.", **kw)
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:

@@ -339,19 +339,18 @@ def load_pair(
     target: str | None = None, draft: str | None = None, *, dtype: str = "auto", device: str | None = None,
     device_map: str | None = None, quantization: Quantization | None = None, attn_implementation: str | None = None,
     revision: str | None = None, draft_revision: str | None = None, trust_remote_code: bool = False,
-    translates: bool = False,
 ) -> Pair:  # fmt: skip
     """
     The models of these names, as [`load_model`] loads them, or the bundled pair (fp32, on the CPU unless a device is
     named) where neither is given. `device_map` and `quantization` are the target's alone: a draft learns, whole.
     `revision` is the target's on the Hub, `draft_revision` the draft's; both may run code that lies beside their
-    weights with `trust_remote_code`. With `translates` the draft may have a tokenizer of its own.
+    weights with `trust_remote_code`.
 
     Raises:
         ConfigError: one of the two is missing, how to load is told for the bundled pair, or what [`load_model`]
             raises.
         UnsupportedModelError: a model or the tokenizer cannot be loaded.
-        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens, and they may not.
+        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens.
     """
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
@@ -373,11 +372,8 @@ def load_pair(
     large, _ = load_named(target, None, device_map=device_map, quantization=quantization, **how, **versions[0])
     _, small = load_named(large, draft, **how, **versions[1])
     tokenizer = load_tokenizer(target, trust_remote_code=trust_remote_code, **versions[0])
-    own = find_tokenizer(small) if translates else None
-    if own is None or not differing(tokenizer, own):
-        common_tokenizer(tokenizer, large, small)
-        small = of_one_size(small, large)
-    return Pair(large, small, tokenizer)
+    common_tokenizer(tokenizer, large, small)
+    return Pair(large, of_one_size(small, large), tokenizer)
 
 
 def load_eos_ids(source: str, **model_kwargs: Any) -> tuple[int, ...]:
@@ -516,32 +512,27 @@ def check_sizes(target: Any, draft: Any) -> None:
     if size != draft_size:
         raise VocabularyMismatchError(
             f"The target has {size} tokens, the draft {draft_size}. If they share one tokenizer and differ only in "
-            "padding, use `draft = align_vocab(draft, target, tokenizer)`; otherwise choose a draft of the target's "
-            "family."
+            "padding, use `draft = align_vocab(draft, target, tokenizer)`; otherwise make a draft from the target "
+            "with `make_draft`, or choose one of the target's family."
         )
 
 
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     """Refuse tokenizers whose vocabularies differ in more than added tokens, such as those of a chat template, which a
     draft learns as the target uses them; raises VocabularyMismatchError."""
-    tokens = differing(target_tokenizer, draft_tokenizer)
+    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    added = target_tokenizer.get_added_vocab().keys() | draft_tokenizer.get_added_vocab().keys()
+    names = sorted((ours.keys() | theirs.keys()) - added)
+    tokens = [(token, ours.get(token), theirs.get(token)) for token in names if ours.get(token) != theirs.get(token)]
     if not tokens:
         return
     shown = ", ".join(f"{token!r} ({ours} / {theirs})" for token, ours, theirs in tokens[:3])
     raise VocabularyMismatchError(
-        f"The tokenizers of target and draft differ in {len(tokens)} tokens, such as {shown}. A draft can only "
-        "learn token distributions of its own tokenizer; choose a draft of the target's family."
+        f"The tokenizers of target and draft differ in {len(tokens)} tokens, such as {shown}. The draft must have "
+        "the target's tokenizer: make one from the target with `make_draft`, or choose a draft of the target's family."
     )
-
-
-def differing(target_tokenizer: Any, draft_tokenizer: Any) -> list[tuple[str, int | None, int | None]]:
-    """The tokens that are not the same in both vocabularies, but for added ones, with their ids."""
-    ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
-    if ours == theirs:
-        return []
-    added = target_tokenizer.get_added_vocab().keys() | draft_tokenizer.get_added_vocab().keys()
-    tokens = sorted((ours.keys() | theirs.keys()) - added)
-    return [(t, ours.get(t), theirs.get(t)) for t in tokens if ours.get(t) != theirs.get(t)]
 
 
 def find_tokenizer(model: Any) -> Any:
@@ -604,7 +595,8 @@ def align_vocab(draft: Any, target: Any, tokenizer: Any = None) -> Any:
     if highest >= min(size, old_size):
         raise VocabularyMismatchError(
             f"The tokenizer uses ids up to {highest}, but the target has {size} rows and the draft {old_size}: they "
-            "differ in more than padding and added tokens. Choose a draft of the target's family."
+            "differ in more than padding and added tokens. Make a draft from the target with `make_draft`, or choose "
+            "one of the target's family."
         )
     aligned = copy.deepcopy(draft)
     if draft in _TOKENIZERS:

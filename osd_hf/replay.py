@@ -29,7 +29,6 @@ from osd_hf.errors import (
 from osd_hf.logits_processors import Processors
 from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
-from osd_hf.translation import Translated, Translation
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels, linear_of
 from osd_hf.utils.yielding import computing, give_way
@@ -46,9 +45,8 @@ _PLAIN_HEADS: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def replay(
-    draft: Any, traces: Iterable[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32,
-    translation: Translation | None = None,
-) -> AcceptanceStats:  # fmt: skip
+    draft: Any, traces: Iterable[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
+) -> AcceptanceStats:
     """
     Acceptance that a draft would have had on recorded traces: one teacher-forced pass over each, no target.
 
@@ -58,17 +56,11 @@ def replay(
     along the recorded answer, each position accepted with the overlap sum_x min(p, q) of the processed distributions
     (arXiv 2211.17192); what lies in the tail of a stored row is taken as spread evenly.
 
-    A draft with a tokenizer of its own is counted in the target's tokens, too, greedy and sampled traces alike: one of
-    them is right where the draft predicts all that it is made of. This is near to a live run, not exact: there a round
-    may begin in the middle of a word, where the draft goes on from what is there. Where its tokenizer cannot spell a
-    text, or makes it longer than the draft's positions, nothing is drafted.
-
     Args:
-        draft (`PreTrainedModel`): Any draft with the target's vocabulary, or one to translate to; not changed.
+        draft (`PreTrainedModel`): Any draft with the target's vocabulary; not changed.
         traces (`Iterable[Trace]`): Of one kind of model; recordings of the target alone will do.
         num_assistant_tokens (`int`, *optional*, defaults to 5): k, tokens drafted per round.
         batch_size (`int`, *optional*, defaults to 32): Traces per forward at most.
-        translation (`Translation`, *optional*): To the tokens of the draft, where they are its own.
 
     Returns:
         `AcceptanceStats`, its requests in the order of the traces.
@@ -78,26 +70,23 @@ def replay(
         DataError: a trace whose rows are another target's than its answer.
         VocabularyMismatchError: a trace of another vocabulary than the draft's.
     """
-    each = replay_each(draft, list(traces), num_assistant_tokens, batch_size=batch_size, translation=translation)
+    each = replay_each(draft, list(traces), num_assistant_tokens, batch_size=batch_size)
     return sum(each, AcceptanceStats())
 
 
 @neutral_context()
 @torch.inference_mode()
 def replay_each(
-    draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32,
-    translation: Translation | None = None,
-) -> list[AcceptanceStats]:  # fmt: skip
+    draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
+) -> list[AcceptanceStats]:
     """Like [`replay`], but one `AcceptanceStats` per trace."""
-    _check(draft, traces, num_assistant_tokens, translation)
+    _check(draft, traces, num_assistant_tokens)
     stats = [AcceptanceStats()] * len(traces)
-    greedy = [i for i, trace in enumerate(traces) if translation is not None or not trace.is_sampled]
-    redrafted = redraft(
-        draft, [traces[i] for i in greedy], num_assistant_tokens, batch_size=batch_size, translation=translation
-    )
+    greedy = [i for i, trace in enumerate(traces) if not trace.is_sampled]
+    redrafted = redraft(draft, [traces[i] for i in greedy], num_assistant_tokens, batch_size=batch_size)
     for i, trace in zip(greedy, redrafted, strict=True):
         stats[i] = AcceptanceStats.from_rounds(trace.rounds)
-    sampled = [i for i, trace in enumerate(traces) if translation is None and trace.is_sampled]
+    sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
     accepted: list[NDArray[Any]] = []
     for i, first, rows in raw_rows(draft, [traces[i] for i in sampled], batch_size):
         trace = traces[sampled[i]]
@@ -112,27 +101,15 @@ def replay_each(
 @neutral_context()
 @torch.inference_mode()
 def redraft(
-    draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32,
-    translation: Translation | None = None,
-) -> list[Trace]:  # fmt: skip
+    draft: Any, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
+) -> list[Trace]:
     """The greedy traces as a live run with this draft would have captured them: with its rounds in place of the
     recorded ones, drafted tokens that no forward has seen being -1. Takes the arguments of [`replay`]."""
-    _check(draft, traces, num_assistant_tokens, translation)
+    _check(draft, traces, num_assistant_tokens)
     drafted: list[Trace] = list(traces)
     predicted: list[NDArray[Any]] = []
-    translated: dict[int, Translated] = {}
-    positions = getattr(draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    for i, trace in enumerate(traces if translation is not None else ()):
-        with contextlib.suppress(DataError):
-            made = translation(trace)  # type: ignore[misc]
-            if positions is None or len(made.trace.prompt_ids) + len(made.trace) - 1 <= positions:
-                translated[i] = made
-        if i not in translated:  # nothing is drafted where the text cannot be spelled, or does not fit
-            drafted[i] = replace(trace, rounds=(DraftRound(np.zeros(0, np.int32), 0, 1),) * len(trace))
-    places = range(len(traces)) if translation is None else list(translated)
-    read = [translated[i].trace if i in translated else traces[i] for i in places]
-    for place, first, rows in raw_rows(draft, read, batch_size):
-        i, trace = places[place], read[place]
+    for i, first, rows in raw_rows(draft, traces, batch_size):
+        trace = traces[i]
         if first == 0:
             processors, predicted = Processors(draft, trace), []
         if processors.processors:
@@ -141,17 +118,14 @@ def redraft(
             parts = [rows.argmax(-1)]
         predicted.append(torch.cat(parts).cpu().numpy())
         if first + len(rows) == len(trace):
-            tokens, trace = np.concatenate(predicted), traces[i]
-            if i in translated:
-                tokens = translated[i].back(tokens, trace.completion_ids)
-            drafted[i] = replace(trace, rounds=tuple(_rounds(trace, tokens, num_assistant_tokens)))
+            drafted[i] = replace(trace, rounds=tuple(_rounds(trace, np.concatenate(predicted), num_assistant_tokens)))
     return drafted
 
 
-def _check(draft: Any, traces: Sequence[Trace], k: int, translation: Translation | None) -> None:
+def _check(draft: Any, traces: Sequence[Trace], k: int) -> None:
     if k < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
-    size = vocab_size_of(draft) if translation is None else translation.vocab_size
+    size = vocab_size_of(draft)
     for trace in traces:
         if trace.is_rescored:
             raise DataError(

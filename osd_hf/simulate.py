@@ -17,7 +17,6 @@ from osd_hf.learning.updater import UpdateReport
 from osd_hf.replay import redraft, replay_each
 from osd_hf.routing import RoutedPrompt, Router, as_router
 from osd_hf.trace import Trace
-from osd_hf.translation import Translation
 
 __all__ = ["SimulationReport", "serve_recorded", "simulate"]
 
@@ -62,7 +61,7 @@ class SimulationReport:
 def simulate(
     draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *,
     router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None, tokenizer: Any = None,
-    translation: Translation | None = None, learner: Learner | None = None,
+    learner: Learner | None = None,
     on_request: Callable[[int, AcceptanceStats], object] | None = None,
     on_update: Callable[[int, UpdateReport], object] | None = None,
 ) -> SimulationReport:  # fmt: skip
@@ -79,8 +78,6 @@ def simulate(
         router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
             Drafts per domain and adapters, as for [`OnlineAssistant`]; a trace's `domain` is its label.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): For routers that read text.
-        translation (`Translation`, *optional*):
-            To the tokens of a draft with a tokenizer of its own, as for [`replay`], which is near to a live run then.
         learner (`Learner`, *optional*):
             The learner of an earlier report, to go on with; `draft`, `config` and `peft_config` are its own then.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):
@@ -105,7 +102,7 @@ def simulate(
     if learner is None:
         config = replace(config, max_duty_cycle=1.0, compile_draft=False)  # nothing is drafted here
         per_domain = routes is not None
-        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain, translation=translation)
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain)
         learner = Learner(drafts, drafts.config)
     k = learner.config.compared_k or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
@@ -188,9 +185,9 @@ def _redrafted(learner: Learner, traces: Sequence[Trace], k: int) -> list[tuple[
         those = [traces[i] for i in places]
         with drafts.lease(key, original=learner.prefers_original(key)) as draft:
             if is_sampled:
-                found = replay_each(draft.model, those, k, translation=drafts.translation)
+                found = replay_each(draft.model, those, k)
             else:
-                those = redraft(draft.model, those, k, translation=drafts.translation)
+                those = redraft(draft.model, those, k)
                 found = [AcceptanceStats.from_rounds(trace.rounds) for trace in those]
             for i, trace, stats in zip(places, those, found, strict=True):
                 drafted[i] = replace(trace, draft_version=draft.version), stats

@@ -23,7 +23,6 @@ class FakeHub:
     Attributes:
         repos: (kind, id) -> file -> bytes.
         public: those of them that everybody may read.
-        collections: slug -> collection, as the Hub answers it.
         asked: (method, path) of each request.
         refuse: path pattern -> status that is given instead, or `"drop"` to hang up.
     """
@@ -31,7 +30,6 @@ class FakeHub:
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], dict[str, bytes]] = {}
         self.public: set[tuple[str, str]] = set()
-        self.collections: dict[str, dict[str, Any]] = {}
         self.blobs: dict[str, bytes] = {}
         self.cards: list[str] = []
         self.asked: list[tuple[str, str]] = []
@@ -115,30 +113,6 @@ def handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                         del repo[value["path"]]
                 self.json({"success": True, "commitUrl": f"{hub.address}/{match[2]}/commit/{COMMIT}",
                            "commitOid": COMMIT, "hookOutput": ""})  # fmt: skip
-            elif path == "/api/collections":
-                asked = json.loads(body)
-                slug = f"{asked['namespace']}/{re.sub(r'[^a-z0-9]+', '-', asked['title'].lower())}"
-                if slug in hub.collections:
-                    self.json({"error": "there is one", "slug": slug}, 409)
-                    return
-                hub.collections[slug] = {
-                    "slug": slug, "title": asked["title"], "owner": {}, "items": [], "position": 0, "upvotes": 0,
-                    "lastUpdated": "2026-01-01T00:00:00.000Z", "private": asked["private"], "theme": "green",
-                }  # fmt: skip
-                self.json(hub.collections[slug])
-            elif match := re.fullmatch(r"/api/collections/([^/]+/[^/]+)(/items)?(?:/(\d+))?", path):
-                found = hub.collections[match[1]]
-                asked = json.loads(body or b"{}")
-                note = {"text": asked["note"]} if "note" in asked else None
-                if match[3]:
-                    found["items"][int(match[3])]["note"] = note
-                elif match[2]:
-                    if asked["item"]["id"] in [item["id"] for item in found["items"]]:
-                        self.json({"error": "it is there"}, 409)
-                        return
-                    place = len(found["items"])
-                    found["items"].append({**asked["item"], "_id": str(place), "position": place, "note": note})
-                self.json(found)
             elif match := re.fullmatch(r"/(datasets/)?(.+?)/resolve/[^/]+/(.+)", path):
                 file = hub.repos.get(("dataset" if match[1] else "model", match[2]), {}).get(match[3])
                 if file is None:

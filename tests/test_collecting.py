@@ -9,7 +9,6 @@ import gc
 import json
 import logging
 import os
-import shutil
 import socket
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 import pytest
-from fake_buckets import FakeBuckets
 from fake_engine import FakeEngine, completion, fake_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -412,40 +410,6 @@ def test_the_command_collects(
     written = sum(p.stat().st_size for p in (tmp_path / "store").glob("*/*.parquet"))
     assert (found["bytes"], found["bytes_per_token"]) == (written, written / size)
     assert f"9 requests with {size} tokens" in capsys.readouterr().out
-
-
-def test_what_is_collected_goes_to_a_bucket_which_may_be_away(
-    run: Any,
-    engine: FakeEngine,
-    rows: Path,
-    recorded: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
-    capsys: Any,
-) -> None:
-    hub = FakeBuckets()
-    hub.patch(monkeypatch)
-    flags = ["--url", engine.address, "--prompts", rows, "--column", "question"]
-    flags += ["--bucket", "hf://buckets/me/corrections"]
-
-    def away(name: str, given: Any) -> None:
-        raise ConnectionError("the network is down")
-
-    hub.before = away
-    assert run(*flags) == 1  # what comes of a bucket ends no collection, and is not passed over
-    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
-    assert "hf://buckets/me/corrections has not got all: run it again, or keep" in capsys.readouterr().err
-    assert "'hf://buckets/me/corrections' could not be reached to the end: the network is down" in caplog.text
-    hub.before = lambda name, given: None
-    assert run(*flags, "--resume") == 0  # which asks nothing, and copies what there is
-    for path, data in hub.files["me/corrections"].items():
-        (tmp_path / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "copy" / path).write_bytes(data)
-    shutil.copy(tmp_path / "store" / shards.MARKER_NAME, tmp_path / "copy")
-    assert_recorded(CorrectionStore(tmp_path / "copy"), recorded)
-    for wrong in (["--bucket-seconds", "3"], ["--bucket", "me/corrections"], [*flags[-2:], "--bucket-seconds", "0"]):
-        assert run(*flags[:-2], *wrong) == 2
 
 
 @pytest.mark.parametrize(

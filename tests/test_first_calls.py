@@ -291,11 +291,13 @@ def test_an_argument_for_loading_needs_a_model_to_load(repos: Path) -> None:
         OnlineAssistant(target, draft, on_updates=print)
 
 
-def test_other_tokenizers_are_refused_where_nothing_translates(repos: Path, tmp_path: Path) -> None:
+def test_other_tokenizers_are_refused(repos: Path, tmp_path: Path) -> None:
     qwen(68, 16, 1, tied=True, seed=1).save_pretrained(tmp_path)
     models.tokenizer(characters="zyxwvutsrqponm").save_pretrained(tmp_path)
-    with pytest.raises(VocabularyMismatchError, match="choose a draft of the target's family"):
+    with pytest.raises(VocabularyMismatchError, match="make one from the target with `make_draft`"):
         pairs.load_pair(str(repos / "7B"), str(tmp_path))
+    with pytest.raises(VocabularyMismatchError, match="make one from the target with `make_draft`"):
+        OnlineAssistant(repos / "7B", tmp_path)
 
 
 # --- a chat, a pipeline ---------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ import yaml
 from fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
 from huggingface_hub import DatasetCard, ModelCard, ModelInfo
 from peft import LoraConfig, get_peft_model
-from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from osd_hf import (
@@ -38,7 +37,6 @@ from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
-from osd_hf.hub.discovery import ROW, collect_draft, push_rows
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.pair import load_model
 from osd_hf.prompts import Prompt, encode_turn
@@ -73,7 +71,7 @@ def published(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [Prompt(i, e.prompt, "finance") for i, e in enumerate(bundled_prompts("finance", 12, seed=7))]
     dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32, dataset_id="somebody/prompts")
     evaluation = evaluate(target, before, after, tokenizer, dataset, num_assistant_tokens=4)
-    save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation, custom_generate=True)
+    save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation)
     return folder
 
 
@@ -116,22 +114,6 @@ def in_fresh_process(hub: FakeHub, folder: Path, code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-# Of the Hub, from a folder, and sampled: the answers are the target's, by the code and the draft of the repo.
-AS_CARRIED = """
-from huggingface_hub import snapshot_download
-
-module = sys.modules[target.load_custom_generate("me/draft", trust_remote_code=True).__module__]
-assert next(iter(module._drafts[target])) == ("me/draft", "COMMIT")
-assert len(module._pacers[target]) == 1
-alone = target.generate(**inputs, max_new_tokens=64, do_sample=False)
-assert torch.equal(output, alone)
-folder = snapshot_download("me/draft")
-how = {"custom_generate": folder, "trust_remote_code": True}
-assert torch.equal(target.generate(**inputs, **how, max_new_tokens=64, do_sample=False), alone)
-assert target.generate(**inputs, **how, max_new_tokens=8, do_sample=True).shape[1] <= inputs["input_ids"].shape[1] + 8
-""".replace("COMMIT", COMMIT)
 
 
 def pushed(folder: Path, *, exist_ok: bool = True) -> str:
@@ -295,7 +277,6 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
     assert set(repo) >= {
         "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
         "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml",
-        "custom_generate/generate.py", "custom_generate/drafting.py",
     }  # fmt: skip
     assert set(here.cards) == {repo["README.md"].decode()}  # as the Hub validates it
     # A push without figures leaves none of the weights before.
@@ -307,8 +288,6 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     snippets = re.findall(r"```python\n(.*?)```", repo["README.md"].decode(), re.DOTALL)
-    assert sum("custom_generate=" in snippet for snippet in snippets) == 1
-    snippets.insert(-1, AS_CARRIED)
     code = "\n".join(snippets).replace('"somebody/target"', repr(str(tmp_path / "target")))
     code = "import gc, sys\ngc.disable()\nsys.modules['osd_hf'] = None\n" + code  # imports alone are no garbage
     said = in_fresh_process(here, tmp_path, code).splitlines()
@@ -528,45 +507,6 @@ def test_an_assistant_pushes_to_a_private_repo(here: FakeHub, monkeypatch: pytes
 def test_an_empty_store_is_not_published() -> None:
     with pytest.raises(ConfigError, match="nothing to publish"):
         push_store(CorrectionStore(), "me/corrections", license="mit", token=TOKEN)
-
-
-# --- found by others ------------------------------------------------------------------------------------------------
-
-
-def test_drafts_are_put_into_the_collection_of_their_target(here: FakeHub) -> None:
-    address = collect_draft("me/one", "them/large", note="alpha 0.5")
-    assert collect_draft("me/two", "them/large", note="alpha 0.7", private=False) == address
-    assert collect_draft("me/one", "them/large", note="alpha 0.6") == address
-    assert collect_draft("me/three", "them/another") != address
-    found = here.collections[address.removeprefix(f"{here.address}/collections/")]
-    assert (found["title"], found["private"]) == ("Drafts for them/large", True)
-    held = {item["id"]: item["note"]["text"] for item in found["items"]}
-    assert held == {"them/large": "the target", "me/one": "alpha 0.6", "me/two": "alpha 0.7"}
-    here.refuse = {"/items": 403}
-    with pytest.raises(HubError, match="may not write to 'me/two'. .* The draft is pushed"):
-        collect_draft("me/two", "them/large")
-
-
-def test_comparisons_are_appended_to_a_leaderboard(here: FakeHub, tmp_path: Path) -> None:
-    first = {"target": "them/large", "draft": "me/one", "alpha": 0.5, "num_prompts": 24, "draft_revision": None}
-    assert push_rows([first], "me/board").endswith("/datasets/me/board")
-    repo = here.repos["dataset", "me/board"]
-    assert ("dataset", "me/board") not in here.public
-    card = DatasetCard(repo["README.md"].decode())
-    assert card.data.configs == [{"config_name": "default", "data_files": "data/*.parquet"}]
-    assert "--leaderboard me/board" in card.text
-    repo["README.md"] = b"of its owner"
-    here.public.add(("dataset", "me/board"))
-    push_rows([{**first, "draft": "you/two"}, {**first, "draft": "you/three"}], "me/board")
-    assert repo["README.md"] == b"of its owner"
-    for name in repo.keys() - {"README.md"}:
-        (tmp_path / Path(name).name).write_bytes(repo[name])
-    table = parquet.read_table(tmp_path)
-    assert table.schema.equals(ROW)
-    assert sorted(table["draft"].to_pylist()) == ["me/one", "you/three", "you/two"]
-    here.refuse = {"/commit/main": 403}
-    with pytest.raises(HubError, match="The comparison is not on the leaderboard"):
-        push_rows([first], "me/board")
 
 
 # --- for an engine --------------------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from fake_buckets import FakeBuckets
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import ModuleProcess
@@ -934,34 +933,6 @@ def test_what_cannot_be_is_refused(flags: list[str], said: str, tmp_path: Path, 
     assert main(["proxy", "--url", "http://localhost:1", "--store", str(tmp_path / "s"), "--port", "0", *flags]) != 0
     told = capsys.readouterr().err
     assert said in told and "secret" not in told and not (tmp_path / "s").exists()
-
-
-def test_what_passed_last_is_in_the_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = FakeBuckets()
-    hub.patch(monkeypatch)
-
-    class Running:
-        """A server that is told to end once it has been asked."""
-
-        address = "here"
-
-        def __init__(self, *_: Any) -> None: ...
-
-        def run(self, app: Any, **_: Any) -> None:
-            async def served_once() -> list[int]:
-                async with app.router.lifespan_context(app):
-                    return [(await ask(app, CHAT, ASKS[CHAT]))[0] for _ in range(2)]
-
-            assert asyncio.run(served_once()) == [200] * 2
-
-    monkeypatch.setattr("osd_hf.server.listener.Running", Running)
-    pair = save_pair(tmp_path / "pair")
-    with served(FakeVLLM()) as address:
-        flags = ["--url", address, "--store", tmp_path / "store", "--target", pair / "target", "--share", "1",
-                 "--num-logprobs", KEPT, "--bucket", "hf://buckets/me/corrections"]  # fmt: skip
-        assert main(["proxy", *map(str, flags)]) == 0
-    [shard] = (tmp_path / "store").glob("*/*.parquet")
-    assert hub.files["me/corrections"] == {f"{shard.parent.name}/{shard.name}": shard.read_bytes()}
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ PUBLIC_NAMES = {
     "capture_traces",
     "record_traces",
     "Trace",
-    "Translation",
     "DraftRound",
     "EmittedToken",
     "emitted_tokens",

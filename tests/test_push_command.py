@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import models
 import pytest
@@ -105,8 +104,6 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
         (["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"], "leave out --before"),
         (["export", "new", "--draft", "d", "--bundled", "--target", "t"], "leave out --target"),
         (["push", "me/draft", "--draft", "d", "--bundled", "--column", "c"], "nothing without --prompts"),
-        (["push", "me/draft", "--draft", "d", "--bundled", "--collection"], "--collection is of the drafts for a tar"),
-        (["push", "me/draft", "--draft", "d", "--collection", "--dry-run", "--output-dir", "new"], "with --dry-run"),
         (["export", "new", "--draft", "nowhere"], "nowhere"),
     ],
 )
@@ -190,26 +187,6 @@ def test_the_push_is_private_unless_it_is_asked_to_be_public(
     assert main(["push", "me/draft", "--bundled", "--draft", str(learned), *sizes, *flags]) == 0
     assert asked == [private, private]  # before the work, and at its end
     assert "pushed to https://hub/me/draft" in capsys.readouterr().out
-
-
-def test_a_pushed_draft_goes_into_a_collection_where_that_is_asked_for(
-    learned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    collected: list[Any] = []
-    monkeypatch.setenv("HF_TOKEN", "hf_fake")
-    monkeypatch.setattr("osd_hf.cli.push.load_pair", lambda *names, **how: load_bundled())
-    monkeypatch.setattr("osd_hf.cli.push.check_visibility", lambda *args: None)
-    monkeypatch.setattr("osd_hf.cli.push.push_folder", lambda *args, **how: "https://hub/me/draft")
-    monkeypatch.setattr("osd_hf.cli.push.collect_draft", lambda *args, **how: collected.append((args, how)) or "there")
-    sizes = ["--num-requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--public", "--device", "cpu"]
-    models = ["--draft", str(learned), "--target", "them/large", "--before", "them/small"]
-    assert main(["push", "me/draft", *models, *sizes, "--collection"]) == 0
-    ((args, how),) = collected
-    assert args == ("me/draft", "them/large")
-    assert how["private"] is False
-    said = capsys.readouterr().out
-    assert f"alpha after: {how['note'].split()[1]} " in said
-    assert "put into there" in said
 
 
 def test_a_push_is_public_or_private(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ import models
 import numpy as np
 import pytest
 import torch
-from fake_buckets import FakeBuckets
 from fake_engine import completion
 from fake_vllm import FakeVLLM, connecting
 from processes import run_python
@@ -54,7 +53,6 @@ from osd_hf.engines.deploy import Deployer
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import VersionFolder, folder_name
 from osd_hf.engines.vllm_reload import weights_digest
-from osd_hf.hub.buckets import StoreBucket
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.updater import Updater
@@ -946,27 +944,6 @@ def test_the_command_ends_after_so_many_requests(flags: list[str], tmp_path: Pat
     for count in (5, 8):
         assert main([*flags, "--num-requests", "5", "--once", "--json", str(tmp_path / "report.json")]) == 0
         assert json.loads((tmp_path / "report.json").read_text())["requests"] == count
-
-
-def test_the_command_learns_what_a_bucket_has(
-    flags: list[str], recorded: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    hub = FakeBuckets()
-    hub.patch(monkeypatch)
-    flags += ["--bucket", "hf://buckets/me/corrections/qwen"]
-    collected = StoreBucket(tmp_path / "collected", flags[-1])
-    flags[flags.index(str(collected.folder))] = str(tmp_path / "copied")
-    assert main([*flags, "--once"]) == 1  # there is none, and it is not the learner that makes one
-    assert "There is no bucket 'me/corrections'" in capsys.readouterr().err
-    assert collected.upload() == 3
-    assert main([*flags, "--once", "--json", str(tmp_path / "report.json")]) == 0
-    assert json.loads((tmp_path / "report.json").read_text())["requests"] == 8
-    written(tmp_path / "collected", recorded[8:])
-    assert collected.upload() == 1
-    assert main([*flags, "--num-requests", "4", "--json", str(tmp_path / "report.json")]) == 0  # comes meanwhile
-    assert json.loads((tmp_path / "report.json").read_text())["requests"] == 12
-    assert main([*flags, "--once", "--store", str(tmp_path / "second")]) == 2
-    assert "--bucket is copied to one --store" in capsys.readouterr().err
 
 
 def test_an_empty_store_is_waited_for_or_left(flags: list[str], tmp_path: Path, capsys: Any) -> None:

@@ -120,8 +120,6 @@ class BatchRequest(Decoding):
         for drafting in drafts:
             if why := drafting.hindrance():
                 return why
-            if drafting.translation is not None:
-                return "the draft has a tokenizer of its own"
         if self.kwargs.get("mm_encoder_outputs") is not None:
             return "a multimodal model numbers the positions of a batch by itself"
         if others:

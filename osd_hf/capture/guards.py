@@ -52,7 +52,7 @@ REFUSED_ARGUMENTS = (
     ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
      "assistant.attached():`"),
     ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
-    ("assistant_tokenizer", "the assistant knows the tokenizer of its draft. Pass it to `OnlineAssistant`"),
+    ("assistant_tokenizer", "the draft has the target's tokenizer. Leave it out"),
 )  # fmt: skip
 # Arguments under which `target.generate` answers alone: name, reason.
 ALONE_ARGUMENTS = (

@@ -320,13 +320,10 @@ class Request(Decoding):
         for lease in self.leases:
             if lease.model is not None:
                 self.kwargs["assistant_model"] = lease.model
-        if self.kwargs.get("assistant_tokenizer") is not None and (
-            self.drafting is None or self.drafting.translation is None
-        ):
+        if self.kwargs.get("assistant_tokenizer") is not None:
             raise UnsupportedGenerationError(
-                "`assistant_tokenizer` was given: a draft with a tokenizer of its own is seen, and learns, only where "
-                "an assistant serves it. Pass the draft and its tokenizer to `OnlineAssistant`, and "
-                "`assistant_model=assistant.draft` here; or use a draft with the target's tokenizer."
+                "`assistant_tokenizer` is not supported: the draft must have the target's tokenizer. Make such a "
+                "draft from the target with `make_draft`."
             )
 
     @contextlib.contextmanager
@@ -348,7 +345,6 @@ class Request(Decoding):
                 self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
             if self.drafting is not None:
                 # A draft's token is one that the processors allow, and they may not bear another one.
-                # Nor does a draft with a tokenizer of its own read what is not text.
                 may_repeat = self.prompts is not None and all(map(bears_any_token, self.kwargs["logits_processor"]))
                 do_sample = bool(self.config.do_sample)
                 self.pace = self.drafting.pace(self.domain, do_sample=do_sample, may_repeat=may_repeat)

@@ -39,11 +39,10 @@ from osd_hf.evaluation.controlled import (
 )
 from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
-from osd_hf.pair import load_pair, prompt_room, vocab_size_of
+from osd_hf.pair import load_pair, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
-from osd_hf.translation import tokenizers_of
 from osd_hf.utils.report import make_folder, provenance, write_report
 from osd_hf.utils.threads import choose_threads
 
@@ -224,8 +223,7 @@ def _systems(
 
 
 def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
-    target, draft, tokenizer = load_pair(settings.target, settings.draft, translates=True, **settings.loading)
-    _, own = tokenizers_of(tokenizer, None, target, draft)
+    target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
     if settings.prompts is None:
         stream, prompts = _bundled_prompts(settings, tokenizer)
     else:
@@ -237,16 +235,13 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
     drafts, earlier = {"static": draft}, CorrectionStore()
     if stream:
         config = OnlineConfig(num_assistant_tokens=settings.ks[0], seed=settings.seed)
-        with OnlineAssistant(target, draft, tokenizer, config, assistant_tokenizer=own, store=earlier) as assistant:
+        with OnlineAssistant(target, draft, tokenizer, config, store=earlier) as assistant:
             serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
-    compiles = settings.compile_draft and own is None
-    systems = _systems(drafts, settings.ks, compiles=compiles, earlier=list(earlier))
-    if own is not None and vocab_size_of(target) == vocab_size_of(draft):
-        systems = [s for s in systems if s.kind != "stock"]  # transformers takes both for one vocabulary
+    systems = _systems(drafts, settings.ks, compiles=settings.compile_draft, earlier=list(earlier))
     report = benchmark(
-        target, systems, prompts, tokenizer=tokenizer, assistant_tokenizer=own,
-        max_new_tokens=settings.max_new_tokens, watched_requests=settings.watched_requests, show_progress=True,
+        target, systems, prompts, tokenizer=tokenizer, max_new_tokens=settings.max_new_tokens,
+        watched_requests=settings.watched_requests, show_progress=True,
     )  # fmt: skip
     return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
 

@@ -17,7 +17,7 @@ from osd_hf.cli.arguments import in_groups, option
 from osd_hf.cli.flags import SERVER, Collecting, Prompts, Server, stopping
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engines.completions import ResponseReader
-from osd_hf.errors import ConfigError, DataError, HubError, ServerError, StoreError
+from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.pair import load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.store.store import CorrectionStore
@@ -79,19 +79,16 @@ def collect_command(settings: CollectSettings) -> int:
     if settings.log is not None:
         log = LogReader(settings.log, LogReader.place_in(settings.store, settings.log))
     report = CollectionReport()
-    failed: StoreError | ServerError | DataError | HubError | None = None
-    with settings.copying() as copying:
-        try:
-            with store:
-                if encoded is not None:
-                    _from_server(settings, key, encoded, reader, store, report)
-                if log is not None:
-                    _from_log(settings, log, reader, store, report)
-        except (StoreError, ServerError, DataError) as error:  # what was collected is reported all the same
-            failed = error
-        _report(settings, report, store.written_nbytes)
-    if copying.is_behind and failed is None and not report.unanswered:
-        failed = HubError(f"{settings.bucket} has not got all: run it again, or keep {settings.store}.")
+    failed: StoreError | ServerError | DataError | None = None
+    try:
+        with store:
+            if encoded is not None:
+                _from_server(settings, key, encoded, reader, store, report)
+            if log is not None:
+                _from_log(settings, log, reader, store, report)
+    except (StoreError, ServerError, DataError) as error:  # what was collected is reported all the same
+        failed = error
+    _report(settings, report, store.written_nbytes)
     if failed is not None:
         print(f"osd-hf: error: {failed}", file=sys.stderr)
     elif report.unanswered:

@@ -10,12 +10,10 @@ from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading,
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_speedups, stats_interval, text_table
-from osd_hf.hub.discovery import push_rows
-from osd_hf.hub.push import check_push
 from osd_hf.pair import input_device, load_draft, load_model, load_tokenizer
 from osd_hf.utils.report import make_folder, write_report
 
-_models, _leaderboard = in_groups("models", "leaderboard")
+(_models,) = in_groups("models")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +25,12 @@ class CompareSettings(DraftRevision, TargetLoading, Evaluated, Reporting):
                                "for several", positional=True, metavar="DRAFT")  # fmt: skip
     num_assistant_tokens: int = flag("tokens drafted per round (k) at which acceptance is told", 5, metavar="N")
     output_dir: Path | None = flag("folder of report and plot, which are overwritten", metavar="DIR")
-    leaderboard: str | None = _leaderboard("data set of the Hub that the figures are appended to, made where it is "
-                                           "missing", metavar="USER/NAME")  # fmt: skip
-    token: str | None = _leaderboard("token with the right to write; by default HF_TOKEN, or the login of this "
-                                     "machine, which other users of it cannot see")  # fmt: skip
 
     def check(self) -> None:
         """Raises ConfigError for what is too small, and for what has no meaning."""
         self.check_counts("num_requests", "max_new_tokens", "num_assistant_tokens")
         if twice := {name for name in self.draft if self.draft.count(name) > 1}:
             raise ConfigError(f"A draft is compared once: {', '.join(sorted(twice))} is named twice.")
-        if self.leaderboard is not None:
-            check_push(self.leaderboard, self.token)
-        elif self.token is not None:
-            raise ConfigError("--token would change nothing without --leaderboard.")
 
     @property
     def names(self) -> dict[str, str]:
@@ -70,12 +60,7 @@ def compare_command(settings: CompareSettings) -> int:
         plot_speedups(folder / "speedups.png", bars, title="Expected by acceptance and measured costs")
         write_report(folder / "report.json", report)
         settings.say(f"\nWrote report.json and speedups.png to {folder}.")
-    try:
-        if settings.leaderboard is not None:
-            report["leaderboard"] = push_rows(found.rows(), settings.leaderboard, token=settings.token)
-            settings.say(f"added to {report['leaderboard']}")
-    finally:  # a Hub that refuses costs no figure
-        settings.write_json(report)
+    settings.write_json(report)
     return 0
 
 
@@ -99,12 +84,9 @@ def _tables(found: DraftComparison) -> str:
     ]
     if gains:
         lines.append("\n" + text_table(["accepted more, on the same prompts", "alpha [95%]"], gains))
-    own = ", ".join(name for name in found.worth if found.models[name]["has_own_tokenizer"])
     prompts = f"{len(found.dataset.prompts)} prompts of {found.dataset.name}"
     lines.append(
         f"\n{prompts}, greedy answers of {found.new_tokens:.0f} tokens on average.\nc: time of a draft's forward over "
         "the target's; c + check: with what the target takes for one token more,\nthe alpha from which on it pays."
     )
-    if own:
-        lines.append(f"With a tokenizer of its own, and all in the target's tokens: {own}.")
     return "\n".join(lines)

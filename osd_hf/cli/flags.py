@@ -21,7 +21,6 @@ from osd_hf.cli.arguments import flag, in_groups, option, part
 from osd_hf.config import OnlineConfig
 from osd_hf.engines.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
-from osd_hf.hub.buckets import Copying, StoreBucket, kept_alike
 from osd_hf.hub.cards import EvaluationSet, hub_id
 from osd_hf.pair import Quantization, eos_ids, load_config, load_eos_ids
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
@@ -397,24 +396,7 @@ _store = functools.partial(flag, group="store")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket(Settings):
-    """Settings of a command whose store has a copy on the Hub."""
-
-    bucket: str | None = _store("Storage Bucket of the Hub, such as hf://buckets/USER/NAME, by which one machine "
-                                "collects and another one learns", metavar="URI")  # fmt: skip
-    bucket_seconds: float = _store("seconds between two looks at the --bucket", 30.0, metavar="S")
-
-    def check_bucket(self) -> None:
-        """Raises ConfigError for what is too small, and for what does not go together."""
-        self.check_not_negative("bucket_seconds")
-        if self.bucket is None and self.changed("bucket_seconds"):
-            raise ConfigError("--bucket-seconds is for --bucket.")
-        if not self.bucket_seconds:
-            raise ConfigError("--bucket-seconds must be more than 0.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collecting(TargetRevision, Bucket, Reporting):
+class Collecting(TargetRevision, Reporting):
     """Settings of a command that keeps what an engine answers."""
 
     store: Path = flag("where the requests are kept", required=True, metavar="DIR")
@@ -430,7 +412,6 @@ class Collecting(TargetRevision, Bucket, Reporting):
     def check_collecting(self) -> None:
         """Raises ConfigError for what is too small, and for what does not go together."""
         self.check_counts("num_logprobs", "flush_every", "max_bytes")
-        self.check_bucket()
         if self.target is None and (given := self.changed("revision", "trust_remote_code")):
             raise ConfigError(f"{given[0]} is for --target; the bundled one is as it is.")
 
@@ -450,12 +431,6 @@ class Collecting(TargetRevision, Bucket, Reporting):
             self.store.expanduser(), max_bytes=self.max_bytes, flush_every=self.flush_every,
             max_age_seconds=None if self.max_age_days is None else self.max_age_days * 86400,
         )  # fmt: skip
-
-    def copying(self) -> contextlib.AbstractContextManager[Copying]:
-        """Copy finished files to the bucket, if there is one, inside the block and at its end."""
-        if self.bucket is None:
-            return contextlib.nullcontext(Copying())
-        return kept_alike(StoreBucket(self.store, self.bucket).upload, seconds=self.bucket_seconds, is_last=True)
 
 
 # --- long runs ------------------------------------------------------------------------------------------------------

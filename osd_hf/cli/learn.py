@@ -20,7 +20,6 @@ from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import (
     NOBODY_WAITS,
     NOTHING_DRAFTED,
-    Bucket,
     DraftRevision,
     Learning,
     Reporting,
@@ -36,7 +35,6 @@ from osd_hf.engines.remote import LEAST_REQUESTS, Way
 from osd_hf.engines.versions import PICTURE, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.evaluation.display import alpha_bar, plot_alpha, stats_interval
-from osd_hf.hub.buckets import StoreBucket, kept_alike
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
@@ -51,7 +49,7 @@ END_SECONDS = 10.0  # that a load under way is waited for when the command ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(DraftRevision, TargetLoading, Learning, Bucket, Reporting):
+class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
     """The flags of `osd-hf learn`."""
 
     store: list[Path] = flag("folder that collectors fill (repeat for several)", required=True, metavar="DIR")
@@ -125,26 +123,22 @@ def learn_command(settings: LearnSettings) -> int:
         raise ConfigError("--repo-id takes one draft. Push the newest versions of --by-domain with `osd-hf push`.")
     if settings.public and settings.repo_id is None:
         raise ConfigError("--public is for --repo-id, which says where versions are pushed.")
-    if settings.token is not None and settings.repo_id is None and settings.bucket is None:
-        raise ConfigError("--token is for --repo-id, which says where versions are pushed, and for --bucket.")
+    if settings.token is not None and settings.repo_id is None:
+        raise ConfigError("--token is for --repo-id, which says where versions are pushed.")
     of_weights = settings.changed("device_map", "quantization")
     if of_weights and not settings.rescore:
         raise ConfigError(f"{of_weights[0]} is of the target's weights, which --rescore alone loads.")
     settings.check_not_negative("poll_seconds", "publish_seconds", "deploy_seconds")
-    settings.check_bucket()
-    if settings.bucket is not None and len(settings.store) > 1:
-        raise ConfigError("--bucket is copied to one --store; any number of collectors may copy to one bucket.")
     if not settings.deploy_seconds:
         raise ConfigError("--deploy-seconds must be more than 0: no engine loads in no time.")
     ways = settings.ways()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    copying = _copying(settings)
     learner, folder = _learner(settings)
     host, told = settings.metrics_host, partial(learner_metrics, learner)
     port = settings.metrics_port
     metrics = contextlib.nullcontext() if port is None else serve_metrics(port, told, host=host)
-    with copying, metrics, _deployers(settings, ways, learner) as deployers:
+    with metrics, _deployers(settings, ways, learner) as deployers:
         is_done = _learn(settings, learner, folder, deployers)
     is_done &= _closed(learner, folder)  # the next process may come in when no engine is looked after any more
     report = _report(learner, deployers)
@@ -196,18 +190,6 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
         versions.close()
         raise
     return learner, folder
-
-
-def _copying(settings: LearnSettings) -> contextlib.AbstractContextManager[object]:
-    """Bring the store what the bucket has, if there is one, inside the block; with --once before it, when what
-    fails is raised."""
-    if settings.bucket is None:
-        return contextlib.nullcontext()
-    bucket = StoreBucket(settings.store[0], settings.bucket, token=settings.token)
-    if settings.once:
-        bucket.download()
-        return contextlib.nullcontext()
-    return kept_alike(bucket.download, seconds=settings.bucket_seconds)
 
 
 @contextlib.contextmanager

@@ -87,7 +87,6 @@ def proxy_command(settings: ProxySettings) -> int:
     running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
     with settings.open_store() as store:  # by which what is wrong with it is told here
-        copying = settings.copying()
         reading = ReadingProcess(reader, store)
     keeper = Keeper(reading, counts)
     proxy = Proxy(
@@ -97,16 +96,15 @@ def proxy_command(settings: ProxySettings) -> int:
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
     learner = Companion("osd-hf learn", settings.learner()) if settings.learn else None
-    with copying:
-        try:
-            running.run(
-                app, shutdown_seconds=settings.shutdown_seconds,
-                on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
-                on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
-            )  # fmt: skip
-        finally:
-            failed = _stored(keeper, learner, reading)
-        _report(settings, counts)
+    try:
+        running.run(
+            app, shutdown_seconds=settings.shutdown_seconds,
+            on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
+            on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
+        )  # fmt: skip
+    finally:
+        failed = _stored(keeper, learner, reading)
+    _report(settings, counts)
     return FAILED if failed else 0
 
 

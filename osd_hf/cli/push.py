@@ -16,8 +16,7 @@ from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.display import plot_domains, stats_interval
 from osd_hf.evaluation.evaluate import evaluate
-from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of, hub_id
-from osd_hf.hub.discovery import collect_draft
+from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
 from osd_hf.pair import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance
@@ -86,12 +85,8 @@ class PushSettings(LearnedDraft, Evaluated):
                              False, rivals="readers")  # fmt: skip
     public: bool = _pushing("let everybody read it; a draft may have learned answers by heart",
                             False, rivals="readers")  # fmt: skip
-    custom_generate: bool = _pushing("also write code by which `target.generate(custom_generate=REPO, "
-                                     "trust_remote_code=True)` is fast with transformers alone", False)  # fmt: skip
     token: str | None = _pushing("token with the right to write; by default HF_TOKEN, or the login of this "
                                  "machine, which other users of it cannot see")  # fmt: skip
-    collection: bool = _pushing("also put it into your collection of drafts for its target, which is made where it is "
-                                "missing", False)  # fmt: skip
     output_dir: Path | None = _pushing("folder that keeps what is pushed", metavar="DIR")
     dry_run: bool = _pushing("write --output-dir and push nothing", False)
 
@@ -104,8 +99,6 @@ class PushSettings(LearnedDraft, Evaluated):
         folder = self.output_dir
         if self.dry_run and folder is None:
             raise ConfigError("--dry-run pushes nothing: name a folder to write with --output-dir.")
-        if self.dry_run and self.collection:
-            raise ConfigError("--collection would change nothing with --dry-run.")
         if folder is not None and folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty. Choose another --output-dir.")
 
@@ -130,9 +123,6 @@ def push_command(settings: PushSettings) -> int:
     settings.check()
     settings = settings.with_target()
     repo_id, token = settings.repo_id, settings.token
-    collected_for = hub_id(settings.target) if settings.collection else None
-    if settings.collection and collected_for is None:
-        raise ConfigError("--collection is of the drafts for a target of the Hub: name it by its id with --target.")
     private = False if settings.public else True if settings.private else None
     if not settings.dry_run and (token or get_token()):  # before the work, where it can be told
         check_visibility(repo_id, check_push(repo_id, token), private)
@@ -149,8 +139,7 @@ def push_command(settings: PushSettings) -> int:
     report: dict[str, Any] = {"provenance": origin, "evaluation": evaluation.to_dict(), "url": None}
     with tempfile.TemporaryDirectory() as scratch:
         folder = settings.output_dir or Path(scratch)
-        save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation,
-                   custom_generate=settings.custom_generate)  # fmt: skip
+        save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation)
         title = f"alpha on {evaluation.dataset.name}"
         plot_domains(folder / EVALUATION / PLOT, evaluation.bars(), title=title)
         for side in ("before", "after"):
@@ -161,11 +150,6 @@ def push_command(settings: PushSettings) -> int:
         else:
             report["url"] = push_folder(folder, repo_id, token=token, private=private)
             settings.say(f"pushed to {report['url']}")
-        if collected_for is not None:
-            stats = evaluation.stats("after")
-            note = f"alpha {stats.alpha:.3f} {stats_interval(stats)} on {evaluation.dataset.name}"
-            report["collection"] = collect_draft(repo_id, collected_for, note=note, token=token, private=private)
-            settings.say(f"put into {report['collection']}")
     settings.write_json(report)
     return 0
 

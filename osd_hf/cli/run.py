@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -40,7 +39,6 @@ from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokeniz
 from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
-from osd_hf.translation import tokenizers_of
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance, write_report
 
@@ -144,7 +142,7 @@ def run_command(settings: RunSettings) -> int:
     identity = settings.identity(encoded)
     _check_folder(folder, identity, resume=settings.resume)
     # The weights come last, when everything else is known to be right.
-    pair = pair or load_pair(settings.target, settings.draft, translates=True, **settings.loading)
+    pair = pair or load_pair(settings.target, settings.draft, **settings.loading)
     config = replace(settings.config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
@@ -167,9 +165,7 @@ def _report(
 ) -> None:
     """Write and show what the run did."""
     folder, (target, draft, _) = settings.output_dir, pair
-    if tokenizers_of(pair.tokenizer, None, target, draft)[1] is not None:
-        frozen_is = "near to a live run, by replay, as the draft has a tokenizer of its own"
-    elif settings.do_sample:
+    if settings.do_sample:
         frozen_is = "expected by replay on the sampled answers"
     elif {target.dtype, draft.dtype} == {torch.float32}:
         frozen_is = "exact, by replay"
@@ -311,7 +307,6 @@ def serve(
             on_request(request)
         updates = sum(request.update is not None for request in served)
         config, k, saved_at = assistant.config, assistant.config.compared_k, clock()
-        scored = functools.partial(replay, translation=assistant.translation)
         assert k is not None
         is_fixed = config.num_assistant_tokens == k
         with open(folder / JOURNAL, "a", opener=open_privately) as file:
@@ -329,7 +324,7 @@ def serve(
                 start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
                 # Otherwise easy tokens would be drafted, and past text would come before the draft.
                 serves = frozen if traces[0].draft_version == 0 else assistant.serving_draft(traces[0].domain)
-                learned = AcceptanceStats.from_trace(traces[0]) if is_fixed else scored(serves, traces, k)
+                learned = AcceptanceStats.from_trace(traces[0]) if is_fixed else replay(serves, traces, k)
                 is_due = learn and assistant.is_learning
                 update = _updated(assistant, count) if is_due else None
                 updates += is_due
@@ -338,7 +333,7 @@ def serve(
                     index=prompt.index,
                     domain=prompt.domain,
                     learned=learned,
-                    frozen=scored(frozen, traces, k),
+                    frozen=replay(frozen, traces, k),
                     seconds=seconds,
                     draft_version=traces[0].draft_version,
                     learning_seconds=assistant.learning_seconds - learned_before,

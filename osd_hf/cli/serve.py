@@ -155,7 +155,7 @@ def serve_command(settings: ServeSettings) -> int:
 
 def opened(settings: ServeSettings) -> OnlineAssistant:
     """The pair with its session, warmed up."""
-    pair = load_pair(settings.target, settings.draft, translates=True, **settings.loading)
+    pair = load_pair(settings.target, settings.draft, **settings.loading)
     session = None if settings.state_dir is None else settings.state_dir.expanduser()
     if session is not None:
         check_pointer(session)

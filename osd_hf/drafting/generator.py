@@ -23,13 +23,11 @@ from osd_hf.drafting.exactness import UNLIMITED, Limits, log_failed_draft
 from osd_hf.drafting.forward import CompiledDraft, DraftForward
 from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
 from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
-from osd_hf.drafting.translated import TranslatedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL
 from osd_hf.pair import is_peft, num_positions
 from osd_hf.trace import num_accepted
-from osd_hf.translation import Translation
 
 logger = logging.getLogger(__name__)
 
@@ -301,38 +299,6 @@ class RestrictedCandidateGenerator(LeanCandidateGenerator):
         return logits if self._is_enough else self._whole(logits)
 
 
-class TranslatedCandidateGenerator(LeanCandidateGenerator):
-    """The same with a draft that has a tokenizer of its own: it says what it finds likeliest, unprocessed, so that its
-    tokens are as certain as those of past text."""
-
-    def __init__(self, translated: TranslatedDraft, *args: Any, **kwargs: Any) -> None:
-        super().__init__(translated.forward, *args, **kwargs | {"max_positions": None})
-        self._translated = translated
-
-    @property
-    def _missing(self) -> int:
-        return self._translated.missing
-
-    def _say(self, ids: torch.Tensor, last: torch.Tensor | None) -> Choice | None:
-        pace = self.pace
-        if not self._draft_seconds:
-            self._fed = self._missing
-        found = self._translated.next(self._drafted, reads_confidence=pace.reads_confidence)
-        if found is None:
-            return None
-        instead = pace.instead(*found)
-        if instead is None:
-            pace.drafted(*found)
-        return instead, found[0], None, None
-
-    @property
-    def read(self) -> list[int]:
-        return self._translated.fed
-
-    def _take_back(self, known: int, emitted: list[int]) -> None:
-        self._translated.settle(emitted)
-
-
 class Drafting:
     """Makes the lean candidate generators of one draft's requests, each of which drafts on its own."""
 
@@ -432,7 +398,6 @@ class LeanDrafting(Drafting):
         compiled (`CompiledDraft`, *optional*):
             Compiles or captures forwards of few tokens, at the first request; shared with other copies of the draft.
         pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
-        translation (`Translation`, *optional*): To the tokens of the draft, where it has a tokenizer of its own.
     """
 
     index = TextIndex
@@ -445,11 +410,9 @@ class LeanDrafting(Drafting):
         sources: str = "both",
         compiled: CompiledDraft | None = None,
         pacer: Pacer | None = None,
-        translation: Translation | None = None,
     ) -> None:
         super().__init__(draft, time.perf_counter)
         self.num_assistant_tokens, self.sources, self.pacer = num_assistant_tokens, sources, pacer or Pacer()
-        self.translation = translation
         self.token_ids: NDArray[np.int64] | None = None  # among which it drafts; `None`: all
         self._restricted: dict[int, RestrictedDraft] = {}  # by their number
         self._chats: WeakKeyDictionary[Any, _Read] = WeakKeyDictionary()  # by the target's cache, oldest first
@@ -482,11 +445,6 @@ class LeanDrafting(Drafting):
 
     def _forward(self, source: dict[str, Any] | None, cache: Any, context: list[int], begins: int, most: int) -> Any:
         model, _ = self.chosen()
-        if self.translation is not None:
-            reading = self.translation.read(context)
-            read = [] if reading is None else reading.ids
-            inner = self._going_on(model, cache, read) if read else DraftForward(model)
-            return TranslatedDraft(self.translation, inner, reading, self._limit)
         if source is not None:
             return DraftForward(model, source)
         if self._compiled is not None:
@@ -537,10 +495,7 @@ class LeanDrafting(Drafting):
             logger.warning("The draft chooses among all tokens, not those in use: %s.", first_line(error))
 
     def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
-        """How one request of a domain drafts; without `may_repeat` nothing comes from past text, nor from a draft with
-        a tokenizer of its own, which does not ask the processors what they allow."""
-        if self.translation is not None and not may_repeat:
-            return FixedPace(0, pacer=self.pacer)
+        """How one request of a domain drafts; without `may_repeat` nothing comes from past text."""
         if self.num_assistant_tokens == "auto":
             return self.pacer.pace((domain, do_sample), self.sources, may_repeat=may_repeat)
         if isinstance(self.num_assistant_tokens, int):
@@ -571,8 +526,6 @@ class LeanDrafting(Drafting):
 
     def _candidates(self, forward: Any, *args: Any, **kwargs: Any) -> LeanCandidateGenerator:
         _, token_ids = self.chosen()
-        if isinstance(forward, TranslatedDraft):
-            return TranslatedCandidateGenerator(forward, *args, **kwargs)
         if token_ids is None:
             return super()._candidates(forward, *args, **kwargs)
         return RestrictedCandidateGenerator(forward, *args, token_ids=token_ids, **kwargs)

@@ -289,7 +289,7 @@ class BenchmarkReport:
 
 def benchmark(
     target: Any, systems: Sequence[System], prompts: Mapping[str, Sequence[Sequence[int]]], *, max_new_tokens: int,
-    watched_requests: int = 3, tokenizer: Any = None, assistant_tokenizer: Any = None, show_progress: bool = False,
+    watched_requests: int = 3, tokenizer: Any = None, show_progress: bool = False,
 ) -> BenchmarkReport:  # fmt: skip
     """
     Let systems answer the same requests greedily, request by request in turns.
@@ -301,7 +301,6 @@ def benchmark(
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
             A decoder-only model; the tokenizer is found by the models' names if it is not given.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of drafts that have one of their own.
         systems (`Sequence[System]`): Exactly one of them is the target alone, by its own kernels.
         prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
         max_new_tokens (`int`): Bound of an answer.
@@ -326,8 +325,7 @@ def benchmark(
     compiles = unwrap(target).device.type != "cpu" or any(s.compile_draft is True or s.compile_target for s in systems)
     lengths = {r: (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0 for r in requests}
     first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
-    tokenizers = {"tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer}
-    ways = [_Way(target, system, tokenizers, max_new_tokens) for system in systems]
+    ways = [_Way(target, system, tokenizer, max_new_tokens) for system in systems]
 
     def turns(method: Callable[..., Any], chosen: Sequence[_Request], what: str) -> Iterator[tuple[Any, ...]]:
         answered = in_turns([functools.partial(method, way) for way in ways], chosen)
@@ -507,7 +505,7 @@ def serve_before(assistant: OnlineAssistant, traces: Sequence[Trace]) -> None:
 class _Way:
     """A system, ready to answer."""
 
-    def __init__(self, target: Any, system: System, tokenizers: Mapping[str, Any], max_new_tokens: int) -> None:
+    def __init__(self, target: Any, system: System, tokenizer: Any, max_new_tokens: int) -> None:
         self.system, self.target = system, target
         self.draft: Any = None
         self.assistant: OnlineAssistant | None = None
@@ -526,8 +524,6 @@ class _Way:
             assert isinstance(k, int)
             set_fixed_k(unwrap(self.draft).generation_config, k)
             unwrap(self.draft).generation_config.stop_strings = None
-            if tokenizers["assistant_tokenizer"] is not None:
-                self.kwargs |= tokenizers
             if system.acceptance is not None:
                 system.acceptance.steer_module(self.draft)
         elif system.kind == "lean":
@@ -535,7 +531,7 @@ class _Way:
                 num_assistant_tokens=k, candidates=system.candidates, compile_draft=system.compile_draft,
                 compile_target=system.compile_target, num_logprobs=1, update_strategy="manual",
             )  # fmt: skip
-            self.assistant = OnlineAssistant(target, system.draft, config=config, **tokenizers)
+            self.assistant = OnlineAssistant(target, system.draft, tokenizer, config)
             if system.earlier and config.reads_text:
                 serve_before(self.assistant, system.earlier)
             self.draft = self.assistant.draft

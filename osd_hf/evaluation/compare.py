@@ -20,10 +20,9 @@ from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatch
 from osd_hf.evaluation.evaluate import answered
 from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import EvaluationSet, hub_id
-from osd_hf.pair import check_pair, device_clock, input_device, is_peft, merged, unwrap
+from osd_hf.pair import check_pair, common_tokenizer, device_clock, input_device, merged, of_one_size, unwrap
 from osd_hf.replay import replay_each
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency
-from osd_hf.translation import Translation, joined
 from osd_hf.utils.report import provenance
 
 __all__ = ["DraftComparison", "Worth", "compare"]
@@ -58,7 +57,7 @@ class DraftComparison:
         new_tokens (`float`): Tokens of an answer on average.
         target (`Mapping[str, Any]`), models (`Mapping[str, Mapping[str, Any]]`):
             Of the target, and of each draft by its name: `name`, and `revision` on the Hub and `version`, the
-            fingerprint of the weights, or `None`; of a draft `has_own_tokenizer`, whether it is not the target's.
+            fingerprint of the weights, or `None`.
         facts (`dict[str, Any]`):
             Command, versions, machine, device and dtype; `compiles_drafts`, whether drafts are compiled there by
             default, so that `costs`, which are of eager forwards, are more than they will take.
@@ -148,45 +147,16 @@ class DraftComparison:
             "provenance": self.facts,
         }
 
-    def rows(self) -> list[dict[str, Any]]:
-        """A row of a leaderboard for each draft, as [`~osd_hf.hub.discovery.push_rows`] takes them."""
-        found = self.to_dict()
-        shared = {name: found[name] for name in ("prompts", "num_prompts", "prompts_digest", "max_new_tokens")}
-        shared |= {"num_assistant_tokens": self.num_assistant_tokens}
-        shared |= {f"target{_after(key)}": value for key, value in self.target.items()}
-        facts = ("date", "device", "dtype", "osd_hf", "transformers", "torch")
-        shared |= {name: self.facts.get(name) for name in facts}
-        rows = []
-        for draft in found["drafts"].values():
-            names = ("c", "c_with_verification", "block_efficiency", "best_num_assistant_tokens", "expected_speedup")
-            row = shared | {name: draft[name] for name in ("alpha", *names)}
-            row |= {f"draft{_after(key)}": draft[key] for key in self.target}
-            for name in ("alpha", "expected_speedup"):
-                ends = draft[f"{name}_interval"] or (None, None)
-                row |= dict(zip((f"{name}_low", f"{name}_high"), ends, strict=True))
-            rows.append(row)
-        return rows
-
-
-def _after(key: str) -> str:
-    return "" if key == "name" else f"_{key}"
-
 
 def compare(
     target: Any, drafts: Mapping[str, Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
-    assistant_tokenizer: Mapping[str, Any] | None = None, num_assistant_tokens: int = 5,
-    clock: Callable[[], float] | None = None, show_progress: bool = False,
+    num_assistant_tokens: int = 5, clock: Callable[[], float] | None = None, show_progress: bool = False,
 ) -> DraftComparison:  # fmt: skip
     """
     Compare drafts for one target. It answers each prompt once, greedily; all drafts are scored on these answers by
     replay, and their forwards are timed in turns, eagerly, so that a comparison takes little more than the answers.
     The speed-up that is expected of each follows from its tokens a forward of the target and from what forwards take,
     by the cost model (arXiv 2211.17192).
-
-    A draft with a tokenizer of its own is scored as it is served, through the text. All that is counted are tokens of
-    the target: one is examined like those of the other drafts, and accepted where the draft says all that it is made
-    of. What it costs is what proposing one of them takes, along an answer: the draft's own tokens for it, those that
-    make its word whole, and cutting the text.
 
     Args:
         target (`PreTrainedModel`): Left as it is.
@@ -195,48 +165,32 @@ def compare(
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`):
             The prompts, with the most tokens of an answer; of texts alone, the set's own default.
-        assistant_tokenizer (`Mapping[str, PreTrainedTokenizerBase]`, *optional*):
-            Name -> the tokenizer of a draft that has one of its own. By default it is found where the draft came from;
-            where there is none, it is taken to be the target's.
         num_assistant_tokens (`int`, *optional*, defaults to 5): The k at which acceptance is told.
         clock (`Callable[[], float]`, *optional*):
             Seconds; by default those of the wall once the target's device has done what it was asked for.
         show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
 
     Raises:
-        ConfigError: no draft; a tokenizer of none; the answers leave no room for a prompt; `dataset` is one text.
+        ConfigError: no draft; the answers leave no room for a prompt; `dataset` is one text.
         DataError: fewer than two prompts leave room for their answers.
         UnsupportedModelError: a draft that assisted generation cannot run with this target.
-        VocabularyMismatchError: a draft with another tokenizer that cannot be translated: one of the two does not tell
-            the bytes of its tokens, or the models are encoder-decoders.
+        VocabularyMismatchError: a draft with another tokenizer.
     """
     if not drafts:
         raise ConfigError("There is no draft to compare. Name one, or several.")
-    own = assistant_tokenizer or {}
-    if unknown := own.keys() - drafts.keys():
-        raise ConfigError(f"`assistant_tokenizer` names {sorted(unknown)}, which are no drafts, got {list(drafts)}.")
-    fitted = {name: _fitted(name, draft, target, tokenizer, own.get(name)) for name, draft in drafts.items()}
-    models, translations = zip(*fitted.values(), strict=True)
-    # What a text takes of the positions of a draft with a tokenizer of its own is known once it is cut.
-    bound = [target, *(draft for draft, translation in fitted.values() if translation is None)]
-    dataset, traces = answered(target, bound, tokenizer, dataset, show_progress=show_progress)
-    sides = {
-        name: replay_each(draft, traces, num_assistant_tokens, translation=translation)
-        for name, (draft, translation) in fitted.items()
-    }
+    fitted = {name: _fitted(name, draft, target, tokenizer) for name, draft in drafts.items()}
+    models = list(fitted.values())
+    dataset, traces = answered(target, [target, *models], tokenizer, dataset, show_progress=show_progress)
+    sides = {name: replay_each(draft, traces, num_assistant_tokens) for name, draft in fitted.items()}
     asked = sorted(traces, key=lambda trace: len(trace.prompt_ids))[len(traces) // 2]
-    costs = measured_costs(
-        target, models, asked.prompt_ids, clock or device_clock(target), translations=translations,
-        answer=asked.completion_ids.tolist(),
-    )  # fmt: skip
+    costs = measured_costs(target, models, asked.prompt_ids, clock or device_clock(target))
     origin, device = provenance(), input_device(unwrap(target))
     is_cuda = device.type == "cuda"
     return DraftComparison(
         dataset, num_assistant_tokens, Comparison([p.domain for p in dataset.prompts], sides),
         dict(zip(fitted, costs, strict=True)), float(np.mean([len(trace) for trace in traces])),
         _known(target),
-        {name: _known(draft) | {"name": name, "has_own_tokenizer": fitted[name][1] is not None}
-         for name, draft in drafts.items()},
+        {name: _known(draft) | {"name": name} for name, draft in drafts.items()},
         origin | {
             "device": torch.cuda.get_device_name(device) if is_cuda else origin["processor"],
             "dtype": str(unwrap(target).dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
@@ -245,21 +199,13 @@ def compare(
     )  # fmt: skip
 
 
-def _fitted(
-    name: str, draft: Any, target: Any, tokenizer: Any, assistant_tokenizer: Any
-) -> tuple[Any, Translation | None]:
-    """The draft as it is scored, its adapter merged, and its vocabulary of the target's size or, where it has a
-    tokenizer of its own, the translation."""
+def _fitted(name: str, draft: Any, target: Any, tokenizer: Any) -> Any:
+    """Return the draft with its adapter merged and its vocabulary resized to the target's."""
     try:
         draft = merged(draft)
         check_pair(unwrap(target), unwrap(draft))
-        draft, _, _, translation = joined(unwrap(target), draft, tokenizer, assistant_tokenizer)
-        if translation is not None and is_peft(draft):
-            raise UnsupportedModelError(
-                "A draft with a tokenizer of its own cannot serve with an adapter that cannot be merged into its "
-                "weights. Choose another kind of adapter."
-            )
-        return draft, translation
+        common_tokenizer(tokenizer, unwrap(target), unwrap(draft))
+        return of_one_size(draft, unwrap(target), tokenizer)
     except (UnsupportedModelError, VocabularyMismatchError) as error:
         raise type(error)(f"The draft {name!r} cannot be compared. {error}") from error
 

@@ -286,11 +286,9 @@ def _with_interval(measure: Measure) -> str:
     return f"{measure.name}, 95% interval [{ends}]" if ends else measure.name
 
 
-def draft_card(
-    repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None, *, custom_generate: bool = False
-) -> ModelCard:
+def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None) -> ModelCard:
     """The model card of a draft; `repo_id` is what its snippets load, and the evaluation lies in the repo's folder
-    `evaluation`. With `custom_generate` it shows that call, for which the repo has the code."""
+    `evaluation`."""
     results = None if evaluation is None else [
         EvalResult(
             "text-generation", "evaluation/prompts.jsonl", evaluation.dataset.name, measure.kind,
@@ -323,8 +321,7 @@ def draft_card(
         made += f"\n\n```sh\n{facts.command}\n```"
     card: ModelCard = ModelCard.from_template(
         data, str(HERE / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts, evaluation=evaluation,
-        custom_generate=custom_generate, url=project_url(),
-        made=without_credentials(made),  # facts are their writer's, and cards are for others
+        url=project_url(), made=without_credentials(made),  # facts are their writer's, and cards are for others
     )  # fmt: skip
     return card
 

@@ -21,7 +21,6 @@ from huggingface_hub.utils._validators import validate_repo_id
 from osd_hf.errors import ConfigError, HubError, StateError, first_line
 from osd_hf.fingerprint import TAUGHT_FOR, taught_for
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, eval_results, store_card
-from osd_hf.hub.standalone import write_custom_generate
 from osd_hf.pair import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import make_folder
@@ -63,7 +62,6 @@ def save_draft(
     repo_id: str | None = None,
     facts: DraftFacts | None = None,
     evaluation: Evaluation | None = None,
-    custom_generate: bool = False,
 ) -> None:
     """
     Write a draft as the repo that it is to be: weights, tokenizer, a generation config for fixed drafting, the
@@ -79,18 +77,11 @@ def save_draft(
         repo_id (`str`, *optional*): What the snippets of the card load; the folder by default.
         facts (`DraftFacts`, *optional*), evaluation (`Evaluation`, *optional*):
             What the card says of the draft, and what was measured.
-        custom_generate (`bool`, *optional*, defaults to `False`):
-            Write `custom_generate/` as well, by which `target.generate(custom_generate=repo_id,
-            trust_remote_code=True)` drafts as lean as this package, with transformers alone.
 
     Raises:
-        ConfigError: the folder cannot be written, or `custom_generate` for an adapter, which does not load alone.
+        ConfigError: the folder cannot be written.
     """
     is_adapter = is_peft(draft)
-    if is_adapter and custom_generate:
-        raise ConfigError(
-            "`custom_generate` needs the whole draft, got an adapter. Merge it first: `draft.merge_and_unload()`."
-        )
     folder = Path(directory)
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
@@ -108,9 +99,7 @@ def save_draft(
             (folder / EVAL_RESULTS).mkdir(exist_ok=True)
             text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
             (folder / EVAL_RESULTS / FIGURES).write_text(text, encoding="utf-8")
-    if custom_generate:
-        write_custom_generate(folder, repo_id)
-    card = draft_card(repo_id or str(directory), facts, evaluation, custom_generate=custom_generate)
+    card = draft_card(repo_id or str(directory), facts, evaluation)
     card.save(folder / "README.md")
 
 

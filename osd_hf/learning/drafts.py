@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from osd_hf.learning.weights import (
     write_snapshot,
 )
 from osd_hf.pair import is_peft
-from osd_hf.translation import Translation
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
 from osd_hf.utils.threads import Seeded
@@ -51,18 +50,6 @@ logger = logging.getLogger(__name__)
 
 INDEX = "drafts.json"
 HOST = torch.device("cpu")  # main memory, for versions of drafts on an accelerator that no model serves with
-
-
-def _translating(config: OnlineConfig) -> OnlineConfig:
-    """The configuration of drafts with a tokenizer of their own; raises ConfigError where it asks for what they
-    cannot."""
-    asked = {"drafting": "stock", "compile_draft": True, "learn_from": "corrections"}
-    if name := next((name for name, value in asked.items() if getattr(config, name) == value), None):
-        raise ConfigError(
-            f"`{name}={asked[name]!r}` cannot be had with a draft that has a tokenizer of its own. Leave it out, or "
-            "choose a draft of the target's family."
-        )
-    return replace(config, compile_draft=False, draft_vocabulary="full")
 
 
 @dataclass(eq=False)
@@ -89,9 +76,6 @@ class DomainDrafts:
             Kind of adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
             that learns is a full copy.
         per_domain (`bool`, *optional*, defaults to `True`): `False`: all domains share one draft, which learns.
-        translation (`Translation`, *optional*):
-            To the tokens of the draft, where it has a tokenizer of its own; lean drafting, not compiled, and learning
-            from all positions alone.
 
     Raises:
         UnsupportedModelError: adapters that do not fit the draft, or that cannot be merged into its weights.
@@ -99,13 +83,9 @@ class DomainDrafts:
     """
 
     def __init__(
-        self, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None, per_domain: bool = True,
-        translation: Translation | None = None,
-    ) -> None:  # fmt: skip
+        self, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None, per_domain: bool = True
+    ) -> None:
         self.config = config or OnlineConfig()
-        if translation is not None:
-            self.config = _translating(self.config)
-        self.translation = translation
         self._learner_device = learner_device(self.config)
         self.peft_config = peft_config
         self.per_domain = per_domain
@@ -117,9 +97,7 @@ class DomainDrafts:
         self.version = 0
         self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: _Draft(Lesson(None, self.config))}
         self._has_refused = False
-        self._copies = Copies(base, self._template, self.config, self.pacer, translation)
-        if translation is not None and (why := self._copies.base.drafting.hindrance()):  # type: ignore[union-attr]
-            raise ConfigError(f"A draft with a tokenizer of its own cannot serve here: {why}.")
+        self._copies = Copies(base, self._template, self.config, self.pacer)
         self._master: Any = None  # of all domains' adapters
         self._tried: tuple[Any, Any] | None = None
         self._renew_locks()
@@ -389,7 +367,7 @@ class DomainDrafts:
 
     def _new_updater(self, lesson: Lesson) -> Updater:
         peft_config, seed = self.peft_config, self.config.seed
-        how: dict[str, Any] = {"lesson": lesson, "dtype": self.base.dtype, "translation": self.translation}
+        how: dict[str, Any] = {"lesson": lesson, "dtype": self.base.dtype}
         if peft_config is None:
             return Updater(self._source, self.config, **how)
         with learning_context():

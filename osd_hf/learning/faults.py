@@ -13,9 +13,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from osd_hf.errors import DataError, is_out_of_memory
+from osd_hf.errors import is_out_of_memory
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
-from osd_hf.translation import Translation
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +91,10 @@ class Readable:
     vocab_size: int  # width of its logits
     num_inputs: int  # rows of its input embeddings
     positions: int | None = None  # most tokens of one sequence
-    translation: Translation | None = None  # to the draft's own tokens, where the requests are in others
-    translated: Readable | None = None  # by the draft, then
 
     @classmethod
-    def by(cls, draft: Any, translation: Translation | None = None) -> Self:
+    def by(cls, draft: Any) -> Self:
         """What this draft can read."""
-        if translation is not None:
-            return cls(translation.vocab_size, translation.vocab_size, None, translation, cls.by(draft))
         config = draft.config.get_text_config(decoder=True)
         vocab_size = int(config.vocab_size)
         try:
@@ -135,18 +130,11 @@ class Readable:
                 return "with log-probs that are none"
             if (np.diff(np.sort(trace.top_ids, axis=1)) == 0).any():
                 return "whose rows name a token twice"
-        if self.translation is None or self.translated is None:
-            return None
-        try:
-            return self.translated.fault(self.translation(trace).trace)
-        except DataError:
-            return "with text that the draft's tokenizer cannot spell"
+        return None
 
     def simplest(self, like: Trace) -> Trace:
         """A request of one token with rows of the width of another's: what fails on this one fails on all."""
         kept, token = like.num_kept, np.zeros(1, np.int32)
-        if self.translation is not None:  # one that the draft has as well
-            token[0] = np.argmax(self.translation.same >= 0)
         is_whole = like.top_ids.shape[1] == 0
         ids = np.arange(0 if is_whole else kept, dtype=ids_dtype(self.vocab_size))[None]
         tail = np.full(1, -np.inf if is_whole else -1.0, np.float32)

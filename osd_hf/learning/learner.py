@@ -472,7 +472,7 @@ class Learner:
         """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted
         tokens."""
         is_plain = not (trace.is_sampled or trace.sampling.get("processors"))
-        is_usual = "num_assistant_tokens" not in trace.sampling and self.drafts.translation is None
+        is_usual = "num_assistant_tokens" not in trace.sampling
         return is_plain and is_usual and self._k == self.config.num_assistant_tokens
 
     def _watch(self, lesson: Lesson) -> Parts[None]:
@@ -539,7 +539,7 @@ class Learner:
         stops = gives_way() and (self.config.update_strategy == "idle" or self._is_large)
         model = self.drafts.tried(draft) if isinstance(draft, dict) or stops else draft
         with between(layers_of(model) if stops else ()):
-            return replay_each(model, traces, self._k, translation=self.drafts.translation)
+            return replay_each(model, traces, self._k)
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.graphs import static_draft
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.learning.weights import Snapshot, learning_context, served_weights, sharing, write_snapshot
-from osd_hf.translation import Translation
 
 __all__ = ["Copies", "ServingDraft", "Version"]
 
@@ -53,13 +52,11 @@ class Copies:
     while. The base serves as well, always as it was. `making` are the domains of which one is being filled. Not
     locked: its owner is, for all but [`~Copies.ready`] and [`~Copies.fill`], which take long. Where weights are an
     adapter's, `template` is a `PeftModel` with that adapter, unmerged. Copies have the weights of their versions, or
-    those that an adapter was merged into. A `translation` is to the tokens of the base, where they are its own.
+    those that an adapter was merged into.
     """
 
-    def __init__(
-        self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer, translation: Translation | None = None
-    ) -> None:
-        self.template, self.config, self.pacer, self.translation = template, config, pacer, translation
+    def __init__(self, base: Any, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
+        self.template, self.config, self.pacer = template, config, pacer
         self.compiled = static_draft(base, config)
         # Not where a compiled forward has captured where its weights lie, or some of them do not learn.
         is_part = getattr(base, "_hf_peft_config_loaded", False)
@@ -154,6 +151,4 @@ class Copies:
         if self.config.drafting != "lean":
             return None
         k, sources = self.config.num_assistant_tokens, self.config.candidates
-        return LeanDrafting(
-            model, k, sources=sources, compiled=self.compiled, pacer=self.pacer, translation=self.translation
-        )
+        return LeanDrafting(model, k, sources=sources, compiled=self.compiled, pacer=self.pacer)

@@ -40,7 +40,6 @@ from osd_hf.losses import DIVERGENCES, outcome_logprobs
 from osd_hf.pair import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
-from osd_hf.translation import Translation
 from osd_hf.utils.kernels import with_fast_products
 from osd_hf.utils.yielding import between, clock, computing, give_way, in_pieces
 
@@ -107,7 +106,6 @@ class Updater:
         lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
         dtype (`torch.dtype`, *optional*): Of the draft that serves; by default that of the draft given.
         frozen (`Container[str]`, *optional*): Names of parameters that stay as they are.
-        translation (`Translation`, *optional*): To the tokens of the draft, where they are its own.
         tail (`SampledTail`, *optional*):
             What stands for the tokens that no row keeps; by default some that are drawn where the vocabulary is large,
             all of them where it is not.
@@ -120,15 +118,14 @@ class Updater:
     def __init__(
         self, draft: Any, config: OnlineConfig, *, adapter: str | None = None, lesson: Lesson | None = None,
         dtype: torch.dtype | None = None, frozen: Container[str] = (), tail: SampledTail | None = None,
-        translation: Translation | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.adapter, self.translation = config, adapter, translation
+        self.config, self.adapter = config, adapter
         self.tail = tail or SampledTail.where_large(draft, config.seed)
         self.version = self.kept_steps = 0
         self.is_torn = False  # the weights are of a step that was not whole: to be restarted from others
         self.lesson = lesson or Lesson(config=config)
         self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
-        self.readable = Readable.by(draft, translation)  # what the draft can learn from
+        self.readable = Readable.by(draft)  # what the draft can learn from
         # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self._backward_seconds: float | None = None  # of the last micro-batch
@@ -247,7 +244,7 @@ class Updater:
         request fails even so, or for another reason, it is set aside, and the step is taken without it. What is the
         fault of none of them is raised.
         """
-        size, seen = self.micro_batch, {trace: shortened(self._own(trace), self.most_tokens) for trace in traces}
+        size, seen = self.micro_batch, {trace: shortened(trace, self.most_tokens) for trace in traces}
         while (total := sum(int(_learned_mask(seen[t], self.config.learn_from).sum()) for t in traces)) > 0:
             under_way: list[Trace] = []
             try:
@@ -283,10 +280,6 @@ class Updater:
             elif (size := min(size, len(traces)) // 2) == 0:  # otherwise: each by itself can be learned from
                 raise failure
         return 0.0, 0
-
-    def _own(self, trace: Trace) -> Trace:
-        """A request in the draft's own tokens."""
-        return trace if self.translation is None else self.translation(trace).trace
 
     def _take_step(self) -> None:
         """Step, and average; gradients, which are as large as the weights, go. Where that fails half-way, the weights
@@ -347,7 +340,7 @@ class Updater:
         """Which requests can be learned from, as they are `seen`; the others are set aside."""
         try:
             sound = yield from self.set_aside.isolate(
-                lambda those: self._tried([seen.get(t) or self._own(t) for t in those]), traces, self.readable
+                lambda those: self._tried([seen.get(t) or t for t in those]), traces, self.readable
             )
         except FloatingPointError:  # of the weights, not of a request
             sound = [True] * len(traces)
