@@ -10,7 +10,7 @@ import torch
 
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.pair import Pair, load_pair, prompt_room
+from osd_hf.models import Pair, load_pair, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.smollm2 import NAME, SAMPLING, everyday_prompts
 

@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from osd_hf.evaluation.benchmark import benchmark
     from osd_hf.evaluation.compare import compare
     from osd_hf.evaluation.evaluate import evaluate
-    from osd_hf.fingerprint import fingerprint
     from osd_hf.learning.drafts import DomainDrafts
     from osd_hf.learning.gate import GateDecision
     from osd_hf.learning.updater import UpdateReport
     from osd_hf.making import make_draft
-    from osd_hf.pair import align_vocab
+    from osd_hf.models import align_vocab
     from osd_hf.replay import EmittedToken, emitted_tokens, replay
     from osd_hf.rollouts import RolloutAssistant
-    from osd_hf.routing import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
+    from osd_hf.router import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, Router, TopicRouter
     from osd_hf.simulate import SimulationReport, simulate
     from osd_hf.speedup import best_k, expected_block_efficiency, expected_speedup
     from osd_hf.store.store import CorrectionStore
+    from osd_hf.target_version import fingerprint
     from osd_hf.trace import DraftRound, Trace
 
 __version__ = "0.1.0"
@@ -110,17 +110,17 @@ _HOMES = {
     "errors": "CaptureError ConfigError DataError HubError LearnerError OSDError "
     "ServerError StateError StoreError UnsupportedGenerationError UnsupportedModelError VocabularyMismatchError",
     "evaluation.evaluate": "evaluate",
-    "fingerprint": "fingerprint",
+    "target_version": "fingerprint",
     "learning.drafts": "DomainDrafts",
     "learning.gate": "GateDecision",
     "learning.updater": "UpdateReport",
     "making": "make_draft",
     "acceptance": "AcceptanceStats",
     "speedup": "best_k expected_block_efficiency expected_speedup",
-    "pair": "align_vocab",
+    "models": "align_vocab",
     "replay": "EmittedToken emitted_tokens replay",
     "rollouts": "RolloutAssistant",
-    "routing": "CallableRouter LabelRouter LanguageRouter RoutedPrompt Router TopicRouter",
+    "router": "CallableRouter LabelRouter LanguageRouter RoutedPrompt Router TopicRouter",
     "simulate": "SimulationReport simulate",
     "store.store": "CorrectionStore",
     "trace": "DraftRound Trace",

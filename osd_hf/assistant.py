@@ -27,7 +27,6 @@ from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import setting
 from osd_hf.drafting.pacing import DraftingPlan
 from osd_hf.errors import ConfigError, LearnerError, first_line
-from osd_hf.fingerprint import taught_for, warn_of_target
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -36,7 +35,7 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.live_learning import LiveLearning
 from osd_hf.memory_plan import MemoryPlan, memory_plan
-from osd_hf.pair import (
+from osd_hf.models import (
     check_learner,
     check_pair,
     common_tokenizer,
@@ -50,8 +49,9 @@ from osd_hf.pair import (
     warn_of_order,
 )
 from osd_hf.prompts import OF_CHAT
-from osd_hf.routing import Router, as_router
+from osd_hf.router import Router, as_router
 from osd_hf.store.store import CorrectionStore
+from osd_hf.target_version import taught_for, warn_of_target
 from osd_hf.trace import Trace
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from osd_hf.losses import outcome_logprobs
-from osd_hf.pair import unwrap, vocab_size_of
+from osd_hf.models import unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
 from osd_hf.utils.kernels import is_linear

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin
 from transformers.initialization import no_init_weights
 
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
-from osd_hf.pair import evaluating, is_peft, merged, uncompiled, unwrap, vocab_size_of
+from osd_hf.models import evaluating, is_peft, merged, uncompiled, unwrap, vocab_size_of
 
 __all__ = ["cut", "depth", "has_attention", "outer_layers"]
 

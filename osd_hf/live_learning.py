@@ -20,14 +20,14 @@ from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.text import EarlierText
 from osd_hf.errors import ConfigError, LearnerError
-from osd_hf.fingerprint import look_closely, target_changed, target_version
 from osd_hf.learning.faults import Failures
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import FolderBusyError, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, log_update
-from osd_hf.routing import RoutedPrompt, Router
+from osd_hf.router import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
+from osd_hf.target_version import look_closely, target_changed, target_version
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child
 from osd_hf.utils.threads import release_team

@@ -21,15 +21,15 @@ from osd_hf.distillation.data import read_rows, read_traces
 from osd_hf.drafting.forward import compiles_draft
 from osd_hf.drafting.timing import measured_costs
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
-from osd_hf.fingerprint import is_fingerprint, target_version
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import hidden_matrices
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
-from osd_hf.pair import check_pair, device_clock, prompt_room, set_fixed_k, unwrap, vocab_size_of
+from osd_hf.models import check_pair, device_clock, prompt_room, set_fixed_k, unwrap, vocab_size_of
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.speedup import ForwardSeconds
+from osd_hf.target_version import is_fingerprint, target_version
 from osd_hf.trace import Trace, bare_trace
 
 __all__ = [

@@ -24,7 +24,7 @@ from osd_hf.learning.optimizer import AT_ONCE, NS_STEPS, hidden_matrices
 from osd_hf.learning.placement import HALF, is_half_only
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted
-from osd_hf.pair import config_value, unwrap, vocab_size_of
+from osd_hf.models import config_value, unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 from osd_hf.speedup import expected_block_efficiency
 from osd_hf.utils.kernels import packed_bytes

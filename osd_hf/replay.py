@@ -27,7 +27,7 @@ from osd_hf.errors import (
     is_out_of_memory,
 )
 from osd_hf.logits_processors import Processors
-from osd_hf.pair import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
+from osd_hf.models import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels, linear_of

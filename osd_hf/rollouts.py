@@ -20,8 +20,8 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.capture.hook import taken_over
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import LearnerError, OSDError
-from osd_hf.fingerprint import look_closely
-from osd_hf.pair import is_peft, unwrap
+from osd_hf.models import is_peft, unwrap
+from osd_hf.target_version import look_closely
 
 __all__ = ["RolloutAssistant"]
 

@@ -15,7 +15,7 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import WATCHED
 from osd_hf.learning.updater import UpdateReport
 from osd_hf.replay import redraft, replay_each
-from osd_hf.routing import RoutedPrompt, Router, as_router
+from osd_hf.router import RoutedPrompt, Router, as_router
 from osd_hf.trace import Trace
 
 __all__ = ["SimulationReport", "serve_recorded", "simulate"]

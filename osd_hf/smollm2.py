@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
 from osd_hf.making import make_draft
-from osd_hf.pair import Pair, load_model, load_tokenizer
+from osd_hf.models import Pair, load_model, load_tokenizer
 from osd_hf.utils.disk import sync_folder, sync_tree
 from osd_hf.utils.report import make_folder
 

@@ -45,7 +45,7 @@ from osd_hf.drafting.graphs import CapturedDraft
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs
 from osd_hf.evaluation.controlled import answer_greedily, controlled_acceptance, random_pair
-from osd_hf.pair import load_pair
+from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
 
 PROMPT = 64  # tokens of prompts to random weights

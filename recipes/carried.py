@@ -33,7 +33,7 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.evaluation.benchmark import median_ratio
 from osd_hf.hub.push import save_draft
 from osd_hf.hub.standalone import standalone
-from osd_hf.pair import set_fixed_k
+from osd_hf.models import set_fixed_k
 from osd_hf.smollm2 import MAKE_SECONDS
 
 WARM_UP = 4  # prompts of each data set that do not count

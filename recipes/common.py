@@ -31,8 +31,8 @@ from osd_hf import (
 from osd_hf.acceptance import alpha_gain_interval
 from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.learning.learner import Learner
-from osd_hf.pair import Pair
-from osd_hf.pair import load_pair as load_models
+from osd_hf.models import Pair
+from osd_hf.models import load_pair as load_models
 from osd_hf.utils.report import provenance
 
 matplotlib.use("Agg")

@@ -32,7 +32,7 @@ from datasets import Dataset
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, fingerprint, rescore
 from osd_hf.evaluation.display import rolling_alpha
-from osd_hf.pair import Pair, load_model
+from osd_hf.models import Pair, load_model
 from osd_hf.replay import replay_each
 
 CONFIG = OnlineConfig(num_assistant_tokens=K)

@@ -19,7 +19,7 @@ from typing import Any
 
 from common import data_folder
 
-from osd_hf.pair import load_config
+from osd_hf.models import load_config
 from osd_hf.server.listener import Running
 
 MODEL, CREATED, PROMPT_TOKENS = "paced", int(time.time()), 24

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from vllm_loop import osd_hf
 
 from osd_hf import CorrectionStore
-from osd_hf.pair import load_config
+from osd_hf.models import load_config
 from osd_hf.server.listener import Running
 
 KEY = "Bearer right"

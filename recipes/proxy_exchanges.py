@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from osd_hf import CorrectionStore
 from osd_hf.engines.completions import ResponseReader
-from osd_hf.pair import load_config
+from osd_hf.models import load_config
 from osd_hf.proxy.app import Proxy
 from osd_hf.proxy.recorder import Keeper, ProxyCounts, Reading
 from osd_hf.proxy.upstream import Engine

@@ -19,7 +19,7 @@ import numpy as np
 from common import TEMPLATES, drawing, load_pair, prompts, rows, run_facts, write_report
 from tqdm import tqdm
 
-from osd_hf.routing import LanguageRouter, RoutedPrompt, TopicRouter
+from osd_hf.router import LanguageRouter, RoutedPrompt, TopicRouter
 
 LANGUAGES = ("en", "es", "ja", "fr", "de", "ru")
 SYSTEM = (

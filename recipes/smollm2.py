@@ -40,7 +40,7 @@ from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs, in_t
 from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_table
 from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later
 from osd_hf.making import MakingConfig, taught_draft
-from osd_hf.pair import Pair, fixed_k, load_model, load_tokenizer, prompt_room
+from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
 from osd_hf.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_draft, smollm2

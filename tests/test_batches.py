@@ -26,7 +26,7 @@ from osd_hf.drafting import batch as drafting_batch
 from osd_hf.drafting.costs import Acceptance, RoundTime
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import Pacer
-from osd_hf.routing import CallableRouter
+from osd_hf.router import CallableRouter
 
 FIXED = OnlineConfig(num_assistant_tokens=4, update_strategy="manual")
 INDEPENDENT = (

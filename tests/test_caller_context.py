@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.fingerprint import fingerprint
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.losses import divergence_loss
+from osd_hf.target_version import fingerprint
 from osd_hf.utils.context import neutral_context
 
 Context = Callable[[], AbstractContextManager[Any]]

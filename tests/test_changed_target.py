@@ -32,13 +32,13 @@ from osd_hf import (
     rescore,
 )
 from osd_hf.distillation.data import read_traces
-from osd_hf.fingerprint import target_version
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import completion_logits
+from osd_hf.target_version import target_version
 from osd_hf.trace import bare_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

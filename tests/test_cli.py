@@ -177,13 +177,13 @@ def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, 
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("osd_hf.pair.load_bundled", fail)
+    monkeypatch.setattr("osd_hf.models.load_bundled", fail)
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
     assert capsys.readouterr().err.startswith("osd-hf: ")
 
 
 def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.pair.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr("osd_hf.models.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full")))
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == 1
     assert capsys.readouterr().err == "osd-hf: error: [Errno 28] disk full\n"
 

@@ -347,7 +347,7 @@ def test_a_version_on_the_hub_and_its_code_reach_what_loads(
 
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"prompt": "one"}\n')
-    monkeypatch.setattr("osd_hf.pair.AutoConfig.from_pretrained", from_pretrained)
+    monkeypatch.setattr("osd_hf.models.AutoConfig.from_pretrained", from_pretrained)
     given = [{"ROWS": "rows.jsonl", "STORE": str(store)}.get(word, word) for word in given]
     known = [action.option_strings[0] for action in actions_of(given[0]).values()]
     versions = [

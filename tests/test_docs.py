@@ -32,7 +32,7 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.cli.plan import QUANTIZATIONS
 from osd_hf.memory_plan import memory_plan
-from osd_hf.pair import Pair
+from osd_hf.models import Pair
 from osd_hf.proxy.extra_fields import asking
 from osd_hf.server.app import Service, make_app
 

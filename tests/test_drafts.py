@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from transformers import AutoModelForCausalLM
 
-from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces, pair
+from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning.serving_models import Copies
 from osd_hf.learning.weights import Snapshot
+from osd_hf.models import merged as merged_model
 from osd_hf.utils.threads import Seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -129,7 +130,7 @@ def test_a_merged_draft_speaks_as_its_adapter(architecture: str, targets: Any, c
     drafts.adapter("a").save_pretrained(tmp_path, save_embedding_layers=False)
     plain = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path).eval()
     torch.testing.assert_close(logits(plain), merged, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(logits(pair.merged(plain)), merged, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(merged_model(plain)), merged, atol=1e-4, rtol=1e-4)
     assert (merged - before).abs().max() > 0.1
     assert torch.equal(logits(draft), before)
     assert torch.equal(logits(drafts.base), before)

@@ -42,7 +42,7 @@ from osd_hf import (
     VocabularyMismatchError,
     evaluate,
 )
-from osd_hf import pair as pairs
+from osd_hf import models as pairs
 from osd_hf.drafting.costs import RoundTime
 from osd_hf.drafting.pacing import Pacer
 
@@ -267,7 +267,7 @@ def test_advice_is_for_what_it_helps(cause: Exception, words: str, monkeypatch: 
     def fail(source: str, **_: Any) -> None:
         raise cause
 
-    monkeypatch.setattr("osd_hf.pair.AutoConfig.from_pretrained", fail)
+    monkeypatch.setattr("osd_hf.models.AutoConfig.from_pretrained", fail)
     with pytest.raises(UnsupportedModelError) as caught:
         OnlineAssistant("owner/target", "owner/draft")
     assert words in str(caught.value)

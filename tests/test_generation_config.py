@@ -35,7 +35,7 @@ from osd_hf.cli.serve import ServeSettings, opened
 from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError
 from osd_hf.evaluation.controlled import answer_greedily
-from osd_hf.pair import eos_ids
+from osd_hf.models import eos_ids
 from osd_hf.server.requests import Asked
 from osd_hf.server.responses import Answer
 from osd_hf.trace import bare_trace

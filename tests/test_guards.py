@@ -22,7 +22,7 @@ from osd_hf import (
     VocabularyMismatchError,
     capture_traces,
 )
-from osd_hf.pair import check_tokenizers, find_tokenizer
+from osd_hf.models import check_tokenizers, find_tokenizer
 
 
 class Counting(LogitsProcessor):  # type: ignore[misc]

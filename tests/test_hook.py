@@ -36,7 +36,7 @@ from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture import hook
 from osd_hf.capture.request import Request, compress_rows
 from osd_hf.drafting.pacing import AutoPace
-from osd_hf.pair import unwrap
+from osd_hf.models import unwrap
 from osd_hf.trace import Trace
 from osd_hf.utils.kernels import fast_kernels
 

@@ -38,7 +38,7 @@ from osd_hf.cli.main import main
 from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
-from osd_hf.pair import load_model
+from osd_hf.models import load_model
 from osd_hf.prompts import Prompt, encode_turn
 
 # Of huggingface_hub, which hands the bytes of a file to httpx2.

@@ -39,12 +39,12 @@ from osd_hf import (
     replay,
 )
 from osd_hf import chunked_loss as offline_loss
-from osd_hf import pair as pairs
+from osd_hf import models as pairs
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
 from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill, last_checkpoint
 from osd_hf.losses import DIVERGENCES
-from osd_hf.pair import prompt_room
+from osd_hf.models import prompt_room
 from osd_hf.replay import check_head, completion_logits
 
 peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

@@ -31,7 +31,7 @@ from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import WatchedProcessors, of_row
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
 from osd_hf.logits_processors import RowProcessors
-from osd_hf.pair import vocab_size_of
+from osd_hf.models import vocab_size_of
 from osd_hf.trace import num_accepted
 from osd_hf.utils.kernels import fast_kernels
 

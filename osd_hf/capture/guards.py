@@ -25,7 +25,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import SOFT_PROMPT
 from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
 from osd_hf.errors import ConfigError, UnsupportedGenerationError
-from osd_hf.pair import has_soft_prompt, unwrap, vocab_size_of
+from osd_hf.models import has_soft_prompt, unwrap, vocab_size_of
 
 # Fields of a generation config that are refused: name, values under which it does nothing, reason.
 REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (

@@ -27,9 +27,9 @@ from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Si
 from osd_hf.drafting.exactness import StandIn, log_once
 from osd_hf.drafting.loop_inputs import bounded, forgets
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.fingerprint import target_version
-from osd_hf.pair import input_device, until_end, unwrap, vocab_size_of
+from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
+from osd_hf.target_version import target_version
 from osd_hf.trace import Trace, ids_dtype
 from osd_hf.utils.context import default_device, neutral_context
 from osd_hf.utils.kernels import fast_kernels

@@ -33,8 +33,8 @@ from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, f
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import OSDError, UnsupportedGenerationError, UnsupportedModelError
-from osd_hf.fingerprint import target_version
-from osd_hf.pair import unwrap, vocab_size_of
+from osd_hf.models import unwrap, vocab_size_of
+from osd_hf.target_version import target_version
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels

@@ -39,7 +39,7 @@ from osd_hf.evaluation.controlled import (
 )
 from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, text_table
 from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
-from osd_hf.pair import load_pair, prompt_room
+from osd_hf.models import load_pair, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace

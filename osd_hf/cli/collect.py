@@ -18,7 +18,7 @@ from osd_hf.cli.flags import SERVER, Collecting, Prompts, Server, stopping
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
-from osd_hf.pair import load_tokenizer, prompt_room
+from osd_hf.models import load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance

@@ -10,7 +10,7 @@ from osd_hf.cli.flags import DraftRevision, Evaluated, Reporting, TargetLoading,
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_speedups, stats_interval, text_table
-from osd_hf.pair import input_device, load_draft, load_model, load_tokenizer
+from osd_hf.models import input_device, load_draft, load_model, load_tokenizer
 from osd_hf.utils.report import make_folder, write_report
 
 (_models,) = in_groups("models")

@@ -27,7 +27,7 @@ from osd_hf.cli.flags import (
 from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, first_line, nearest, shown_settings
 from osd_hf.evaluation.display import figure, text_table
-from osd_hf.pair import check_tokenizers, load_model, load_tokenizer, prompt_room
+from osd_hf.models import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, open_rows, read_prompts
 from osd_hf.utils.report import make_folder, provenance, read_config, write_report
 

@@ -40,7 +40,7 @@ from osd_hf.engines.doctor import (
 )
 from osd_hf.errors import ConfigError, DataError, ServerError
 from osd_hf.evaluation.display import progress
-from osd_hf.pair import load_config, load_eos_ids, load_model, load_tokenizer, prompt_room, vocab_size_of
+from osd_hf.models import load_config, load_eos_ids, load_model, load_tokenizer, prompt_room, vocab_size_of
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 

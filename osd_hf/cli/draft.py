@@ -11,11 +11,11 @@ from osd_hf.cli.arguments import flag, in_groups, part
 from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, recorded
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, stats_interval, text_table
-from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import save_draft
 from osd_hf.making import MadeDraft, MakingConfig, taught_draft
-from osd_hf.pair import load_model, load_tokenizer, prompt_room
+from osd_hf.models import load_model, load_tokenizer, prompt_room
+from osd_hf.target_version import target_version
 from osd_hf.utils.report import make_folder, provenance
 
 _prompts, _making = in_groups("prompts", "making")

@@ -22,7 +22,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.engines.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.hub.cards import EvaluationSet, hub_id
-from osd_hf.pair import Quantization, eos_ids, load_config, load_eos_ids
+from osd_hf.models import Quantization, eos_ids, load_config, load_eos_ids
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, write_report
@@ -104,7 +104,7 @@ class RemoteCode(Settings):
 
     @property
     def fetching(self) -> dict[str, Any]:
-        """Arguments of [`~osd_hf.pair.load_config`] and [`~osd_hf.pair.load_tokenizer`] for the target."""
+        """Arguments of [`~osd_hf.models.load_config`] and [`~osd_hf.models.load_tokenizer`] for the target."""
         return self._fetching("revision")
 
     @property
@@ -145,13 +145,13 @@ class Loading(RemoteCode):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Arguments of [`~osd_hf.pair.load_pair`]."""
+        """Arguments of [`~osd_hf.models.load_pair`]."""
         names = ("device_map", "quantization", "revision", "draft_revision")
         return self._placing | {name: getattr(self, name, None) for name in names}
 
     @property
     def target_loading(self) -> dict[str, Any]:
-        """Arguments of [`~osd_hf.pair.load_model`] for the target."""
+        """Arguments of [`~osd_hf.models.load_model`] for the target."""
         names = ("device_map", "quantization")
         return self._placing | self.fetching | {name: getattr(self, name, None) for name in names}
 

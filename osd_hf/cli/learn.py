@@ -38,7 +38,7 @@ from osd_hf.evaluation.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
-from osd_hf.pair import load_config, load_model, load_pair, load_tokenizer, of_one_size
+from osd_hf.models import load_config, load_model, load_pair, load_tokenizer, of_one_size
 from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance

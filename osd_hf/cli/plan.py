@@ -13,7 +13,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.display import text_table
 from osd_hf.memory_plan import MemoryPlan, memory_plan
-from osd_hf.pair import load_config
+from osd_hf.models import load_config
 from osd_hf.utils.report import provenance
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,

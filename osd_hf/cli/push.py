@@ -18,7 +18,7 @@ from osd_hf.evaluation.display import plot_domains, stats_interval
 from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of
 from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
-from osd_hf.pair import Pair, load_model, load_pair, load_tokenizer
+from osd_hf.models import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance
 
 EVALUATED = "evaluation, which goes up with it"

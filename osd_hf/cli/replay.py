@@ -26,7 +26,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.display import comparison_row, figure, text_table
-from osd_hf.pair import load_draft
+from osd_hf.models import load_draft
 from osd_hf.replay import replay_each
 from osd_hf.simulate import simulate
 from osd_hf.speedup import expected_speedup

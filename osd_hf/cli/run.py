@@ -35,7 +35,7 @@ from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.evaluation.display import comparison_row, figure, rolling_window, text_table
 from osd_hf.learning.session import check_pointer, has_session
-from osd_hf.pair import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
+from osd_hf.models import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, fingerprint
 from osd_hf.replay import replay
 from osd_hf.trace import Trace

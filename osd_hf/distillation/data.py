@@ -28,7 +28,7 @@ from osd_hf.errors import (
     VocabularyMismatchError,
     first_line,
 )
-from osd_hf.pair import (
+from osd_hf.models import (
     check_draft,
     check_pair,
     check_sizes,

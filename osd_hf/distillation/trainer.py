@@ -27,7 +27,7 @@ from osd_hf.hub.push import refuse_public
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.pair import common_tokenizer, evaluating, is_peft, load_named, merged, uncompiled, unwrap
+from osd_hf.models import common_tokenizer, evaluating, is_peft, load_named, merged, uncompiled, unwrap
 from osd_hf.replay import check_head, padded
 from osd_hf.trace import Trace
 

@@ -32,7 +32,7 @@ from osd_hf.drafting.pacing import (
 from osd_hf.drafting.text import Guess
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import RowProcessors
-from osd_hf.pair import evaluating, vocab_size_of
+from osd_hf.models import evaluating, vocab_size_of
 from osd_hf.speedup import expected_block_efficiency
 from osd_hf.utils.context import neutral_context
 

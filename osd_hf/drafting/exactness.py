@@ -26,7 +26,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, KNOWN_ARGUMENTS, of_row
 from osd_hf.errors import first_line
-from osd_hf.pair import config_value, evaluating, has_soft_prompt, num_positions, vocab_size_of
+from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, vocab_size_of
 
 logger = logging.getLogger(__name__)
 

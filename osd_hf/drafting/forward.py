@@ -24,7 +24,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import difference
 from osd_hf.drafting.loop_inputs import KNOWN_ARGUMENTS
 from osd_hf.errors import UnsupportedModelError, first_line
-from osd_hf.pair import num_positions, vocab_size_of
+from osd_hf.models import num_positions, vocab_size_of
 from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)

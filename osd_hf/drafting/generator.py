@@ -26,7 +26,7 @@ from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
 from osd_hf.drafting.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL
-from osd_hf.pair import is_peft, num_positions
+from osd_hf.models import is_peft, num_positions
 from osd_hf.trace import num_accepted
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from osd_hf.drafting import vocabulary
 from osd_hf.drafting.forward import DraftForward
 from osd_hf.errors import UnsupportedModelError
-from osd_hf.pair import unwrap, vocab_size_of
+from osd_hf.models import unwrap, vocab_size_of
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.utils.kernels import fast_kernels, unpack
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from osd_hf.acceptance import student
 from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, vllm_counters
 from osd_hf.errors import ConfigError, ServerError
-from osd_hf.pair import eos_ids
+from osd_hf.models import eos_ids
 from osd_hf.replay import redraft
 from osd_hf.speedup import best_k, expected_block_efficiency, expected_speedup
 from osd_hf.trace import Trace

@@ -21,8 +21,6 @@ from osd_hf.capture.hook import rescore
 from osd_hf.config import OnlineConfig
 from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
-from osd_hf.fingerprint import is_fingerprint
-from osd_hf.fingerprint import target_version as version_of
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -32,10 +30,12 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
 from osd_hf.learning.updater import Updater, UpdateReport, finish, log_update
 from osd_hf.learning.weights import Snapshot
-from osd_hf.pair import vocab_size_of
+from osd_hf.models import vocab_size_of
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.folder import StoreFollower
+from osd_hf.target_version import is_fingerprint
+from osd_hf.target_version import target_version as version_of
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 

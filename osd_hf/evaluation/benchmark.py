@@ -24,7 +24,7 @@ from osd_hf.drafting.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.controlled import ControlledAcceptance, feeds_through
 from osd_hf.evaluation.display import progress
-from osd_hf.pair import device_clock, eos_ids, set_fixed_k, unwrap
+from osd_hf.models import device_clock, eos_ids, set_fixed_k, unwrap
 from osd_hf.speedup import expected_speedup
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels

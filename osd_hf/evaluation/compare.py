@@ -18,11 +18,11 @@ from osd_hf.drafting.forward import compiles_draft
 from osd_hf.drafting.timing import measured_costs
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.evaluate import answered
-from osd_hf.fingerprint import target_version
 from osd_hf.hub.cards import EvaluationSet, hub_id
-from osd_hf.pair import check_pair, common_tokenizer, device_clock, input_device, merged, of_one_size, unwrap
+from osd_hf.models import check_pair, common_tokenizer, device_clock, input_device, merged, of_one_size, unwrap
 from osd_hf.replay import replay_each
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency
+from osd_hf.target_version import target_version
 from osd_hf.utils.report import provenance
 
 __all__ = ["DraftComparison", "Worth", "compare"]

@@ -12,7 +12,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.evaluation.display import progress
 from osd_hf.hub.cards import Evaluation, EvaluationSet
-from osd_hf.pair import prompt_room
+from osd_hf.models import prompt_room
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace

@@ -23,7 +23,7 @@ from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, benchmark
 from osd_hf.evaluation.controlled import answer_greedily
 from osd_hf.evaluation.display import figure, ratio_text, text_table
-from osd_hf.pair import Pair
+from osd_hf.models import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace

@@ -19,10 +19,10 @@ from huggingface_hub.errors import HTTPError as NetworkError  # type: ignore[att
 from huggingface_hub.utils._validators import validate_repo_id
 
 from osd_hf.errors import ConfigError, HubError, StateError, first_line
-from osd_hf.fingerprint import TAUGHT_FOR, taught_for
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, eval_results, store_card
-from osd_hf.pair import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
+from osd_hf.models import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
+from osd_hf.target_version import TAUGHT_FOR, taught_for
 from osd_hf.utils.report import make_folder
 
 __all__ = [

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from osd_hf.pair import config_value
+from osd_hf.models import config_value
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.disk import in_child
 

@@ -38,7 +38,7 @@ from osd_hf.learning.weights import (
     sharing,
     write_snapshot,
 )
-from osd_hf.pair import is_peft
+from osd_hf.models import is_peft
 from osd_hf.utils.disk import in_child, write_whole
 from osd_hf.utils.report import make_folder
 from osd_hf.utils.threads import Seeded

@@ -8,7 +8,7 @@ import torch
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, first_line
-from osd_hf.pair import unwrap
+from osd_hf.models import unwrap
 from osd_hf.utils.kernels import bf16_is_faster
 
 __all__ = ["is_half_only", "learner_device", "learns_in_bf16", "with_own_attention"]

@@ -37,7 +37,7 @@ from osd_hf.learning.weights import (
     write_snapshot,
 )
 from osd_hf.losses import DIVERGENCES, outcome_logprobs
-from osd_hf.pair import is_peft
+from osd_hf.models import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
 from osd_hf.utils.kernels import with_fast_products

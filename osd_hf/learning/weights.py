@@ -12,7 +12,7 @@ import torch
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.pair import has_soft_prompt, is_peft, merged, set_fixed_k, untie
+from osd_hf.models import has_soft_prompt, is_peft, merged, set_fixed_k, untie
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.threads import Seeded
 from osd_hf.utils.yielding import computing, give_way, in_pieces

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from osd_hf.errors import ConfigError
-from osd_hf.pair import prompt_room, vocab_size_of
+from osd_hf.models import prompt_room, vocab_size_of
 from osd_hf.prompts import RowError, chat_message, is_text, render_chat
 
 MOST_LOGPROBS = 20  # alternatives per token

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria
 
-from osd_hf.pair import eos_ids
+from osd_hf.models import eos_ids
 from osd_hf.server.requests import Asked
 from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
 

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, fingerprint
-from osd_hf.fingerprint import look_closely, target_changed, target_version
+from osd_hf.target_version import look_closely, target_changed, target_version
 
-module = sys.modules["osd_hf.fingerprint"]
+module = sys.modules["osd_hf.target_version"]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft reads it
     pytest.mark.filterwarnings("ignore:.*:UserWarning:peft"),  # of adapters that are merged twice

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from osd_hf.errors import first_line
-from osd_hf.pair import unwrap
+from osd_hf.models import unwrap
 from osd_hf.utils.context import neutral_context
 
 __all__ = [

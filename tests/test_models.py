@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 from osd_hf import ConfigError, OnlineAssistant, OnlineConfig, UnsupportedModelError
 from osd_hf.capture.hook import record_traces
 from osd_hf.cutting import cut, depth
-from osd_hf.pair import load_model, load_pair, quantization_config
+from osd_hf.models import load_model, load_pair, quantization_config
 
 SIZES: dict[str, Any] = {
     "vocab_size": models.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -251,7 +251,7 @@ def test_flags_of_loading_reach_the_models(tmp_path: Path, monkeypatch: pytest.M
         target.save_pretrained(tmp_path / name)
     models.tokenizer().save_pretrained(tmp_path / "target")
     given = models.noted_loading(monkeypatch)
-    monkeypatch.setattr("osd_hf.pair.quantization_config", lambda *named: named)
+    monkeypatch.setattr("osd_hf.models.quantization_config", lambda *named: named)
     names = (str(tmp_path / "target"), str(tmp_path / "draft"))
     pair = load_pair(
         *names, dtype="float32", device="cpu", quantization="8bit", attn_implementation="eager", revision="v1",

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf import routing
+from osd_hf import router as routing
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.routing import (
+from osd_hf.router import (
     CallableRouter,
     LabelRouter,
     LanguageRouter,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.pair import unwrap
+from osd_hf.models import unwrap
 
 __all__ = ["CallableRouter", "LabelRouter", "LanguageRouter", "RoutedPrompt", "Router", "TopicRouter", "as_router"]
 
