@@ -16,12 +16,12 @@ import torch
 from starlette.middleware import Middleware
 
 from osd_hf import ConfigError
-from osd_hf.smollm2 import smollm2_pair
 from osd_hf_app.bounds import bound_console, bound_heap, bound_queue, bound_states
 from osd_hf_app.door import Door, is_loopback
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
+from osd_hf_app.smollm2 import smollm2_pair
 from osd_hf_app.view import CSS
 
 THREADS = 200  # of pages that watch an answer

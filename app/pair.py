@@ -12,7 +12,7 @@ from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.models import Pair, load_pair, prompt_room
 from osd_hf.prompts import encode_turn
-from osd_hf.smollm2 import NAME, SAMPLING, everyday_prompts
+from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts
 
 MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
 MAX_SAMPLES = 4096  # prompts of a domain that are made, in some seconds and megabytes; then they come again

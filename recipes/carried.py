@@ -34,7 +34,7 @@ from osd_hf.evaluation.benchmark import median_ratio
 from osd_hf.hub.push import save_draft
 from osd_hf.hub.standalone import standalone
 from osd_hf.models import set_fixed_k
-from osd_hf.smollm2 import MAKE_SECONDS
+from osd_hf_app.smollm2 import MAKE_SECONDS
 
 WARM_UP = 4  # prompts of each data set that do not count
 CONFIG = OnlineConfig(update_strategy="manual", text_scope="request", draft_vocabulary="full")

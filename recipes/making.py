@@ -44,7 +44,7 @@ from osd_hf.evaluation.display import figure, text_table
 from osd_hf.making import Course, MakingConfig, Piece, outer_layers, split, taught_draft, teach
 from osd_hf.models import load_model, load_tokenizer
 from osd_hf.prompts import encode_turn
-from osd_hf.smollm2 import everyday_prompts
+from osd_hf_app.smollm2 import everyday_prompts
 
 TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (AutoModelForCausalLM, {

@@ -36,7 +36,7 @@ def work(num_prompts: int, max_new_tokens: int, pair: str) -> None:
     torch.set_num_threads(1)
     if pair == "smollm2":
         from osd_hf.cutting import cut
-        from osd_hf.smollm2 import smollm2
+        from osd_hf_app.smollm2 import smollm2
 
         target, tokenizer = smollm2()
         draft = cut(target, [0])

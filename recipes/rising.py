@@ -27,7 +27,7 @@ from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.evaluation.display import FROZEN, LEARNING
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.smollm2 import smollm2_pair
+from osd_hf_app.smollm2 import smollm2_pair
 
 
 def served(pair: Any, asked: list[list[int]], limit: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from osd_hf.making import MakingConfig, taught_draft
 from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
-from osd_hf.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_draft, smollm2
+from osd_hf_app.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_draft, smollm2
 
 SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")
 ALONE, COMPILED, STOCK, OURS = "target alone", "target compiled", "stock as made", "ours learned"

@@ -16,11 +16,11 @@ from waiting import LONG
 from osd_hf import ConfigError
 from osd_hf.cli.app import AppSettings, app_command
 from osd_hf.cli.arguments import read_arguments
-from osd_hf.smollm2 import NAME, everyday_prompts, smollm2_pair
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
+from osd_hf_app.smollm2 import NAME, everyday_prompts, smollm2_pair
 from osd_hf_app.visitors import Answer, Batch, Session, Settings
 
 OF_DOMAINS = ("domain", "shift", "shown")

