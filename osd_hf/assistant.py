@@ -96,7 +96,7 @@ class OnlineAssistant:
         peft_config (`peft.PeftConfig`, *optional*):
             Learn adapters of this kind, such as `LoraConfig`, and serve them merged; by default whole drafts learn.
         autosave (`str` or `Path`, *optional*):
-            Folder that the session is saved to after every `autosave_interval` updates, beside serving, and when the
+            Folder that the session is saved to after every 8 updates, beside serving, and when the
             assistant is closed; [`~OnlineAssistant.load_state`] goes on from it. A forked child serves and learns by
             itself but leaves the folder to its parent: it saves where [`~OnlineAssistant.save_state`] says.
         report_to (`str` or `list[str]`, *optional*):
@@ -343,7 +343,7 @@ class OnlineAssistant:
         """
         if self.config.text_scope == "request" or not self.config.reads_text:
             raise ConfigError(
-                'Past text is kept with `num_assistant_tokens="auto"`, lean drafting, `candidates` "both" or "text", '
+                'Past text is kept with `num_assistant_tokens="auto"`, `candidates` "both" or "text", '
                 'and the `text_scope` "owner" or "domain". Set these.'
             )
         tokens, size = [int(token) for token in token_ids], vocab_size_of(unwrap(self.target))
@@ -419,7 +419,7 @@ class OnlineAssistant:
 
     @property
     def effort(self) -> float:
-        """Share of the configured updates that are done now, from `min_effort` to `max_effort`: less once acceptance
+        """Share of the configured updates that are done now, from 1/16 to 1: less once acceptance
         no longer rises, or what that saves is less than it takes; of the draft with the most, where domains have their
         own."""
         return max((lesson.effort.share for lesson in self._learner.lessons.values()), default=1.0)
@@ -493,7 +493,7 @@ class OnlineAssistant:
         With `num_assistant_tokens="auto"`: how many tokens are drafted for requests of a domain, and the measured
         acceptance and costs that this is decided from; `None` otherwise.
         """
-        is_auto = self.config.num_assistant_tokens == "auto" and self.config.drafting == "lean"
+        is_auto = self.config.num_assistant_tokens == "auto"
         if not is_auto:
             return None
         return replace(self._drafts.pacer.plan((domain, do_sample)), vocab_size=self._drafts.vocab_size(domain))

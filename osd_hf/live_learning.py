@@ -18,8 +18,9 @@ from osd_hf.acceptance import AcceptanceStats, Tally
 from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
-from osd_hf.drafting.text import EarlierText
+from osd_hf.drafting.text import EARLIER_TEXT_BYTES, EarlierText
 from osd_hf.errors import ConfigError, LearnerError
+from osd_hf.learning import session
 from osd_hf.learning.faults import Failures
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
@@ -110,7 +111,7 @@ class LiveLearning:
     begins with its first request. It saves nothing by itself: the folder stays with the parent.
 
     A router, with the tokenizer, says which domain a request without a label belongs to. The session is saved to the
-    folder `autosave` after every `autosave_interval` updates, by a thread of its own. `compiled` verifies candidates,
+    folder `autosave` after every 8 updates, by a thread of its own. `compiled` verifies candidates,
     where the target's own forward does not. The weights of the `target` are looked at before each update: requests say
     what torch has counted of their changes alone. `on_update`, which is kept by whoever has made it, is told of each
     decision of the gate, in order and one at a time, with nothing held that it may need.
@@ -127,7 +128,7 @@ class LiveLearning:
         self.learner, self.drafts, self.config = learner, learner.drafts, learner.config
         self.router, self.tokenizer, self.autosave, self.compiled = router, tokenizer, autosave, compiled
         self.traffic, self.tally = Traffic(), Tally()
-        self.earlier = EarlierText(self.config.text_scope, self.config.text_bytes)
+        self.earlier = EarlierText(self.config.text_scope, EARLIER_TEXT_BYTES)
         self.failures, self._raised = Failures(), list[Exception]()
         self.saving: threading.Thread | None = None  # the last autosave
         self.is_closed = self._is_stopped = self._is_torn = False
@@ -218,7 +219,7 @@ class LiveLearning:
             return
         # The answers of a batch wait together: for a share of an update each, and as long in all as one answer may.
         own = self.traffic.own_seconds
-        seconds = max(self.config.max_duty_cycle * own, LEAST_SHARE_SECONDS) / len(traces)
+        seconds = max(own, LEAST_SHARE_SECONDS) / len(traces)
         for trace in traces:
             if learn and store is not None and (trace.num_kept or not len(trace)):  # rows of two targets are not kept
                 with self.failures.kept(LOGGING):
@@ -508,7 +509,7 @@ class LiveLearning:
         with self.failures.kept(TRACKING):
             log_update(self.learner.accelerator, report, *self.tally.take_recent())
         self._unsaved += 1
-        due = self.autosave is not None and self._unsaved >= self.config.autosave_interval
+        due = self.autosave is not None and self._unsaved >= session.UPDATES_BETWEEN_SAVES
         if due and (self.saving is None or not self.saving.is_alive()):
             self._unsaved = 0
             # Beside serving: no answer waits for the disk.

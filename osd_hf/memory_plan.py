@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -17,12 +16,13 @@ from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.batch import first_columns, grown
 from osd_hf.drafting.forward import compiles_draft, hindrance, static_sizes
+from osd_hf.drafting.text import EARLIER_TEXT_BYTES
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.activations import Activations
 from osd_hf.learning.learner import SCORED_AT_ONCE
 from osd_hf.learning.optimizer import AT_ONCE, NS_STEPS, hidden_matrices
 from osd_hf.learning.placement import HALF, is_half_only
-from osd_hf.learning.updater import trainable_parameters
+from osd_hf.learning.updater import BATCH_POSITIONS, MAX_LEARN_TOKENS, trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.models import config_value, unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
@@ -155,7 +155,7 @@ def memory_plan(
     if target_bytes is None:
         target_bytes = stored_bytes(large, target)
     activations = Activations.of(learner)
-    length = min(prompt_tokens + new_tokens, config.max_learn_tokens or sys.maxsize, activations.most_tokens)
+    length = min(prompt_tokens + new_tokens, MAX_LEARN_TOKENS, activations.most_tokens)
     answer = min(new_tokens, length)
     requests = _requests_at_once(config, activations, vocab_size_of(draft), length, answer)
     sizes = dtype_of(target, target_dtype).itemsize, dtype_of(draft, draft_dtype).itemsize
@@ -199,9 +199,8 @@ def _learners_place(config: OnlineConfig) -> Literal["device", "learner", "host"
 
 
 def _learns_in_bf16(small: Any, config: OnlineConfig) -> bool:
-    """Whether steps compute in bf16, on an accelerator of today; on a CPU, only where that is asked for."""
-    is_auto = config.mixed_precision == "auto" and _learners_place(config) != "host"
-    return config.mixed_precision == "bf16" or (is_auto and small.dtype in HALF)
+    """Whether steps compute in bf16, as on an accelerator."""
+    return _learners_place(config) != "host" and small.dtype in HALF
 
 
 def _learning_shares(
@@ -223,7 +222,7 @@ def _learning_shares(
         step = (6 if learns == count else 4) * products / flops / EFFICIENCY
         step += iterated / device.half_flops / EFFICIENCY
         step += 10 * learns * FP32 / device.bandwidth  # weights, averages, gradients and states, read and written
-        learning = config.max_effort * config.steps_per_update * step / config.update_interval
+        learning = config.steps_per_update * step / config.update_interval
         rounds = new_tokens / expected_block_efficiency(ALPHA, K)
         serving = rounds * (target_bytes + K * draft_bytes) / device.bandwidth
         serving += 2 * _numel(large.parameters()) * prompt_tokens / device.half_flops / EFFICIENCY
@@ -233,7 +232,7 @@ def _learning_shares(
 
 def _batch(config: OnlineConfig, new_tokens: int) -> int:
     """Requests in the batch of one step."""
-    positions = config.batch_positions or config.batch_size * new_tokens
+    positions = BATCH_POSITIONS
     return max(min(config.batch_size, positions // new_tokens), 1)
 
 
@@ -297,7 +296,7 @@ def _of_requests(
         Part("learner: rows of the head", 2 * taken, "step"),  # and their gradients
         Part("gate: logits", replayed * FP32 * config.gate, "trial"),
         Part("replay buffer", drafts * config.buffer_size * trace, place="host"),
-        Part("past text", config.text_bytes * config.reads_text, place="host"),
+        Part("past text", EARLIER_TEXT_BYTES * config.reads_text, place="host"),
         Part("counts", MOST_REQUESTS * 2 * 16, place="host"),
     ]
 

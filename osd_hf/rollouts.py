@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Rollouts of four earlier policies are learned from, too. Where learning does not pay it rests but for a look at every
 # other thousand of rollouts: these come in batches, where a draft saves less, and the training waits for the learner.
-DEFAULTS = OnlineConfig(target_lag=4, min_effort=1 / 256)
+TARGET_LAG = 4
+MIN_EFFORT = 1 / 256
 
 
 class RolloutAssistant(TrainerCallback):
@@ -52,9 +53,8 @@ class RolloutAssistant(TrainerCallback):
             A smaller model with the policy's tokenizer, as for [`OnlineAssistant`]. After a training it is the draft
             that has learned, an ordinary model.
         config (`OnlineConfig`, *optional*):
-            How to draft and learn. By default that of an assistant, which learns from the rollouts of four policies
-            before the newest one, too (`target_lag=4`), after each rollout, and all but stops where that does not pay
-            (`min_effort=1/256`).
+            How to draft and learn. Rollouts of the four policies before the newest one are learned from, too, and
+            learning all but stops where it does not pay.
             `update_strategy="idle"` with a `learner_device` that is idle learns beside the training.
         assistant_kwargs (`Any`): More arguments of [`OnlineAssistant`], such as `store` or `peft_config`.
 
@@ -64,7 +64,7 @@ class RolloutAssistant(TrainerCallback):
 
     def __init__(self, draft: Any, config: OnlineConfig | None = None, **assistant_kwargs: Any) -> None:
         self.draft = draft
-        self.config = config or DEFAULTS
+        self.config = config or OnlineConfig()
         self.assistant: OnlineAssistant | None = None  # of the training under way, or of the last one
         self._kwargs = assistant_kwargs
         self._block = contextlib.ExitStack()
@@ -86,6 +86,7 @@ class RolloutAssistant(TrainerCallback):
         self._go_first()
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.assistant = OnlineAssistant(unwrap(model), self.draft, tokenizer, self.config, **self._kwargs)
+        self.assistant.drafts.set_pace(min_effort=MIN_EFFORT, target_lag=TARGET_LAG)
         self._block.enter_context(taken_over(model, self._answer))
         self._is_open = self._drafts = True
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0

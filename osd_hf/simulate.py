@@ -100,7 +100,7 @@ def simulate(
         )
     routes = as_router(router)
     if learner is None:
-        config = replace(config, max_duty_cycle=1.0, compile_draft=False)  # nothing is drafted here
+        config = replace(config, compile_draft=False)  # nothing is drafted here
         per_domain = routes is not None
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain)
         learner = Learner(drafts, drafts.config)

@@ -70,7 +70,7 @@ def same(target: Any, ids: torch.Tensor, ours: list[int]) -> bool:
 
 def test_greedy_answers_are_the_targets_while_the_draft_learns() -> None:
     target, draft = pair()
-    with assistant_of(target, draft, gate=True, min_effort=1.0) as gated, assistant_of(target, draft) as assistant:
+    with assistant_of(target, draft, gate=True) as gated, assistant_of(target, draft) as assistant:
         for ids in models.prompts(8):
             for one in (assistant, gated):
                 assert same(target, ids, answer(one.generate, ids))

@@ -109,7 +109,7 @@ def run_arguments(pair, rows, folder):
         ({"--max-new-tokens": "250"}, "No prompt can be used: rows 0, 1: more than the 6 tokens"),
         ({"--max-new-tokens": "0"}, "--max-new-tokens must be at least 1"),
         ({"--save-every": "0"}, "--save-every must be at least 1"),
-        ({"--max-grad-norm": "inf"}, "`max_grad_norm` must be a positive number"),
+        ({"--learning-rate": "inf"}, "`learning_rate` must be a positive number"),
         ({"--learning-rate": "nan"}, "`learning_rate` must be a positive number"),
         ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must not be none"),
         ({"--candidates": "text"}, "--candidates would change nothing: they are for --num-assistant-tokens auto"),

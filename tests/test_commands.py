@@ -45,8 +45,8 @@ NEEDED = {  # by commands that name something in any case
     "serve": ["--num-assistant-tokens", "5"],  # with which all others go together
 }
 VALUES = {  # where a number plus one or a word will not do
-    "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "max_effort": 2.0, "api_key": "k",
-    "num_assistant_tokens": 3, "num_layers": 2, "max_steps": 2, "max_draft_bytes": 9,
+    "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "api_key": "k",
+    "num_assistant_tokens": 3, "num_layers": 2, "max_steps": 2,
     "chat_template_kwargs": '{"enable_thinking": false}',
 }  # fmt: skip
 # What one command makes of the settings of a whole class: all flags but those of trl, whose parser is `distill`'s.
@@ -304,8 +304,6 @@ def test_a_setting_without_a_meaning_is_refused_with_the_reason(
         (["serve", "--bundled", "--target", "t", "--draft", "d"], "or --bundled, which brings both"),
         (["serve"], "or --bundled, which brings both"),
         (["serve", "--bundled", "--update-strategy", "manual"], "would never learn here"),
-        (["serve", "--bundled", "--micro-step-seconds", "1"], "it is for --update-strategy idle"),
-        (["serve", "--bundled", "--autosave-interval", "3"], "nothing is saved without --state-dir"),
         (["serve", "--bundled", "--num-assistant-tokens", "5", "--candidates", "text"], "tokens auto"),
         (["serve", "--bundled", "--api-key-file", "none"], "The key cannot be read from none"),
         (["serve", "--bundled", "--host", "256.0.0.1"], "cannot be listened at"),
@@ -449,17 +447,12 @@ def test_flags_go_before_a_file_and_lists_are_not_joined(tmp_path: Path) -> None
     file = tmp_path / "run.json"
     file.write_text(json.dumps({
         "num-requests": 7, "domain": ["sql", "math"], "learning_rate": "1e-3", "num_logprobs": None, "gate": False,
-        "mixed_precision": False, "bundled": True, "device": None,
+        "bundled": True, "device": None,
     }))  # fmt: skip
     settings = settings_of("run", "--domain", "finance", "--config", str(file), "--no-bundled")
     assert (settings.num_requests, settings.domain, settings.bundled) == (7, ["finance"], False)
     config = settings.config
-    assert (config.learning_rate, config.num_logprobs, config.gate, config.mixed_precision) == (
-        1e-3,
-        None,
-        False,
-        "no",
-    )
+    assert (config.learning_rate, config.num_logprobs, config.gate) == (1e-3, None, False)
     assert settings_of("run", "--config", str(file)).domain == ["sql", "math"]
 
 
@@ -496,7 +489,6 @@ def test_a_flag_beats_its_rival_in_a_file(tmp_path: Path) -> None:
         ("prompts: {a: b}", "sets `prompts` to a mapping"),
         ("[1]", "must hold names with values"),
         ("a: b: c", "cannot be read"),
-        ("autosave_interval: 3", "is no flag of osd-hf run"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(text: str, said: str, tmp_path: Path, capsys: Any) -> None:

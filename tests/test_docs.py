@@ -245,9 +245,6 @@ def test_each_recipe_has_one_row() -> None:
 # --- figures are of this code ---------------------------------------------------------------------------------------
 
 
-AS_BEFORE = {"target_lag": 0}  # what settings that came later do as ever: reports of before hold nothing of them
-
-
 def commits_of(names: list[str], folder: Path = RESULTS) -> str:
     """What a page must say of a table that comes from these reports, which have been measured with today's
     defaults."""
@@ -258,7 +255,7 @@ def commits_of(names: list[str], folder: Path = RESULTS) -> str:
         facts = report["provenance"]
         commits |= dict.fromkeys(f["commit"] for f in (facts if isinstance(facts, list) else [facts]))
         assert "defaults" in report, f"{name} does not say with which defaults it was measured"
-        settings = AS_BEFORE | report["defaults"]
+        settings = report["defaults"]
         changed = [key for key in now if key != "seed" and settings.get(key, "none") != now[key]]
         assert not changed, f"{name} was measured before these defaults changed: {', '.join(changed)}"
     return f"Measured at commit {', '.join(f'`{commit}`' for commit in commits)}."

@@ -788,16 +788,6 @@ def test_where_a_token_may_stand_for_any_length_nothing_is_refused_by_it() -> No
     assert most_characters(PreTrainedTokenizerFast(tokenizer_object=some)) is None
 
 
-def test_stock_drafting_has_no_seeds_and_says_so(service: Service) -> None:
-    other, config = Service("tiny", max_queue=0, max_new_tokens=TOKENS), OnlineConfig(drafting="stock")
-    other.open(SimpleNamespace(target=target_of(service), tokenizer=TOKENIZER, config=config))  # type: ignore[arg-type]
-    assert other.reader is not None
-    with pytest.raises(ApiError, match="`seed` needs lean drafting") as refused:
-        other.reader.completion({"prompt": "a", "seed": 1, "temperature": 1.0})
-    assert refused.value.param == "seed"
-    assert other.reader.completion({"prompt": "a", "seed": 1, "temperature": 0}).seed == 1
-
-
 def test_what_is_refused_is_shown_in_part(client: TestClient) -> None:
     response = client.post("/v1/completions", json={"prompt": "a", "model": "m" * 1000})
     assert len(response.json()["error"]["message"]) < 200

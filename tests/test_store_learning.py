@@ -66,11 +66,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(update_strategy="interval",
     update_interval=3, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
-    gate=False, autosave_interval=1, num_assistant_tokens=4,
+    gate=False, num_assistant_tokens=4,
 )  # fmt: skip
 MUON = replace(CONFIG, optimizer="muon", steps_per_update=2)
 REQUESTS = 16
 VERSIONS = 5
+
+
+@pytest.fixture(autouse=True)
+def save_after_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf.learning.session.UPDATES_BETWEEN_SAVES", 1)
+
+
 SELDOM = 1e9  # seconds between two publications: the first version goes out, and the last
 TOKENIZER = models.tokenizer()
 TEMPLATE = functools.cache(jinja2.Template)
@@ -690,7 +697,7 @@ def test_each_domain_teaches_a_draft_of_its_own(
     learn(learner)
     learner.close()
     assert learner.skipped == {"without a domain": 1}
-    config = replace(CONFIG, max_duty_cycle=1.0)
+    config = CONFIG
     named = [trace for trace in mixed if trace.domain is not None]
     report = simulate(pair[1], named, config, router=LabelRouter(), peft_config=adapters(rank))
     assert list(learner.learned) == list(report.stats)
@@ -707,8 +714,11 @@ def test_each_domain_teaches_a_draft_of_its_own(
     assert learner.requests == len(named)
 
 
-def test_drafts_of_domains_are_gone_on_with_and_bounded(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
-    config = replace(CONFIG, max_drafts=2)
+def test_drafts_of_domains_are_gone_on_with_and_bounded(
+    begin: Any, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd_hf.learning.drafts.MAX_DRAFTS", 2)
+    config = CONFIG
     store = written(tmp_path / "growing", labelled(traces, "abcabcabc"))
     settings: Any = {"path": store, "by_domain": True, "state": tmp_path / "state"}
     learner = begin(config, publish_seconds=SELDOM, clock=Clock(), **settings)
@@ -968,7 +978,7 @@ def test_the_command_fails_where_the_disk_stays_full(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, place, fail)
-        assert main([*flags, "--once", "--publish-seconds", "0", "--autosave-interval", "1"]) == 1
+        assert main([*flags, "--once", "--publish-seconds", "0"]) == 1
         assert "No space left on device" in capsys.readouterr().err
     assert main([*flags, "--once"]) == 0
     assert facts(tmp_path / "out")["draft_version"] == 2
@@ -1028,7 +1038,6 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         (["--watch-requests", "0"], "--watch-requests must be at least 30"),
         (["--deploy", "reload=http://e", "--deploy", "reload=http://me@e/v1/"], "names one engine twice"),
         (["--deploy", "reload=http://e", "--deploy-seconds", "0"], "--deploy-seconds must be more than 0"),
-        (["--max-drafts", "3"], "--max-drafts would change nothing: they are for --by-domain"),
         (["--by-domain", "--repo-id", "me/draft"], "--repo-id takes one draft"),
         (["--num-assistant-tokens", "none"], "--num-assistant-tokens must not be none"),
         (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),

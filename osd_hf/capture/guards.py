@@ -24,7 +24,7 @@ from osd_hf.capture.object_state import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import SOFT_PROMPT
 from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
-from osd_hf.errors import ConfigError, UnsupportedGenerationError
+from osd_hf.errors import UnsupportedGenerationError
 from osd_hf.models import has_soft_prompt, unwrap, vocab_size_of
 
 # Fields of a generation config that are refused: name, values under which it does nothing, reason.
@@ -242,14 +242,8 @@ def check_request(
     for name, reason in REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
-    if num_assistant_tokens is not None:
-        if config.drafting != "lean":
-            raise ConfigError(
-                f'`num_assistant_tokens={num_assistant_tokens!r}` of one request needs `drafting="lean"`, got '
-                f'"{config.drafting}". Set it in the configuration.'
-            )
-        if type(num_assistant_tokens) is not int or num_assistant_tokens != 0:
-            replace(config, num_assistant_tokens=num_assistant_tokens)
+    if num_assistant_tokens is not None and (type(num_assistant_tokens) is not int or num_assistant_tokens != 0):
+        replace(config, num_assistant_tokens=num_assistant_tokens)
     _check_inputs(target, inputs, kwargs)
     sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
     check_generation(*sources)

@@ -236,20 +236,20 @@ class Server(Settings):
 
 
 # Settings of [`OnlineConfig`] that change nothing in a command, and why.
-ONE_DRAFT = dict.fromkeys(("max_drafts", "max_draft_bytes"), "all domains share one draft here")
-NOBODY_WAITS = dict.fromkeys(("max_duty_cycle", "micro_step_seconds"), "no request waits for learning here")
 NOTHING_DRAFTED = dict.fromkeys(
-    ("candidates", "text_scope", "text_bytes", "draft_vocabulary", "drafting", "compile_draft", "compile_target"),
+    ("candidates", "text_scope", "compile_draft", "compile_target"),
     "requests that were answered before are scored here, and nothing is drafted",
 )
-OF_AUTO = ("candidates", "text_scope", "text_bytes", "draft_vocabulary")  # read where k is chosen by acceptance
+OF_AUTO = (
+    "candidates",
+    "text_scope",
+)  # read where k is chosen by acceptance
 
 
 def learning(*, k: str | None = None, **without: str) -> Any:
     """The field of a command for how a draft learns, but for the settings `without` a meaning there, each with the
     reason; and with what the help says of k where it is fixed unless told otherwise, as it is for what is compared."""
     fixed: dict[str, Any] = {} if k is None else {"num_assistant_tokens": 5}
-    without = {"target_lag": "the target is not trained here", **without}
     return part(group="learning", metavar="X", without=without, helps={} if k is None else {"num_assistant_tokens": k},
                 **fixed)  # fmt: skip
 

@@ -18,7 +18,6 @@ from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.cli import FAILED
 from osd_hf.cli.arguments import flag, in_groups
 from osd_hf.cli.flags import (
-    NOBODY_WAITS,
     NOTHING_DRAFTED,
     DraftRevision,
     Learning,
@@ -44,7 +43,6 @@ from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance
 
 _models, _requests, _publishing, _deploying = in_groups("models", "requests", "publishing", "deploying")
-OF_DOMAINS = ("max_drafts", "max_draft_bytes")
 END_SECONDS = 10.0  # that a load under way is waited for when the command ends
 
 
@@ -88,7 +86,7 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
     watch_requests: int = _deploying("requests that a version is watched for", 200, metavar="N")
     deploy_seconds: float = _deploying("the longest that loading into one engine may take", 600.0, metavar="S")
     config: OnlineConfig = learning(
-        k="tokens drafted per round (k), in what is compared", **NOBODY_WAITS, **NOTHING_DRAFTED,
+        k="tokens drafted per round (k), in what is compared", **NOTHING_DRAFTED,
         update_strategy="an update is done as soon as its requests are there",
     )  # fmt: skip
 
@@ -117,9 +115,7 @@ def learn_command(settings: LearnSettings) -> int:
     settings.check_counts("watch_requests", least=LEAST_REQUESTS)
     if settings.changed("metrics_host") and settings.metrics_port is None:
         raise ConfigError("--metrics-host is for --metrics-port, which says where scrapes are answered.")
-    if not settings.by_domain:
-        settings.check_changed(OF_DOMAINS, "they are for --by-domain")
-    elif settings.repo_id is not None:
+    if settings.by_domain and settings.repo_id is not None:
         raise ConfigError("--repo-id takes one draft. Push the newest versions of --by-domain with `osd-hf push`.")
     if settings.public and settings.repo_id is None:
         raise ConfigError("--public is for --repo-id, which says where versions are pushed.")

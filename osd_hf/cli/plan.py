@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from osd_hf.cli.arguments import flag, in_groups
-from osd_hf.cli.flags import ONE_DRAFT, DraftRevision, Dtype, Learning, Reporting, TargetRevision, adapters, learning
+from osd_hf.cli.flags import DraftRevision, Dtype, Learning, Reporting, TargetRevision, adapters, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.display import text_table
@@ -27,8 +27,7 @@ QUANTIZATIONS = {
 }  # fmt: skip
 
 NO_BYTES = dict.fromkeys(
-    ("text_scope", "draft_vocabulary", "compile_target", "divergence", "learn_from", "min_effort", "replay_fraction",
-     "learning_rate", "max_grad_norm", "max_duty_cycle", "micro_step_seconds", "autosave_interval", "seed"),
+    ("text_scope", "compile_target", "divergence", "learn_from", "replay_fraction", "learning_rate", "seed"),
     "it changes neither the memory that is planned nor the time",
 )  # fmt: skip
 
@@ -52,7 +51,7 @@ class PlanSettings(TargetRevision, DraftRevision, Learning, Reporting):
     prompt_tokens: int = _requests("tokens of a prompt", 512, metavar="N")
     max_new_tokens: int = _requests("most tokens of an answer", 256, metavar="N")
     rows: int = _requests("prompts answered at once", 1, metavar="N")
-    config: OnlineConfig = learning(**ONE_DRAFT, **NO_BYTES)
+    config: OnlineConfig = learning(**NO_BYTES)
 
     @property
     def device_bytes(self) -> int | None:
@@ -99,7 +98,6 @@ def plan_command(settings: PlanSettings) -> int:
         one = replace(settings.config, batch_size=1)
         ways = {
             "as set": settings.config, "batch_size 1": one,
-            "batch_size 1, max_learn_tokens 512": replace(one, max_learn_tokens=512),
         }  # fmt: skip
         report["choices"], lines = [], []
         for rank, way in itertools.product(ranks, ways):

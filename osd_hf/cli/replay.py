@@ -11,9 +11,7 @@ from typing import Any
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.cli.arguments import flag
 from osd_hf.cli.flags import (
-    NOBODY_WAITS,
     NOTHING_DRAFTED,
-    ONE_DRAFT,
     DraftRevision,
     Learning,
     Loading,
@@ -52,8 +50,8 @@ class ReplaySettings(DraftRevision, Loading, Learning, Reporting):
     device_map: str | None = flag("where the parts of a draft go, in place of --device, such as auto", group="models",
                                   metavar="MAP")  # fmt: skip
     config: OnlineConfig = learning(
-        k="tokens drafted per round (k)", **ONE_DRAFT, **NOBODY_WAITS, **NOTHING_DRAFTED,
-        num_logprobs="a store has the entries that were recorded", autosave_interval="no session is saved here",
+        k="tokens drafted per round (k)", **NOTHING_DRAFTED,
+        num_logprobs="a store has the entries that were recorded",
     )  # fmt: skip
 
     def check(self) -> None:

@@ -20,8 +20,6 @@ from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.cli.arguments import flag, in_groups, option
 from osd_hf.cli.flags import (
-    NOBODY_WAITS,
-    ONE_DRAFT,
     DraftRevision,
     Learning,
     Prompts,
@@ -75,9 +73,8 @@ class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
                                 "its last save again, so they may stand there twice", metavar="DIR")  # fmt: skip
     report_to: list[str] | None = _output("also log to trackio, tensorboard, wandb, ...", metavar="NAME")
     config: OnlineConfig = learning(
-        k="tokens drafted per round (k); auto = as many as pay, by acceptance and costs", **ONE_DRAFT, **NOBODY_WAITS,
+        k="tokens drafted per round (k); auto = as many as pay, by acceptance and costs",
         update_strategy="updates are done between two requests, so that a run can go on where it ended",
-        autosave_interval="--save-every says how often a run is saved",
     )  # fmt: skip
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.cli.arguments import flag, in_groups
-from osd_hf.cli.flags import CHAT_TEMPLATE_KWARGS, ONE_DRAFT, THREADS, DraftRevision, Learning, TargetLoading, learning
+from osd_hf.cli.flags import CHAT_TEMPLATE_KWARGS, THREADS, DraftRevision, Learning, TargetLoading, learning
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.benchmark import pad_setting
@@ -57,9 +57,9 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
         f"{CHAT_TEMPLATE_KWARGS}; those of a request go before", metavar="JSON"
     )
     learn: bool = flag("let the draft learn; without it, serve and count only", True)
-    state_dir: Path | None = flag("session to go on with, which is saved there every --autosave-interval updates and "
+    state_dir: Path | None = flag("session to go on with, which is saved there every 8 updates and "
                                   "in the end; it holds tokens of requests", metavar="DIR")  # fmt: skip
-    config: OnlineConfig = learning(**ONE_DRAFT)
+    config: OnlineConfig = learning()
 
     @property
     def name(self) -> str:
@@ -76,10 +76,6 @@ class ServeSettings(DraftRevision, TargetLoading, Learning):
         self.check_auto()
         if self.config.update_strategy == "manual":
             raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
-        if self.config.update_strategy != "idle":
-            self.check_changed(["micro_step_seconds"], "it is for --update-strategy idle")
-        if self.state_dir is None:
-            self.check_changed(["autosave_interval"], "nothing is saved without --state-dir")
         _ = self.key
 
     @property

@@ -129,7 +129,7 @@ def static_sizes(begins: int, ends: int) -> list[int]:
 def compiles_draft(config: OnlineConfig, device_type: str) -> bool:
     """Whether a draft on a device of this type, such as `"cuda"`, is to be compiled, or captured as graphs."""
     if config.compile_draft == "auto":
-        return config.drafting == "lean" and device_type not in ("cpu", "meta")
+        return device_type not in ("cpu", "meta")
     return config.compile_draft
 
 

@@ -274,6 +274,9 @@ class RequestText:
         self._runs = [None] * len(self._indexes)
 
 
+EARLIER_TEXT_BYTES = 1 << 26  # of all text and its index; 36 bytes a token
+
+
 class EarlierText:
     """
     The text of earlier requests, as token ids in memory. That of an owner is looked up for requests of the same owner

@@ -23,6 +23,7 @@ from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
 from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
+from osd_hf.learning import session
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
@@ -117,7 +118,7 @@ class StoreLearner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         # Nothing is drafted here.
-        config = replace(config, update_strategy="interval", max_duty_cycle=1.0, compile_draft=False)
+        config = replace(config, update_strategy="interval", compile_draft=False)
         if config.compared_k is None:
             raise ConfigError("A fixed k is needed, got `num_assistant_tokens=None`.")
         self.config, self.k = config, config.compared_k
@@ -211,7 +212,7 @@ class StoreLearner:
         found = [(t, stats) for t, stats in zip(fitting, replays, strict=True) if stats is not None]
         frozen = iter([stats for _, stats in found])
         if self.set_aside != before:  # a restart is not to begin with what cannot be learned from
-            self._unsaved_updates = max(self._unsaved_updates, self.config.autosave_interval)
+            self._unsaved_updates = max(self._unsaved_updates, session.UPDATES_BETWEEN_SAVES)
         for moment in serve_recorded(self.learner, [trace for trace, _ in found], self.k):
             if isinstance(moment, UpdateReport):
                 self._updated(moment)
@@ -227,7 +228,7 @@ class StoreLearner:
         if self._clock() >= self._retry_at:
             is_due = self._clock() - self._published_at >= self._publish_seconds
             try:
-                if (is_due and self.publish()) or self._unsaved_updates >= self.config.autosave_interval:
+                if (is_due and self.publish()) or self._unsaved_updates >= session.UPDATES_BETWEEN_SAVES:
                     self.save()
             except StateError:
                 self._retry_at = self._clock() + RETRY_SECONDS
@@ -455,7 +456,7 @@ class StoreLearner:
             self.learner.take_decisions()  # it is published already
             has_gone_back = True
         if has_gone_back:  # whoever is killed now is not to begin with what was taken back
-            self._unsaved_updates = self.config.autosave_interval  # where it fails now, it is told of and tried again
+            self._unsaved_updates = session.UPDATES_BETWEEN_SAVES  # where it fails now, it is told of and tried again
             with contextlib.suppress(StateError):
                 self.save()
 

@@ -88,7 +88,7 @@ def quickstart(
     Raises:
         ConfigError: threads below 1, a negative seed, an output folder that cannot be written.
     """
-    config = OnlineConfig(num_assistant_tokens=K, seed=seed, min_effort=1.0)  # what learning can do, whatever it takes
+    config = OnlineConfig(num_assistant_tokens=K, seed=seed)
     if threads is not None and threads < 1:
         raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
@@ -155,6 +155,7 @@ def _measured(
         write(line)
     done("threads")
     with OnlineAssistant(*pair, config) as assistant:
+        assistant.drafts.set_pace(min_effort=1.0)  # what learning can do, whatever it takes
         served = serve_stream(assistant, stream, sizes.max_new_tokens)
         balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
         done("serving")

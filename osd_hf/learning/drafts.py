@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.pacing import Pacer
 from osd_hf.errors import ConfigError, StateError
+from osd_hf.learning.effort import MIN_EFFORT
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.placement import learner_device
 from osd_hf.learning.serving_models import Copies, ServingDraft, Version
@@ -49,6 +50,7 @@ __all__ = ["DomainDrafts", "ServingDraft"]
 logger = logging.getLogger(__name__)
 
 INDEX = "drafts.json"
+MAX_DRAFTS = 32  # per domain; the base draft serves further domains
 HOST = torch.device("cpu")  # main memory, for versions of drafts on an accelerator that no model serves with
 
 
@@ -71,7 +73,7 @@ class DomainDrafts:
 
     Args:
         draft (`PreTrainedModel`): The base; copied, not changed. A `PeftModel` serves with its adapter merged.
-        config (`OnlineConfig`, *optional*): How to draft and learn; `max_drafts` and `max_draft_bytes` are the limits.
+        config (`OnlineConfig`, *optional*): How to draft and learn.
         peft_config (`peft.PeftConfig`, *optional*):
             Kind of adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
             that learns is a full copy.
@@ -95,13 +97,31 @@ class DomainDrafts:
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self.pacer = Pacer()
         self.version = 0
-        self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: _Draft(Lesson(None, self.config))}
+        self._pace: dict[str, Any] = {}
+        self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: self._new_draft(None)}
         self._has_refused = False
         self._copies = Copies(base, self._template, self.config, self.pacer)
         self._master: Any = None  # of all domains' adapters
         self._tried: tuple[Any, Any] | None = None
         self._renew_locks()
         in_child(self, DomainDrafts._begin_in_child)
+
+    def _new_draft(self, domain: str | None) -> _Draft:
+        return _Draft(Lesson(domain, self.config, **self._pace))
+
+    def set_pace(self, *, min_effort: float = MIN_EFFORT, target_lag: int = 0) -> None:
+        """
+        Set how often drafts learn; called before the first request.
+
+        Args:
+            min_effort (`float`, *optional*, defaults to 1/16): Least share of the configured updates that are done.
+            target_lag (`int`, *optional*, defaults to 0):
+                Earlier versions of the target whose requests are still learned from.
+        """
+        self._pace = {"min_effort": min_effort, "target_lag": target_lag}
+        for lesson in self.lessons.values():
+            lesson.target_lag = target_lag
+            lesson.effort.least = min_effort
 
     def _renew_locks(self) -> None:
         self._lock = threading.RLock()  # held over no copy and no write of a model
@@ -122,13 +142,13 @@ class DomainDrafts:
         with self._lock:
             if domain in self._drafts:
                 return True
-            if len(self._drafts) < self.config.max_drafts:
-                self._drafts[domain] = _Draft(Lesson(domain, self.config))
+            if len(self._drafts) < MAX_DRAFTS:
+                self._drafts[domain] = self._new_draft(domain)
                 return True
             if not self._has_refused:
                 self._has_refused = True
                 logger.warning(
-                    "There are %d drafts of domains already (`max_drafts`): %r and further domains are served by "
+                    "There are %d drafts of domains already (at most 32): %r and further domains are served by "
                     "the base draft.", len(self._drafts), domain,
                 )  # fmt: skip
             return False
@@ -351,7 +371,7 @@ class DomainDrafts:
         """The learner of a domain's draft, made from the base at the first call. One thread at a time may learn, as
         adapters share their base."""
         with self._lock:
-            draft = self._drafts.get(domain) or _Draft(Lesson(domain, self.config))
+            draft = self._drafts.get(domain) or self._new_draft(domain)
             if draft.updater is not None:
                 return draft.updater
         updater = self._new_updater(draft.lesson)
@@ -563,7 +583,7 @@ class DomainDrafts:
                 domain, previous = saved["domain"], saved["previous"]
                 draft = before.get(domain)
                 if draft is None or (learners is not None and domain not in learners):
-                    draft = _Draft(Lesson(domain, self.config))
+                    draft = self._new_draft(domain)
                 # Sessions from before do not say what they were taught for.
                 weights, taught_for = self._placed(saved["snapshot"]), saved.get("taught_for")
                 draft.serving = Version(int(saved["version"]), weights, taught_for)

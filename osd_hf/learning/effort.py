@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from osd_hf.acceptance import AcceptanceStats
 
-__all__ = ["Effort"]
+__all__ = ["MIN_EFFORT", "Effort"]
+
+MIN_EFFORT = 1 / 16  # share of the updates that are done once learning no longer pays
 
 WINDOW = 128  # requests of which the mean is compared with that of as many before; half of it at first, if timed
 STRIDE = 64  # requests between two decisions

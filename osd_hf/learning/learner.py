@@ -79,7 +79,7 @@ class Learner:
         self.drafts, self.config, self._timer = drafts, config, timer
         self.chooses = config.gate and chooses
         self.accelerator = accelerator or make_accelerator(None, config)
-        self.duty_cycle = DutyCycle(config.max_duty_cycle, clock)
+        self.duty_cycle = DutyCycle(1.0, clock)
         self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
         self.untold: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # to whoever wants to hear of each
         self.is_paused = False

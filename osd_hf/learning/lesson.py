@@ -17,7 +17,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.drafting.vocabulary import TrafficVocabulary
 from osd_hf.errors import StateError
 from osd_hf.learning.draft_choice import Choice
-from osd_hf.learning.effort import Effort
+from osd_hf.learning.effort import MIN_EFFORT, Effort
 from osd_hf.learning.faults import Parts, SetAside
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import in_child, renewing
@@ -121,9 +121,13 @@ class Lesson:
     and nothing begins anew. Requests may arrive in any thread, inside the `lock`; one thread learns.
     """
 
-    def __init__(self, domain: str | None = None, config: OnlineConfig | None = None) -> None:
+    def __init__(
+        self, domain: str | None = None, config: OnlineConfig | None = None, *, target_lag: int = 0,
+        min_effort: float = MIN_EFFORT,
+    ) -> None:  # fmt: skip
         self.domain = domain
         self.config = config or OnlineConfig()
+        self.target_lag = target_lag
         self.lock = threading.Lock()
         in_child(self, renewing(lock=threading.Lock))
         self.target: str | None = None  # its version; `None` where no request has said it
@@ -146,10 +150,9 @@ class Lesson:
         self._to_compare = 0  # requests that are all compared, as one was accepted much less
         self._unused = 0  # requests since the last one that says something
         self.vocabulary = TrafficVocabulary()  # among which the draft is to choose
-        is_auto = self.config.num_assistant_tokens == self.config.draft_vocabulary == "auto"
-        self._counts = is_auto and self.config.drafting == "lean"
+        self._counts = self.config.num_assistant_tokens == "auto"
         self.choice = Choice()
-        self.effort = Effort(self.config.min_effort, self.config.max_effort)
+        self.effort = Effort(min_effort)
         self.dropped = 0  # versions in a row
         # What the version of that number makes of held-back requests; what the version before it, the draft as it was,
         # and it itself made of those that it has served.
@@ -193,11 +196,11 @@ class Lesson:
         if self.target is None:  # requests that do not say are taken for those of the first that does
             self.target = target
             return False
-        if not self.config.target_lag:
+        if not self.target_lag:
             self.renew(target)
             return True
         known = (self.target, *(version for version in self.earlier if version != target))
-        self.target, self.earlier, self._is_late = target, known[: self.config.target_lag], True
+        self.target, self.earlier, self._is_late = target, known[: self.target_lag], True
         for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
             current = [trace for trace in kept if self.is_current(trace)]
             self.older += len(kept) - len(current)
@@ -407,7 +410,7 @@ class Lesson:
         with self.lock:
             # Sessions from before say nothing of it.
             self.target, *earlier, self.older = state.get("target", (None, 0))
-            self.earlier = tuple(earlier[: self.config.target_lag])
+            self.earlier = tuple(earlier[: self.target_lag])
             self._is_stale, self._is_late, self.is_unconfirmed = False, True, False
             self.requests_waiting, self.observed = int(state["requests_waiting"]), int(state["observed"])
             self.dropped = int(state["dropped"])

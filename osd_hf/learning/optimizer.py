@@ -144,7 +144,7 @@ def make_optimizers(
     rest = [p for p in parameters.values() if id(p) not in hidden]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(matrices, config.learning_rate, may_round=config.mixed_precision != "no"))
+        made.append(Muon(matrices, config.learning_rate))
     if rest:
         rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
         made.append(AdamW(rest, rate, weight_decay=0.0, fused=True))

@@ -33,18 +33,15 @@ def learner_device(config: OnlineConfig) -> torch.device | None:
     return device
 
 
-def learns_in_bf16(config: OnlineConfig, dtype: torch.dtype, device: torch.device, width: int) -> bool:
+def learns_in_bf16(dtype: torch.dtype, device: torch.device, width: int) -> bool:
     """
     Whether steps compute in bf16, by autocast, on a master that is in fp32 all the same.
 
     Args:
-        config (`OnlineConfig`): Says so or, with `"auto"`, leaves it to the rest.
         dtype (`torch.dtype`): Of the draft that serves.
         device (`torch.device`): That the learner is on.
         width (`int`): Of the draft's hidden states.
     """
-    if config.mixed_precision != "auto":
-        return config.mixed_precision == "bf16"
     if dtype not in HALF:
         return False
     if device.type == "cpu":

@@ -48,8 +48,8 @@ class ServingDraft:
 
 class Copies:
     """
-    Copies of one base model, each `held` for a domain, within `max_draft_bytes`; requests at once may need more for a
-    while. The base serves as well, always as it was. `making` are the domains of which one is being filled. Not
+    Copies of one base model, each `held` for a domain; requests at once may need more for a while. The base serves as
+    well, always as it was. `making` are the domains of which one is being filled. Not
     locked: its owner is, for all but [`~Copies.ready`] and [`~Copies.fill`], which take long. Where weights are an
     adapter's, `template` is a `PeftModel` with that adapter, unmerged. Copies have the weights of their versions, or
     those that an adapter was merged into.
@@ -66,8 +66,6 @@ class Copies:
         self.making: set[str | None] = set()
         self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # all models that serve, or did
         self.bytes_each: int = sum(tensor.nbytes for tensor in (*base.parameters(), *base.buffers()))
-        limit = config.max_draft_bytes
-        self._most = float("inf") if limit is None else max(limit // self.bytes_each, 1)
         self._clock = 0
 
     def find(self, domain: str | None, version: Version | None = None) -> ServingDraft | None:
@@ -82,23 +80,21 @@ class Copies:
         return serving
 
     def release(self, serving: ServingDraft, newest: Mapping[str | None, Version]) -> None:
-        """End a lease; let go of what overlapping requests made and is old by now, and of what is over the limit."""
+        """End a lease; let go of what overlapping requests made and is old by now."""
         serving.leases -= 1
         for held in sorted(self.held, key=lambda s: s.used):
             is_doubled = sum(s.domain == held.domain for s in self.held) > 1
             is_old = held.holds is None or held.holds is not newest.get(held.domain)
-            if held.leases == 0 and ((is_doubled and is_old) or len(self.held) > self._most):
+            if held.leases == 0 and (is_doubled and is_old):
                 self.held.remove(held)
 
     def reserve(self, domain: str | None) -> ServingDraft:
-        """One to be filled for a domain, leased to who fills it: one of its own that nobody uses, a new one or, over
-        the limit, the one not used for longest. Its place counts from now on."""
-        free = [serving for serving in self.held if serving.leases == 0]
-        own = [serving for serving in free if serving.domain == domain]
-        if not own and not (free and len(self.held) >= self._most):
+        """One to be filled for a domain, leased to who fills it: one of its own that nobody uses, or a new one."""
+        own = [serving for serving in self.held if serving.leases == 0 and serving.domain == domain]
+        if not own:
             own = [ServingDraft(None, None)]
             self.held += own
-        serving = own[0] if own else min(free, key=lambda s: s.used)
+        serving = own[0]
         serving.domain, serving.holds = domain, None
         self.making.add(domain)
         return self.use(serving)
@@ -147,8 +143,6 @@ class Copies:
     def _write(self, weights: Snapshot, model: Any) -> None:
         write_snapshot(weights, model, share=self.shares)
 
-    def _draft_with(self, model: Any) -> LeanDrafting | None:
-        if self.config.drafting != "lean":
-            return None
+    def _draft_with(self, model: Any) -> LeanDrafting:
         k, sources = self.config.num_assistant_tokens, self.config.candidates
         return LeanDrafting(model, k, sources=sources, compiled=self.compiled, pacer=self.pacer)

@@ -26,6 +26,7 @@ from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, s
 __all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]
 
 FORMAT = 6
+UPDATES_BETWEEN_SAVES = 8  # of a session that saves itself
 POINTER = "CURRENT"
 LOCK = ".CURRENT.lock"
 STATE = re.compile(r"state-[0-9a-f]{12,32}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 import traceback
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -48,6 +47,10 @@ __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator"
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+BATCH_POSITIONS = 480  # completion tokens in the batch of one step, about, where some are replayed
+MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request: memory grows with them
+MAX_GRAD_NORM = 1.0
+MICRO_STEP_SECONDS = 0.02  # of a forward and backward with "idle": how long a request may have to wait
 NOT_FINITE = "loss or gradient is not finite"
 BACKWARD = 0.85  # of an optimizer step, about, that forwards and backwards of its batch are
 
@@ -141,10 +144,10 @@ class Updater:
             self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
         self.device = next(iter(self.parameters.values())).device
         width = getattr(self.master.config.get_text_config(decoder=True), "hidden_size", None) or 0
-        self.is_bf16 = learns_in_bf16(config, dtype or draft.dtype, self.device, width)
+        self.is_bf16 = learns_in_bf16(dtype or draft.dtype, self.device, width)
         self.activations = Activations.of(self.master)
         # The longest request that is learned from as it is, its prompt included.
-        self.most_tokens = min(config.max_learn_tokens or sys.maxsize, self.activations.most_tokens)
+        self.most_tokens = min(MAX_LEARN_TOKENS, self.activations.most_tokens)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +216,7 @@ class Updater:
     def pace(self) -> None:
         """Fit the size of the next backward passes to what the last one took and an arriving request may wait."""
         seconds, self._backward_seconds = self._backward_seconds, None
-        limit = self.config.micro_step_seconds
+        limit = MICRO_STEP_SECONDS
         if seconds is not None and seconds > limit:
             self.micro_batch = max(self.micro_batch // 2, 1)
         elif seconds is not None and seconds < limit / 3:
@@ -226,15 +229,14 @@ class Updater:
         replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
         fresh = min(len(newest), size - replayed)
         chosen = [newest[i] for i in self.buffer.rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
-        most = self.config.batch_positions
-        if most is None or sum(min(len(trace), self.most_tokens) for trace in chosen) <= most:
+        if not replayed or sum(min(len(trace), self.most_tokens) for trace in chosen) <= BATCH_POSITIONS:
             return chosen
         # In an order in which every part of the batch has both in their shares, also a part of one request.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
         order = np.roll(np.argsort(places, kind="stable"), self.buffer.rng.integers(len(chosen)))
         ordered = [chosen[i] for i in order]
         ends = np.cumsum([min(len(trace), self.most_tokens) for trace in ordered])
-        return ordered[: max(int(np.searchsorted(ends, most, side="right")), 1)]
+        return ordered[: max(int(np.searchsorted(ends, BATCH_POSITIONS, side="right")), 1)]
 
     def _step(self, traces: Sequence[Trace]) -> Parts[tuple[float | None, int]]:
         """
@@ -327,7 +329,7 @@ class Updater:
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         norms = [torch.nn.utils.get_total_norm(piece).to(self.device) for (piece,) in in_pieces(grads)]
         norm = torch.nn.utils.get_total_norm(norms)
-        scale = (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
         for (piece,) in in_pieces(grads) if scale < 1 else ():
             torch._foreach_mul_(piece, scale.to(piece[0].device))
         return bool(torch.isfinite(norm))

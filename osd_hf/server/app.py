@@ -110,7 +110,7 @@ class Service:
         """Serve this assistant, which has a tokenizer, from now on."""
         self.reader = Reader(
             self.name, unwrap(assistant.target), assistant.tokenizer, self._max_new_tokens,
-            has_seeds=assistant.config.drafting == "lean", chat_template_kwargs=self._template_kwargs,
+            chat_template_kwargs=self._template_kwargs,
         )  # fmt: skip
         self.assistant = assistant
 

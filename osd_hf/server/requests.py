@@ -143,7 +143,6 @@ class Reader:
         target (`PreTrainedModel`): What answers: its positions, its vocabulary, and how it samples by default.
         tokenizer (`PreTrainedTokenizerBase`): Its own, of which a copy is used: answers are decoded meanwhile.
         max_new_tokens (`int`): Of an answer to a chat that says nothing of it.
-        has_seeds (`bool`, *optional*, defaults to `True`): Whether sampled answers can be had from a seed.
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             Settings of the chat template; those of a request go before them.
 
@@ -152,10 +151,10 @@ class Reader:
     """
 
     def __init__(
-        self, name: str, target: Any, tokenizer: Any, max_new_tokens: int, *, has_seeds: bool = True,
+        self, name: str, target: Any, tokenizer: Any, max_new_tokens: int, *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._has_seeds, self._template_kwargs = has_seeds, chat_template_kwargs or {}
+        self._template_kwargs = chat_template_kwargs or {}
         has_template = getattr(tokenizer, "chat_template", None)
         if self._template_kwargs and (not has_template or self._template_kwargs.keys() & _arguments(tokenizer)):
             raise ConfigError(
@@ -266,9 +265,6 @@ class Reader:
         if user is not None and not (isinstance(user, str) and len(user) <= MOST_USER_CHARACTERS):
             refuse("user", f"must be a text of at most {MOST_USER_CHARACTERS} characters", user)
         sampling, seed = self._sampling(body), _whole(body, "seed", -(1 << 63), (1 << 63) - 1)
-        if seed is not None and sampling["do_sample"] and not self._has_seeds:
-            rule = "needs lean drafting where answers are sampled (leave it out, or send `temperature: 0`)"
-            refuse("seed", rule, seed, "unsupported_parameter")
         return Asked(
             prompt_ids=tuple(prompt), max_new_tokens=most, is_chat=is_chat, sampling=sampling,
             stop=_stops(body.get("stop")), seed=seed, logprobs=logprobs,
