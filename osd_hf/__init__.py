@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from osd_hf.acceptance import AcceptanceStats
     from osd_hf.assistant import OnlineAssistant
-    from osd_hf.capture.guards import ReplayedProcessor
     from osd_hf.capture.hook import capture_traces, record_traces, rescore
     from osd_hf.config import OnlineConfig
     from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from osd_hf.learning.drafts import DomainDrafts
     from osd_hf.learning.gate import GateDecision
     from osd_hf.learning.updater import UpdateReport
+    from osd_hf.logits_processors import ReplayedProcessor
     from osd_hf.making import make_draft
     from osd_hf.models import align_vocab
     from osd_hf.replay import EmittedToken, emitted_tokens, replay
@@ -103,7 +103,6 @@ __all__ = [
 _HOMES = {
     "assistant": "OnlineAssistant",
     "evaluation.benchmark": "benchmark",
-    "capture.guards": "ReplayedProcessor",
     "capture.hook": "capture_traces record_traces rescore",
     "evaluation.compare": "compare",
     "config": "OnlineConfig",
@@ -114,6 +113,7 @@ _HOMES = {
     "learning.drafts": "DomainDrafts",
     "learning.gate": "GateDecision",
     "learning.updater": "UpdateReport",
+    "logits_processors": "ReplayedProcessor",
     "making": "make_draft",
     "acceptance": "AcceptanceStats",
     "speedup": "best_k expected_block_efficiency expected_speedup",

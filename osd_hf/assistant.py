@@ -195,7 +195,7 @@ class OnlineAssistant:
         target = unwrap(self.target)
         if isinstance(inputs, Mapping):  # what a tokenizer or processor returns
             inputs, generate_kwargs = None, {**inputs, **generate_kwargs}
-        tried = check_request(target, self.config, inputs, generate_kwargs, num_assistant_tokens)
+        check_request(target, self.config, inputs, generate_kwargs, num_assistant_tokens)
         device = input_device(target)
         inputs, *moved = (
             value.to(device) if isinstance(value, torch.Tensor) else value
@@ -212,7 +212,7 @@ class OnlineAssistant:
         generate_kwargs["assistant_model"] = self._drafts.base
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(
-            domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, tried=tried, seen=seen
+            domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, seen=seen
         )
         with self._live.request(), bind(self.target, binding):
             try:
@@ -310,11 +310,8 @@ class OnlineAssistant:
     ) -> Iterator[OnlineAssistant]:
         """
         Inside the `with` block, any assisted `generate` on the target is captured and learned from: the caller's own
-        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Stopping criteria are asked
-        about each token emitted, and may remember. Criteria of your own are asked once a round, as transformers does,
-        for a single prompt whose answer is streamed, or returned with more than its tokens, or with a cache of yours.
-        Only requests of this context (thread or task) are seen; start other threads with
-        `contextvars.copy_context().run`.
+        call, a pipeline, an evaluation harness. Pass `assistant_model=assistant.draft`. Only requests of this context
+        (thread or task) are seen; start other threads with `contextvars.copy_context().run`.
 
         ```python
         pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from osd_hf.acceptance import AcceptanceStats, Tally
-from osd_hf.capture.guards import TriedOut
 from osd_hf.capture.request import Binding, Lease
 from osd_hf.drafting.forward import CompiledTarget
 from osd_hf.drafting.text import EARLIER_TEXT_BYTES, EarlierText
@@ -170,8 +169,7 @@ class LiveLearning:
 
     def binding(
         self, domain: str | None, learn: bool, store: CorrectionStore | None, *, owner: str | None = None,
-        is_begun: bool = False, k: int | str | None = None, tried: Sequence[TriedOut] = (),
-        seen: list[Trace] | None = None,
+        is_begun: bool = False, k: int | str | None = None, seen: list[Trace] | None = None,
     ) -> Binding:  # fmt: skip
         """Listens to requests of this label, of which `seen` gets the traces; `is_begun`: to the one in
         [`~LiveLearning.request`]."""
@@ -180,9 +178,7 @@ class LiveLearning:
             functools.partial(self.lease, domain, learn, owner, is_begun),
             owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
-            exact_stops=is_begun,
             num_assistant_tokens=k,
-            tried=tried,
             compiled=self.compiled,
         )
 

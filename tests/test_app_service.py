@@ -25,9 +25,8 @@ from osd_hf import (
     VocabularyMismatchError,
 )
 from osd_hf.bundled import bundled_prompts
-from osd_hf.capture.guards import check_criteria
 from osd_hf.drafting.text import EarlierText
-from osd_hf.utils.streaming import Pieces, Stop
+from osd_hf.utils.streaming import Pieces
 from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module
 from osd_hf_app import visitors as visitors_module
@@ -274,19 +273,6 @@ def test_an_answer_stopped_before_its_turn_is_hardly_begun(service: Service) -> 
     assert answer.error is None
     assert answer.stopped
     assert len(answer.tokens) <= 1
-
-
-def test_a_stop_at_any_moment_is_no_error() -> None:
-    class Pressed(threading.Event):
-        asked = 0
-
-        def is_set(self) -> bool:
-            self.asked += 1
-            if self.asked == 2:
-                self.set()  # by the visitor, while the criterion is being looked at
-            return super().is_set()
-
-    check_criteria([Stop(Pressed())], torch.ones(1, 3, dtype=torch.long), 8)
 
 
 def test_earlier_turns_are_remembered_where_asked(

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.utils import LoggerType
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 from waiting import LONG
 
 from osd_hf import (
@@ -30,7 +30,6 @@ from osd_hf import (
     RoutedPrompt,
     StateError,
     Trace,
-    UnsupportedGenerationError,
     capture_traces,
 )
 from osd_hf.acceptance import AcceptanceStats
@@ -740,22 +739,6 @@ def test_a_failing_learner_is_tried_again_after_an_interval_and_not_at_every_req
         assistant.generate(ids, domain="a", attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
         errors.append(assistant.learning_error)
     assert [errors.index(error) for error in errors] == [0, 1, 1, 3, 3, 5]
-
-
-def test_a_stopping_criterion_with_a_memory_is_refused() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-
-    class AtTheTenthCall(StoppingCriteria):
-        calls = 0
-
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            self.calls = self.calls + 1
-            return torch.full((1,), self.calls >= 10)
-
-    ids = models.prompts(1)[0]
-    with pytest.raises(UnsupportedGenerationError, match="AtTheTenthCall keeps state"):
-        assistant.generate(ids, max_new_tokens=4, stopping_criteria=StoppingCriteriaList([AtTheTenthCall()]))
 
 
 def test_a_draft_that_speaks_eos_zero_is_replayed_exactly() -> None:

@@ -286,6 +286,8 @@ def test_a_loop_that_accepts_every_draft_fails_the_greedy_check(
 class AfterTokens(StoppingCriteria):  # type: ignore[misc]
     """Stops as soon as the last token is one of `tokens`, as a caller's own criterion may."""
 
+    is_stateless = True
+
     def __init__(self, tokens: set[int]) -> None:
         self.tokens = tokens
 

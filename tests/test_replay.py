@@ -110,6 +110,8 @@ def test_a_draft_ends_with_the_token_that_meets_a_criterion() -> None:
     from osd_hf import OnlineAssistant, OnlineConfig
 
     class After(StoppingCriteria):  # type: ignore[misc]
+        is_stateless = True
+
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             return torch.tensor([input_ids.shape[1] >= 6 + 8])
 

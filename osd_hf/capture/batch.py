@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from osd_hf.capture.guards import ReplayedProcessor, undrafted
+from osd_hf.capture.guards import undrafted
 from osd_hf.capture.request import Binding, Decoding, Request, Round, bears_any_token, hand_over
 from osd_hf.drafting.batch import (
     BatchDraft,
@@ -30,7 +30,7 @@ from osd_hf.drafting.exactness import given_arguments, has_adapter_per_row, limi
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.loop_inputs import WatchedProcessors, of_row
 from osd_hf.drafting.text import Guess, RequestText, TextIndex
-from osd_hf.logits_processors import RowProcessors
+from osd_hf.logits_processors import ReplayedProcessor, RowProcessors
 from osd_hf.models import vocab_size_of
 from osd_hf.trace import num_accepted
 from osd_hf.utils.kernels import fast_kernels
@@ -109,7 +109,7 @@ class BatchRequest(Decoding):
     def _hindrance(self) -> str | None:
         """Why the rows cannot go on independently; `None` where they can."""
         config, cache = self.config, self.kwargs.get("past_key_values")
-        if why := undrafted(self.model, config):
+        if why := undrafted(self.model, config, self.kwargs["logits_processor"]):
             return why
         others = list(given_arguments(self.kwargs))
         drafts = list({id(drafting.draft): drafting for drafting in self.draftings}.values())

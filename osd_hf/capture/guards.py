@@ -1,31 +1,26 @@
-"""Which requests are refused, and which the target answers alone; a processor with a memory may be replayed."""
+"""Check which requests are refused, and which the target answers alone."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import marshal
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkingConfig,
 )
 
-from osd_hf.capture.object_state import CannotLookThrough, Reachable
 from osd_hf.config import OnlineConfig
 from osd_hf.drafting.exactness import SOFT_PROMPT
-from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, forgets, is_listed, setting
+from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, asked_function, is_stateless, setting
 from osd_hf.errors import UnsupportedGenerationError
-from osd_hf.models import has_soft_prompt, unwrap, vocab_size_of
+from osd_hf.models import has_soft_prompt, unwrap
 
 # Fields of a generation config that are refused: name, values under which it does nothing, reason.
 REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -66,23 +61,6 @@ _NEEDS_TOKENIZER = ("stop_strings", "token_healing")
 # field does is not known here.
 _KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
 
-# Classes of transformers that remember earlier calls, or need more than the row and the tokens: draft and target would
-# share one memory.
-STATEFUL = frozenset({
-    "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
-    "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperNoSpeechDetection",
-    "ConfidenceCriteria",
-})  # fmt: skip
-# Classes in neither list are tried out: those of a newer transformers, and what is as good as its function.
-
-MOST_NAMED = 32  # tokens tried out because they are named
-MOST_WRITTEN = 4096  # bytes of a container that is searched for them
-
-_PROCESSOR, _CRITERION = "logits processor", "stopping criterion"
-
 
 # --- settings and inputs --------------------------------------------------------------------------------------------
 
@@ -119,14 +97,14 @@ def check_generation(*sources: Any) -> None:
         )
 
 
-def undrafted(model: Any, config: Any) -> str | None:
+def undrafted(model: Any, config: Any, processors: Iterable[Any]) -> str | None:
     """
-    Return why the target answers a request alone, without a draft: the settings, and the reason. `None` if a draft can
-    help.
+    Return why the target answers a request without a draft; `None` if a draft can help.
 
     Args:
         model (`PreTrainedModel`): The target.
         config (`GenerationConfig`): Of the request, as `generate` has resolved it.
+        processors (`Iterable[LogitsProcessor]`): Logits processors of the request.
     """
     for name, harmless, reason in UNDRAFTED:
         value = getattr(config, name)
@@ -140,13 +118,31 @@ def undrafted(model: Any, config: Any) -> str | None:
     attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", "eager")
     if config.return_dict_in_generate and config.output_attentions and attention != "eager":
         return f"`output_attentions` is set, and {attention} attention returns none"
+    if unknown := next((p for p in processors if not is_stateless(p)), None):
+        return _may_remember("logits processor", unknown) + ", or pass it as an `osd_hf.ReplayedProcessor`"
     return None
 
 
+def unknown_criterion(criteria: Iterable[Any]) -> str | None:
+    """Return why candidates cannot be checked by these stopping criteria; `None` if they can."""
+    unknown = next((criterion for criterion in criteria if not is_stateless(criterion)), None)
+    return None if unknown is None else _may_remember("stopping criterion", unknown)
+
+
+def _may_remember(kind: str, thing: Any) -> str:
+    function = asked_function(thing)
+    name = getattr(function, "__name__", type(function).__name__)
+    return (
+        f"the {kind} `{name}` may keep state between calls, and it would also be called on candidates that are "
+        "rejected. If its result depends only on its arguments, set `is_stateless = True` on it"
+    )
+
+
 def not_watched(why: str) -> UnsupportedGenerationError:
-    """Return the error of a request that has no draft to watch, by what [`undrafted`] has returned."""
+    """Return the error of a request that cannot be captured, for a reason of [`undrafted`]."""
     return UnsupportedGenerationError(
-        f"This request cannot be assisted: {why}. Leave the setting out, or call `generate` without `assistant_model`."
+        f"This request cannot be assisted: {why}. Otherwise leave it out, or call `generate` without "
+        "`assistant_model`."
     )
 
 
@@ -233,273 +229,19 @@ def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
 
 def check_request(
     target: Any, config: OnlineConfig, inputs: Any, kwargs: dict[str, Any], num_assistant_tokens: Any
-) -> list[TriedOut]:
+) -> None:
     """
     Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings, the
-    shape of the prompt, a k that `config` could not have, processors and criteria. Returns what [`check_processors`]
-    does; raises UnsupportedGenerationError or ConfigError.
+    shape of the prompt, and a number of assistant tokens that `config` could not have.
+
+    Raises:
+        UnsupportedGenerationError, ConfigError: Say what is wrong and what to do.
     """
     for name, reason in REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
-    if num_assistant_tokens is not None and (type(num_assistant_tokens) is not int or num_assistant_tokens != 0):
-        replace(config, num_assistant_tokens=num_assistant_tokens)
+    is_zero = type(num_assistant_tokens) is int and num_assistant_tokens == 0
+    if num_assistant_tokens is not None and not is_zero:
+        replace(config, num_assistant_tokens=num_assistant_tokens)  # checks the value
     _check_inputs(target, inputs, kwargs)
-    sources = (kwargs, kwargs.get("generation_config"), target.generation_config)
-    check_generation(*sources)
-    processors, criteria = (list(kwargs.get(name) or ()) for name in ("logits_processor", "stopping_criteria"))
-    if kwargs.get("prefix_allowed_tokens_fn") is not None:
-        processors.append(PrefixConstrainedLogitsProcessor(kwargs["prefix_allowed_tokens_fn"], 1))
-    prompt = inputs if inputs is not None else kwargs.get("input_ids", kwargs.get(target.main_input_name))
-    if prompt is None or not (processors or criteria):
-        return []
-    if target.config.is_encoder_decoder:  # they are asked about the answer
-        begun = kwargs.get("decoder_input_ids")
-        if begun is None:
-            names = ("decoder_start_token_id", "bos_token_id")
-            start = next((value for name in names if (value := setting(sources, name)) is not None), 0)
-            begun = torch.full((1, 1), int(torch.as_tensor(start, device="cpu").reshape(-1)[0]), device=prompt.device)
-        prompt = begun
-    if prompt.is_floating_point():
-        return []
-    check_criteria(criteria, prompt, vocab_size_of(target))
-    return check_processors(processors, prompt, vocab_size_of(target))
-
-
-# --- processors and criteria ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TriedOut:
-    """A processor that seemed to forget when it was tried out, as it was before and after its first call. One that
-    remembers only certain tokens is found out after the request, by [`~TriedOut.refusal`]."""
-
-    thing: Any
-    before: Reachable
-    settled: Reachable
-
-    def refusal(self) -> UnsupportedGenerationError | None:
-        """The error that says that it remembers, where the calls of a request have changed more than its first one
-        does."""
-        return _remembers(self.thing, _PROCESSOR) if _has_changed(self.thing, self.before, self.settled) else None
-
-
-def check_processors(
-    processors: Any, input_ids: torch.Tensor, vocab_size: int, tried: Iterable[TriedOut] = ()
-) -> list[TriedOut]:
-    """
-    Refuse logits processors that remember earlier calls, or may: target and draft share the instances, so drafted
-    tokens that were never emitted would change the target's output. What is not known to forget is tried out on
-    made-up continuations of the prompt, and left as it was; what was `tried` for this request already is not again.
-    Returns those that were tried out, to be looked at again after the request; raises UnsupportedGenerationError.
-    """
-    row = functools.partial(torch.zeros, input_ids.shape[0], vocab_size, device=input_ids.device)
-    return [
-        next((one for one in tried if _asked(one.thing) is _asked(processor)), None)
-        or _try_out(processor, _PROCESSOR, input_ids, row, vocab_size)
-        for processor in processors or ()
-        if not _is_known(processor, _PROCESSOR)
-    ]
-
-
-def check_criteria(criteria: Any, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """
-    Refuse stopping criteria that remember earlier calls, or may: they are also asked about drafted tokens, as an
-    answer ends at the very token at which the target alone would end it. They are tried out as logits processors are,
-    but not looked at again after the request: what has changed then may well be a flag by which the caller ended it.
-    Raises UnsupportedGenerationError.
-    """
-    for criterion in criteria or ():
-        if not _is_known(criterion, _CRITERION):
-            _try_out(criterion, _CRITERION, input_ids, lambda: None, vocab_size)
-
-
-def _is_known(thing: Any, kind: str) -> bool:
-    """Whether nothing of it has to be tried out; raises where it is known to remember."""
-    if type(thing) is ReplayedProcessor or any(getattr(x, "is_stateless", 0) is True for x in (thing, _asked(thing))):
-        return True
-    if is_listed(thing, STATEFUL):
-        raise _remembers(thing, kind)
-    return forgets(thing)
-
-
-def _asked(thing: Any) -> Any:
-    """The function that a processor is as good as, or the thing itself."""
-    is_prefix = type(thing).__name__ == "PrefixConstrainedLogitsProcessor"
-    return getattr(thing, "_prefix_allowed_tokens_fn", thing) if is_prefix else thing
-
-
-def _name(thing: Any) -> str:
-    if _asked(thing) is not thing:
-        return f"of `prefix_allowed_tokens_fn={_name(_asked(thing))}`"
-    return str(getattr(thing, "__name__", type(thing).__name__))
-
-
-def _remembers(thing: Any, kind: str, how: str = "keeps state between calls") -> UnsupportedGenerationError:
-    replayed = "or let `osd_hf.ReplayedProcessor` make it, which serves a processor with a memory exactly; "
-    return UnsupportedGenerationError(
-        f"The {kind} {_name(thing)} {how}, and assisted generation also calls it on drafted tokens that are never "
-        f"emitted. Derive what it needs from `input_ids` instead; {replayed if kind == _PROCESSOR else ''}or, where "
-        "its calls depend on their arguments alone, say so by an attribute `is_stateless = True` on it."
-    )
-
-
-@torch.no_grad()
-def _try_out(
-    thing: Any, kind: str, input_ids: torch.Tensor, scores: Callable[[], torch.Tensor | None], vocab_size: int
-) -> TriedOut:
-    def ask(ids: torch.Tensor) -> Any:
-        answer = thing(ids, scores())
-        return answer.clone() if isinstance(answer, torch.Tensor) else answer
-
-    try:
-        before = Reachable(thing, keep=True)
-        try:
-            first = ask(input_ids)
-            settled = Reachable(thing)  # what is built when it is first asked for is there by now
-            for token in _named_tokens(settled, vocab_size):
-                with contextlib.suppress(Exception):  # no answer goes on like that
-                    ask(torch.cat([input_ids, input_ids.new_full((input_ids.shape[0], 1), token)], dim=-1))
-            same = _answers_alike(ask, input_ids, first) and Reachable(thing) == settled
-        finally:
-            if _has_changed(thing, before):  # otherwise other threads may be using what is shared
-                before.put_back()
-    except CannotLookThrough as error:
-        how = f"may keep state between calls: it reaches {error}, which cannot be looked through"
-        raise _remembers(thing, kind, how) from None
-    except Exception as error:
-        raise UnsupportedGenerationError(
-            f"The {kind} {_name(thing)} cannot be asked about drafted tokens ({error!r}): it must decide from "
-            f"`input_ids` {'and `scores` alone' if kind == _PROCESSOR else 'alone, `scores` being None'}."
-        ) from error
-    if not same:
-        raise _remembers(thing, kind)
-    return TriedOut(thing, before, settled)
-
-
-def _has_changed(thing: Any, *snapshots: Reachable) -> bool:
-    """Whether it is as in none of these snapshots, or cannot be looked through any more."""
-    try:
-        now = Reachable(thing)
-    except CannotLookThrough:
-        return True
-    return now not in snapshots
-
-
-def _named_tokens(snapshot: Reachable, vocab_size: int) -> list[int]:
-    """Numbers that code and attributes name and that may be tokens: what waits for one, such as the end of a thought,
-    shows its memory only there."""
-
-    found: set[int] = set()
-    todo = [*snapshot.trail]
-    while todo:
-        fact = todo.pop()
-        if type(fact) is int and 0 <= fact < vocab_size:
-            found.add(fact)
-        elif type(fact) is bytes and len(fact) <= MOST_WRITTEN:  # a plain container, written down
-            with contextlib.suppress(ValueError, EOFError, TypeError):
-                todo.append(marshal.loads(fact))
-        elif isinstance(fact, dict):
-            todo += (*fact, *fact.values())
-        elif isinstance(fact, list | tuple | set | frozenset):
-            todo += fact
-    return sorted(found, reverse=True)[:MOST_NAMED]  # special tokens have large numbers, lengths have small ones
-
-
-def _answers_alike(ask: Callable[[torch.Tensor], Any], input_ids: torch.Tensor, first: Any) -> bool:
-    """Whether questions that are asked again, after others, get the same answers."""
-    asked = [(input_ids, first)]
-    for parent in (0, 0, -1):
-        ids, answer = asked[parent]
-        token = _likely_token(answer, ids, len(asked))
-        if token is None:
-            continue
-        longer = torch.cat([ids, token.to(ids).expand(ids.shape[0], 1)], dim=-1)
-        with contextlib.suppress(Exception):  # no answer goes on like that
-            asked.append((longer, ask(longer)))
-    return all(_equal(answer, ask(ids)) for ids, answer in reversed(asked))
-
-
-def _likely_token(answer: Any, ids: torch.Tensor, number: int) -> torch.Tensor | None:
-    """A token that the answer of a processor allows; of a criterion's answer, one of the prompt."""
-    if not isinstance(answer, torch.Tensor) or not answer.is_floating_point():
-        return ids[0, -(number % ids.shape[1])] if ids.shape[1] else None
-    allowed = answer[0].isfinite().nonzero()[:, 0]
-    return allowed[number * 7919 % len(allowed)] if len(allowed) else None
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return bool(a == b)
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-# --- a processor with a memory --------------------------------------------------------------------------------------
-
-
-class ReplayedProcessor(LogitsProcessor):
-    """
-    Serves a logits processor that remembers the tokens it has seen, such as the matcher of a grammar: before each call
-    it is brought to where the sequence stands. Draft and target ask it in turns, also about tokens that are rejected
-    later. Every request begins with a fresh one.
-
-    ```python
-    grammar = ReplayedProcessor(lambda: xgrammar.contrib.hf.LogitsProcessor(compiled))
-    assistant.generate(**inputs, logits_processor=[grammar])
-    ```
-
-    What the processor remembers must follow from the tokens alone: calls that are repeated get another row of scores.
-
-    Args:
-        make (`Callable[[], LogitsProcessor]`):
-            Makes a processor as it is when an answer begins: its first call is about the prompt, each later one about
-            a token more.
-        take_back (`Callable[[LogitsProcessor, int], object]`, *optional*):
-            Makes a processor forget as many of its last calls, the very first excepted. Without it another one is made
-            and called again for each token of the answer so far, which takes the longer the longer the answer.
-    """
-
-    def __init__(
-        self, make: Callable[[], Callable[..., torch.Tensor]], take_back: Callable[[Any, int], object] | None = None
-    ) -> None:
-        self.make = make
-        self.take_back = take_back
-        self._starts_at: int | None = None  # tokens of the prompt, where a request says so
-        self._processor: Callable[..., torch.Tensor] | None = None
-        self._first = 0  # tokens at the first call of the processor
-        self._seen = torch.zeros(1, 0, dtype=torch.long)  # what its last call was about
-
-    def begin(self, prompt_tokens: int) -> ReplayedProcessor:
-        """The same for one request, which nothing outside of it shares."""
-        own = ReplayedProcessor(self.make, self.take_back)
-        own._starts_at = prompt_tokens
-        return own
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        length, seen = input_ids.shape[1], self._seen
-        common = _common(input_ids, seen)
-        first = self._first if self._starts_at is None else min(self._starts_at, length)
-        if self._starts_at is None and (common < first or length > seen.shape[1] + 1):
-            first = length  # outside of an assisted request: another prompt
-        known = min(common, length - 1)  # calls about more than these tokens are to be forgotten
-        processor, self._processor = self._processor, None  # after an error its state is anybody's guess
-        excess = seen.shape[1] - known
-        if processor is not None and first == self._first and known >= first and (not excess or self.take_back):
-            if excess and self.take_back is not None:
-                self.take_back(processor, excess)
-        else:
-            processor, known = self.make(), first - 1
-        for end in range(known + 1, length):
-            processor(input_ids[:, :end], scores.clone())
-        processed = processor(input_ids, scores)
-        self._processor, self._first, self._seen = processor, first, input_ids.clone()
-        return processed
-
-
-def _common(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Number of tokens with which both begin."""
-    length = min(a.shape[1], b.shape[1])
-    if length == 0 or a.shape[0] != b.shape[0]:
-        return 0
-    same = (a[:, :length] == b[:, :length].to(a.device)).all(0)
-    return length if bool(same.all()) else int(same.int().argmin())
+    check_generation(kwargs, kwargs.get("generation_config"), target.generation_config)

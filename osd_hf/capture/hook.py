@@ -8,7 +8,6 @@ import functools
 import logging
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -22,11 +21,12 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from osd_hf.capture.batch import BatchRequest
-from osd_hf.capture.guards import ReplayedProcessor, TriedOut, check_generation, check_processors, undrafted
+from osd_hf.capture.guards import check_generation
 from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
 from osd_hf.drafting.exactness import StandIn, log_once
-from osd_hf.drafting.loop_inputs import bounded, forgets
-from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.drafting.loop_inputs import bounded
+from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.target_version import target_version
@@ -363,18 +363,11 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
         if not bindings:
             return decode(self, input_ids, **kwargs)
         check_generation(kwargs, kwargs["generation_config"])
-        given = kwargs["logits_processor"]
-        tried: list[TriedOut] = []
-        is_drafted = undrafted(self, kwargs["generation_config"]) is None
-        if is_drafted:
-            before = [one for b in bindings for one in b.tried]
-            tried = check_processors(given, input_ids, vocab_size_of(self), before)
-        kwargs["logits_processor"] = _begun(given, input_ids)
+        kwargs["logits_processor"] = _begun(kwargs["logits_processor"], input_ids)
         begins, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["generation_config"] = bounded(kwargs["generation_config"], criteria, begins)
         request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
         with request.served():
-            refusal: Exception | None = None
             try:
                 if isinstance(request, BatchRequest):
                     output = request.decode()
@@ -383,19 +376,8 @@ def _listened_to(decode: Callable[..., Any]) -> Callable[..., Any]:
                 else:
                     with default_device(input_ids.device):  # transformers' sampling looks p and q up by an `arange`
                         output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))
-            except Exception as error:
-                is_ours = isinstance(error, OSDError | MemoryError | torch.OutOfMemoryError)
-                if is_ours or not is_drafted or all(map(forgets, (*given, *kwargs["stopping_criteria"]))):
-                    raise
-                refusal = error  # one of them may not bear drafted tokens that the target would never emit
-                traceback.clear_frames(error.__traceback__)  # the caches of what was tried
             finally:
                 request.close()
-            refusal = refusal or next(filter(None, (one.refusal() for one in tried)), None)
-            if refusal is not None:
-                for one in tried:
-                    one.before.put_back()
-                return request.answer_alone(_begun(given, input_ids), refusal)
         request.finish()
         return output
 

@@ -25,11 +25,18 @@ from transformers import (
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
-from osd_hf.capture.guards import TriedOut, not_watched, undrafted
+from osd_hf.capture.guards import not_watched, undrafted, unknown_criterion
 from osd_hf.drafting.exactness import UNLIMITED, Limits, foreign_arguments, limits_of, log_failed_draft, log_once
 from osd_hf.drafting.forward import CompiledTarget, Verification
 from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
-from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, WatchedProcessors, cut, forgets, looked_at_by_token, plain_time
+from osd_hf.drafting.loop_inputs import (
+    ASSISTED_ONLY,
+    WatchedProcessors,
+    cut,
+    is_stateless,
+    looked_at_by_token,
+    plain_time,
+)
 from osd_hf.drafting.pacing import Pace
 from osd_hf.drafting.text import TextIndex
 from osd_hf.errors import OSDError, UnsupportedGenerationError, UnsupportedModelError
@@ -82,12 +89,8 @@ class Binding:
     serving: Callable[[Any, Any], AbstractContextManager[Lease]]
     owner: object  # among several bindings with one owner, the innermost alone listens
     num_logprobs: int | None = 64  # target entries kept per position; 0 keeps no rows, `None` keeps whole rows
-    # Whether an answer ends at the token that meets a stopping criterion. The stock loop looks at the criteria once a
-    # round and may run past the token at which the target alone would have stopped.
-    exact_stops: bool = False
     # k of these requests, where it is another than that of the draft that serves them. Traces tell it.
     num_assistant_tokens: int | str | None = None
-    tried: Sequence[TriedOut] = ()  # processors of the request to come that were tried out already
     compiled: CompiledTarget | None = None  # verifies the candidates; with `None`, the target's own forward does
     target: Any = field(default=None, init=False)  # whose requests it listens to now
 
@@ -247,20 +250,6 @@ class Decoding:
         cache = kwargs.get("past_key_values")
         self.cached_tokens = 0 if cache is None else int(cache.get_seq_length())  # of an earlier turn
 
-    def answer_alone(self, processors: LogitsProcessorList, refusal: Exception) -> Any:
-        """The answer of the target alone, where what a processor or a criterion was asked about drafted tokens may
-        have changed the answer, or ended it; raises the refusal where that cannot be had."""
-        cache = self.kwargs.get("past_key_values")
-        is_sliding = any(getattr(cache, "is_sliding", ()))
-        # What has been shown cannot be taken back. Sampled answers that were drawn anew only where they met with this
-        # would have another distribution. A sliding window has forgotten what came before it.
-        if self.kwargs.get("streamer") is not None or self.config.do_sample or (self.cached_tokens and is_sliding):
-            raise refusal
-        if cache is not None:
-            cache.crop(self.cached_tokens - cache.get_seq_length())
-        logger.warning("%s The target answers alone, and nothing is learned from that.", refusal)
-        return self._sample(processors)
-
     def _sample(self, processors: LogitsProcessorList, **changes: Any) -> Any:
         kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
         return self.model._sample(self.input_ids, **{**kwargs, **changes, "logits_processor": processors})
@@ -332,17 +321,19 @@ class Request(Decoding):
         with contextlib.ExitStack() as stack:
             self.lease(stack)
             criteria = self.kwargs["stopping_criteria"]
-            is_ours = any(b.exact_stops for b in self.bindings) or not looked_at_by_token(criteria)
             is_served = any(lease.model is not None for lease in self.leases)  # not only captured
-            why = undrafted(self.model, self.config)
+            why = undrafted(self.model, self.config, self.kwargs["logits_processor"])
             if is_served:
+                asks_in_turn = unknown_criterion(criteria)
+                if asks_in_turn and not self._shows_more_than_tokens():
+                    self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
+                else:
+                    why = why or asks_in_turn
                 none = Limits(why, max_tokens=1) if why else None
                 self.limits = none or limits_of(self.model, self.input_ids, self.kwargs)
                 self._log_limits()
             elif why:
                 raise not_watched(why)
-            if is_served and not (is_ours or self._shows_more_than_tokens()):
-                self.kwargs["stopping_criteria"] = _InTurn(criteria, self.input_ids.shape[1])
             if self.drafting is not None:
                 # A draft's token is one that the processors allow, and they may not bear another one.
                 may_repeat = self.prompts is not None and all(map(bears_any_token, self.kwargs["logits_processor"]))
@@ -406,11 +397,9 @@ class Request(Decoding):
         return generator
 
     def _without_draft(self, error: Exception) -> CandidateGenerator:
-        """Return what proposes nothing in place of a draft that has failed; raises the error again if it may be that
-        of a processor or a criterion of the caller's."""
-        given = (*self.kwargs["logits_processor"], *self.kwargs["stopping_criteria"])
-        is_served = any(lease.model is not None for lease in self.leases)
-        if not is_served or isinstance(error, OSDError) or not all(map(forgets, given)):
+        """Return a generator without candidates in place of a draft that has failed. Raises the error again if the
+        draft is the caller's."""
+        if isinstance(error, OSDError) or all(lease.model is None for lease in self.leases):
             raise error
         log_failed_draft(self.kwargs["assistant_model"], error)
         logger.debug("The draft failed.", exc_info=error)
@@ -440,9 +429,8 @@ class Request(Decoding):
                 "model with the target's tokenizer, passed as `assistant_model`."
             )
         self.generator = generator
-        self.stop_at = looked_at_by_token(self.kwargs["stopping_criteria"])
-        if not any(b.exact_stops for b in self.bindings):  # criteria of the caller may count their calls
-            self.stop_at = StoppingCriteriaList(filter(forgets, self.stop_at))
+        criteria = looked_at_by_token(self.kwargs["stopping_criteria"])
+        self.stop_at = StoppingCriteriaList(filter(is_stateless, criteria))
         if type(generator) is AssistedCandidateGenerator:
             if self.prompts is not None:
                 _mend_drafting(generator, self.input_ids)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from osd_hf.drafting.costs import RoundTime
+from osd_hf.logits_processors import ReplayedProcessor
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
@@ -72,14 +73,17 @@ def setting(sources: tuple[Any, ...], name: str) -> Any:
     return None
 
 
-def is_listed(thing: Any, names: frozenset[str]) -> bool:
-    """Whether it is of one of these classes of transformers."""
-    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in names
+def is_stateless(thing: Any) -> bool:
+    """Whether the result of a logits processor or stopping criterion depends only on its arguments: it is one of
+    transformers' own, says so itself, or is replayed."""
+    if type(thing) is ReplayedProcessor or getattr(asked_function(thing), "is_stateless", None) is True:
+        return True
+    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS
 
 
-def forgets(thing: Any) -> bool:
-    """Whether it is one of transformers' own that depend on nothing but their arguments."""
-    return is_listed(thing, STATELESS)
+def asked_function(thing: Any) -> Any:
+    """Return the function of `prefix_allowed_tokens_fn` that a processor calls; other processors themselves."""
+    return thing._prefix_allowed_tokens_fn if type(thing) is PrefixConstrainedLogitsProcessor else thing
 
 
 def of_row(arguments: dict[str, Any], row: int, rows: int) -> dict[str, Any]:
