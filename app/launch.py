@@ -15,7 +15,7 @@ import gradio as gr
 import torch
 from starlette.middleware import Middleware
 
-from osd_hf import ConfigError
+from osd_hf.errors import ConfigError
 from osd_hf_app.bounds import bound_console, bound_heap, bound_queue, bound_states
 from osd_hf_app.door import Door, is_loopback
 from osd_hf_app.page import build

@@ -10,8 +10,8 @@ from typing import Any
 
 import gradio as gr
 
-from osd_hf import ConfigError, OSDError
 from osd_hf.bundled import DOMAINS
+from osd_hf.errors import ConfigError, OSDError
 from osd_hf_app import view
 from osd_hf_app.pair import NO_DOMAIN
 from osd_hf_app.rooms import OTHER, Room

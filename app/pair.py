@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
+from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.errors import ConfigError
 from osd_hf.models import Pair, load_pair, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts

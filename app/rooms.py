@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd_hf import AcceptanceStats, CallableRouter, ConfigError, LearnerError, OnlineAssistant, OnlineConfig
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.errors import without_credentials
+from osd_hf.errors import ConfigError, LearnerError, without_credentials
+from osd_hf.router import CallableRouter
 from osd_hf_app.pair import ServedPair
 
 OTHER = "general"

@@ -15,17 +15,10 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
-from osd_hf import (
-    AcceptanceStats,
-    ConfigError,
-    EmittedToken,
-    OnlineConfig,
-    OSDError,
-    Trace,
-    emitted_tokens,
-)
+from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS
-from osd_hf.replay import replay_each
+from osd_hf.errors import ConfigError, OSDError
+from osd_hf.replay import EmittedToken, emitted_tokens, replay_each
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
 from osd_hf.utils.threads import choose_threads, release_team
 from osd_hf_app.pair import NO_DOMAIN, ServedPair

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from osd_hf import GateDecision
+from osd_hf.learning.gate import GateDecision
 from osd_hf_app.rooms import Record, Room, by_domain, compared, pooled
 from osd_hf_app.visitors import Answer, Batch, Session, ShownToken
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from osd_hf import AcceptanceStats, ConfigError
+from osd_hf import AcceptanceStats
+from osd_hf.errors import ConfigError
 from osd_hf_app.rooms import OTHER, Room
 from osd_hf_app.sharing import Rate, Shares
 

@@ -47,7 +47,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from osd_hf import DataError, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, Translation, simulate
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, Translation, simulate
+from osd_hf.errors import DataError
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]

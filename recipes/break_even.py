@@ -49,8 +49,9 @@ from common import (
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.evaluation.benchmark import compare_outputs
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.replay import replay_each
 from osd_hf.speedup import expected_block_efficiency

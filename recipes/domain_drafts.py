@@ -51,18 +51,10 @@ from common import (
 )
 from tqdm import tqdm
 
-from osd_hf import (
-    AcceptanceStats,
-    CorrectionStore,
-    DomainDrafts,
-    LabelRouter,
-    OnlineAssistant,
-    OnlineConfig,
-    SimulationReport,
-    TopicRouter,
-    Trace,
-)
+from osd_hf import AcceptanceStats, CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, TopicRouter, Trace
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.replay import replay_each
+from osd_hf.simulate import SimulationReport
 
 WAYS = ("shared", "lora-labels", "lora-topics", "full-labels")
 

@@ -38,7 +38,8 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 
-from osd_hf import OnlineAssistant, OnlineConfig, OSDError
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.errors import OSDError
 
 VOCAB, NEW_TOKENS, WINDOW = 64, 40, 8
 PROMPTS = (9, 6, 12)  # tokens of the prompts of a batch; a single prompt has those of the first

@@ -19,7 +19,8 @@ from common import K, gain, last_share, write_report
 from datasets import load_dataset
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, record_traces, replay
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, replay
+from osd_hf.capture.hook import record_traces
 from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
 from osd_hf.models import Pair, prompt_room

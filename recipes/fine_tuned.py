@@ -30,10 +30,12 @@ import torch
 from common import K, drawing, last_share, load_pair, make_parser, pooled, recorded, run_facts, simulated, write_report
 from datasets import Dataset
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, fingerprint, rescore
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
+from osd_hf.capture.hook import rescore
 from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.models import Pair, load_model
 from osd_hf.replay import replay_each
+from osd_hf.target_version import fingerprint
 
 CONFIG = OnlineConfig(num_assistant_tokens=K)
 WINDOW = 32  # requests that acceptance is told over

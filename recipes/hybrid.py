@@ -44,8 +44,9 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, record_traces
+from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
+from osd_hf.capture.hook import record_traces
 from osd_hf.drafting.text import LONGEST, TextIndex
 from osd_hf.evaluation.benchmark import System, benchmark, median_ratio
 from osd_hf.prompts import encode_turn

@@ -47,7 +47,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, OSDError
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
+from osd_hf.errors import OSDError
 
 VOCAB = 64
 EXACT_GAP, AUTOCAST_GAP = 1e-6, 0.1  # of the two largest logits, over their spread, below which rounding may decide

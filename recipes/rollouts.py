@@ -45,12 +45,14 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace, fingerprint, rescore
+from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
+from osd_hf.capture.hook import rescore
 from osd_hf.models import Pair, unwrap
 from osd_hf.replay import replay_each
 from osd_hf.rollouts import DEFAULTS
 from osd_hf.simulate import serve_recorded
+from osd_hf.target_version import fingerprint
 
 WAYS: dict[str, OnlineConfig | None] = {
     "alone": None,

@@ -19,10 +19,12 @@ from packaging.version import Version
 from test_batches import divergences, padded
 from test_lossless import transitions_fit
 
-from osd_hf import GateDecision, LearnerError, OnlineAssistant, OnlineConfig
+from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.drafting.graphs import CapturedDraft, capture
+from osd_hf.errors import LearnerError
 from osd_hf.evaluation.benchmark import compare_outputs
 from osd_hf.learning import learner
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import Updater
 
 DEVICE = "cuda"

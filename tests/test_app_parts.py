@@ -20,8 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from waiting import LONG
 
 import osd_hf
-from osd_hf import AcceptanceStats, ConfigError
+from osd_hf import AcceptanceStats
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.errors import ConfigError
 from osd_hf.utils.streaming import INCOMPLETE, MOST_PENDING, Pieces, text_of
 from osd_hf_app.rooms import OTHER, SAMPLES, Record, classifier
 from osd_hf_app.sharing import MAX_VISITORS, Rate, Shares, Turn, Turns, visitor_at

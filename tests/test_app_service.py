@@ -16,16 +16,10 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
-from osd_hf import (
-    ConfigError,
-    CorrectionStore,
-    OnlineConfig,
-    StateError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-)
+from osd_hf import CorrectionStore, OnlineConfig
 from osd_hf.bundled import bundled_prompts
 from osd_hf.drafting.text import EarlierText
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.utils.streaming import Pieces
 from osd_hf_app import pair as pair_module
 from osd_hf_app import service as service_module

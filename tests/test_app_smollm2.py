@@ -13,9 +13,9 @@ import torch
 from saved_pair import save_pair
 from waiting import LONG
 
-from osd_hf import ConfigError
 from osd_hf.cli.app import AppSettings, app_command
 from osd_hf.cli.arguments import read_arguments
+from osd_hf.errors import ConfigError
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair

@@ -24,9 +24,9 @@ from processes import ModuleProcess, run_python
 from saved_pair import save_pair
 from waiting import LONG
 
-from osd_hf import ConfigError
 from osd_hf.cli.app import AppSettings, app_command
 from osd_hf.cli.arguments import read_arguments
+from osd_hf.errors import ConfigError
 from osd_hf_app import launch as launch_module
 from osd_hf_app.bounds import (
     FAILURES,

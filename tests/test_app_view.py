@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf import AcceptanceStats, GateDecision
+from osd_hf import AcceptanceStats
+from osd_hf.learning.gate import GateDecision
 from osd_hf_app import view
 from osd_hf_app.rooms import Record
 from osd_hf_app.visitors import Answer, Batch, Session, Settings, ShownToken

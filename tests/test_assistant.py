@@ -19,20 +19,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, pipeline
 from waiting import LONG
 
-from osd_hf import (
-    CaptureError,
-    ConfigError,
-    CorrectionStore,
-    LabelRouter,
-    LearnerError,
-    OnlineAssistant,
-    OnlineConfig,
-    RoutedPrompt,
-    StateError,
-    Trace,
-    capture_traces,
-)
+from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.acceptance import AcceptanceStats
+from osd_hf.errors import CaptureError, ConfigError, LearnerError, StateError
+from osd_hf.router import RoutedPrompt
 
 # Without the gate each update is a version, so that versions can be counted.
 FAST = OnlineConfig(

@@ -17,9 +17,10 @@ from models import prompts as tiny_prompts
 from saved_pair import save_pair
 from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
 
-from osd_hf import AcceptanceStats, ConfigError, UnsupportedModelError, capture_traces, expected_speedup
+from osd_hf import AcceptanceStats, capture_traces, expected_speedup
 from osd_hf.cli.bench import _speed_row, _tables
 from osd_hf.cli.main import main
+from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark, in_turns
 from osd_hf.evaluation.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
 from osd_hf.evaluation.display import plot_speedups

@@ -17,28 +17,17 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from waiting import LONG
 
-from osd_hf import (
-    CorrectionStore,
-    DataError,
-    LabelRouter,
-    LearnerError,
-    OnlineAssistant,
-    OnlineConfig,
-    Trace,
-    VocabularyMismatchError,
-    fingerprint,
-    record_traces,
-    replay,
-    rescore,
-)
+from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, replay
+from osd_hf.capture.hook import record_traces, rescore
 from osd_hf.distillation.data import read_traces
+from osd_hf.errors import DataError, LearnerError, VocabularyMismatchError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import completion_logits
-from osd_hf.target_version import target_version
+from osd_hf.target_version import fingerprint, target_version
 from osd_hf.trace import bare_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

@@ -30,13 +30,15 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
-from osd_hf import ConfigError, CorrectionStore, DataError, ServerError, StoreError, Trace, record_traces
+from osd_hf import CorrectionStore, Trace
+from osd_hf.capture.hook import record_traces
 from osd_hf.cli import collect as collect_command
 from osd_hf.cli.main import main
 from osd_hf.engines import collect as request_log
 from osd_hf.engines import completions as module
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engines.completions import CompletionClient, ResponseReader
+from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
 from osd_hf.prompts import Prompt, encode_turn
 from osd_hf.store import folder as shards
 

@@ -14,7 +14,8 @@ from test_lossless import greedy_divergences
 from test_processors import REMEMBERING, REMEMBERING_FUNCTIONS, STATELESS, STATELESS_FUNCTIONS, opted_in
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
-from osd_hf import OnlineAssistant, OnlineConfig, UnsupportedGenerationError
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.errors import UnsupportedGenerationError
 
 TOKENS = st.integers(3, models.VOCAB - 1)
 TEMPERED = {

@@ -14,9 +14,11 @@ from peft import LoraConfig, get_peft_model
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import AcceptanceStats, ConfigError, VocabularyMismatchError, compare, record_traces, replay
+from osd_hf import AcceptanceStats, compare, replay
 from osd_hf.acceptance import Comparison, alpha_gain_interval
+from osd_hf.capture.hook import record_traces
 from osd_hf.cli.main import main
+from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.evaluation.compare import DraftComparison
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.models import load_draft

@@ -18,8 +18,10 @@ from fake_engine import completion, warpers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf import CorrectionStore, DataError, Trace, record_traces, replay
+from osd_hf import CorrectionStore, Trace, replay
+from osd_hf.capture.hook import record_traces
 from osd_hf.engines.completions import ResponseReader, unwrapped
+from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors
 from osd_hf.replay import replay_each
 

@@ -19,13 +19,13 @@ import torch
 from fake_vllm import FakeVLLM, connecting, windows
 from safetensors.torch import save_file
 
-from osd_hf import ConfigError, ServerError
 from osd_hf.engines import deploy as module
 from osd_hf.engines import remote
 from osd_hf.engines.deploy import Deployer, compared
 from osd_hf.engines.remote import Counts, Way, read_counts
 from osd_hf.engines.versions import REJECTED, VersionFolder
 from osd_hf.engines.vllm_reload import Weights, weights_digest
+from osd_hf.errors import ConfigError, ServerError
 
 WATCH = 200
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.capture import hook
 from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.cli.plan import QUANTIZATIONS
 from osd_hf.memory_plan import memory_plan
@@ -104,7 +105,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(name, tiny)
     monkeypatch.setattr("osd_hf_app.smollm2.smollm2", lambda: tiny()[::2])
     generate, make, record, distill = (
-        OnlineAssistant.generate, osd_hf.make_draft, osd_hf.record_traces, osd_hf.distill,
+        OnlineAssistant.generate, osd_hf.make_draft, hook.record_traces, osd_hf.distill,
     )  # fmt: skip
 
     def answer(*args: Any, **how: Any) -> Any:
@@ -115,7 +116,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         return distill(config=config, dataset=dataset[:4], eval_dataset=eval_dataset[:2], **how)
 
     monkeypatch.setattr(OnlineAssistant, "generate", answer)
-    monkeypatch.setattr(osd_hf, "record_traces", lambda *args, **how: record(*args, **{**how, "max_new_tokens": 8}))
+    monkeypatch.setattr(hook, "record_traces", lambda *args, **how: record(*args, **{**how, "max_new_tokens": 8}))
     monkeypatch.setattr("osd_hf.assistant.CompiledTarget", lambda _: None)  # compiling takes seconds
     monkeypatch.setattr("osd_hf.drafting.timing.TIMED_SECONDS", 0.0)
 

@@ -19,12 +19,14 @@ from fake_counters import ROUND_SECONDS, CountingEngine, counting_engine, rounds
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import ConfigError, CorrectionStore, ServerError, record_traces
+from osd_hf import CorrectionStore
+from osd_hf.capture.hook import record_traces
 from osd_hf.cli import doctor as command
 from osd_hf.cli.main import main
 from osd_hf.engines import doctor
 from osd_hf.engines.completions import RequestRefusedError
 from osd_hf.engines.doctor import Counts, Window, fit, judge_draft, judge_pay
+from osd_hf.errors import ConfigError, ServerError
 from osd_hf.prompts import encode_turn
 
 K, REQUESTS, NEW_TOKENS = 3, 16, 12

@@ -9,7 +9,8 @@ import models
 import pytest
 import torch
 
-from osd_hf import LearnerError, OnlineAssistant, OnlineConfig, Router, StateError
+from osd_hf import OnlineAssistant, OnlineConfig, Router
+from osd_hf.errors import LearnerError, StateError
 
 CONFIG = OnlineConfig(
     num_assistant_tokens=5,

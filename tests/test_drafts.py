@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig
 from transformers import AutoModelForCausalLM
 
-from osd_hf import DomainDrafts, OnlineConfig, StateError, Trace, UnsupportedModelError, capture_traces
-from osd_hf.errors import ConfigError
+from osd_hf import OnlineConfig, Trace, capture_traces
+from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.serving_models import Copies
 from osd_hf.learning.weights import Snapshot
 from osd_hf.models import merged as merged_model

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf import AcceptanceStats, ConfigError, OnlineAssistant, OnlineConfig
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
+from osd_hf.errors import ConfigError
 from osd_hf.learning.effort import CHEAP, RECENT, SOON, STRIDE, WINDOW, Effort
 
 

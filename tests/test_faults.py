@@ -19,17 +19,9 @@ from processes import run_python
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from waiting import LONG
 
-from osd_hf import (
-    CorrectionStore,
-    LabelRouter,
-    LearnerError,
-    OnlineAssistant,
-    OnlineConfig,
-    StateError,
-    StoreError,
-    Trace,
-)
+from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import live_learning as live_module
+from osd_hf.errors import LearnerError, StateError, StoreError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.lesson import Lesson

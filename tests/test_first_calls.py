@@ -30,21 +30,13 @@ from transformers import (
 )
 from waiting import LONG
 
-from osd_hf import (
-    AcceptanceStats,
-    ConfigError,
-    GateDecision,
-    LearnerError,
-    OnlineAssistant,
-    OnlineConfig,
-    Trace,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-    evaluate,
-)
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import models as pairs
 from osd_hf.drafting.costs import RoundTime
 from osd_hf.drafting.pacing import Pacer
+from osd_hf.errors import ConfigError, LearnerError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.evaluation.evaluate import evaluate
+from osd_hf.learning.gate import GateDecision
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}{{ message['content'] }}<|im_end|>{% endfor %}"

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from osd_hf import ConfigError
 from osd_hf.cli.arguments import flag, in_groups, part, read_arguments
 from osd_hf.cli.flags import Reporting, Settings
+from osd_hf.errors import ConfigError
 
 (_models,) = in_groups("models")
 

@@ -22,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import run_python
 
-from osd_hf import ConfigError, CorrectionStore, StateError, StoreError, Trace
+from osd_hf import CorrectionStore, Trace
 from osd_hf.engines import versions as module
 from osd_hf.engines.versions import FACTS, LATEST, VersionFolder
+from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.store import folder as module_of_following
 from osd_hf.store.folder import StoreFollower
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from processes import run_python
 
-from osd_hf import DomainDrafts, OnlineConfig
+from osd_hf import OnlineConfig
 from osd_hf.capture import hook
 from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.learning.activations import computed_again, layers_of
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import DutyCycle
 from osd_hf.live_learning import LiveLearning
 from osd_hf.utils import kernels, yielding

@@ -21,19 +21,11 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from osd_hf import (
-    AcceptanceStats,
-    OnlineAssistant,
-    OnlineConfig,
-    Trace,
-    UnsupportedGenerationError,
-    capture_traces,
-    record_traces,
-    replay,
-)
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
+from osd_hf.capture.hook import record_traces
 from osd_hf.cli.serve import ServeSettings, opened
 from osd_hf.distillation.data import HeldOut, Sampler
-from osd_hf.errors import OSDError
+from osd_hf.errors import OSDError, UnsupportedGenerationError
 from osd_hf.evaluation.controlled import answer_greedily
 from osd_hf.models import eos_ids
 from osd_hf.server.requests import Asked

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError
+from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor
 from osd_hf.bundled import load_bundled
+from osd_hf.errors import UnsupportedGenerationError
 
 SCHEMA = {
     "type": "object",

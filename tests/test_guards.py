@@ -13,13 +13,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from osd_hf import (
-    OnlineAssistant,
-    UnsupportedGenerationError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-    capture_traces,
-)
+from osd_hf import OnlineAssistant, capture_traces
+from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.models import check_tokenizers, find_tokenizer
 
 SYNTHID = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)

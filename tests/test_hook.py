@@ -23,19 +23,12 @@ import pytest
 import torch
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, pipeline
 
-from osd_hf import (
-    CaptureError,
-    CorrectionStore,
-    OnlineAssistant,
-    OnlineConfig,
-    UnsupportedGenerationError,
-    UnsupportedModelError,
-    capture_traces,
-)
+from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture import hook
 from osd_hf.capture.request import Request, compress_rows
 from osd_hf.drafting.pacing import AutoPace
+from osd_hf.errors import CaptureError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.models import unwrap
 from osd_hf.trace import Trace
 from osd_hf.utils.kernels import fast_kernels

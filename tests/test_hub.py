@@ -23,18 +23,10 @@ from huggingface_hub import DatasetCard, ModelCard, ModelInfo
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from osd_hf import (
-    AcceptanceStats,
-    ConfigError,
-    CorrectionStore,
-    HubError,
-    OnlineAssistant,
-    OnlineConfig,
-    OSDError,
-    capture_traces,
-)
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
+from osd_hf.errors import ConfigError, HubError, OSDError
 from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
@@ -535,7 +527,7 @@ def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_
 
 
 def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from osd_hf import StateError
+    from osd_hf.errors import StateError
     from osd_hf.hub import push as engines
 
     other = models.build("llama", seed=3)

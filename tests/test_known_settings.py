@@ -11,9 +11,10 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Sto
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
 
-from osd_hf import OnlineAssistant, UnsupportedGenerationError, capture_traces
+from osd_hf import OnlineAssistant, capture_traces
 from osd_hf.capture import guards
 from osd_hf.drafting.loop_inputs import IRRELEVANT, SERVED, STATELESS
+from osd_hf.errors import UnsupportedGenerationError
 
 WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "

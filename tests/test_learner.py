@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
 from osd_hf.learning import learner as module
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.effort import CHEAP
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner

@@ -17,31 +17,21 @@ from saved_pair import save_pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
-from osd_hf import (
-    ConfigError,
-    CorrectionStore,
-    DataError,
-    OnlineConfig,
-    Trace,
-    UnsupportedModelError,
-    chunked_loss,
-    fingerprint,
-    make_draft,
-    making,
-    record_traces,
-    replay,
-)
+from osd_hf import CorrectionStore, OnlineConfig, Trace, chunked_loss, make_draft, making, replay
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.capture import hook
+from osd_hf.capture.hook import record_traces
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
 from osd_hf.cutting import cut, depth
 from osd_hf.drafting import timing, vocabulary
 from osd_hf.drafting.forward import DraftForward
+from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
 from osd_hf.making import MakingConfig, Piece, taught_draft
 from osd_hf.speedup import ForwardSeconds, expected_speedup
+from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace
 
 # Three layers each; of an encoder-decoder on both sides.

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf import ConfigError, OSDError
 from osd_hf.cli.main import main
-from osd_hf.errors import first_line, shown_settings, without_credentials, without_secrets
+from osd_hf.errors import ConfigError, OSDError, first_line, shown_settings, without_credentials, without_secrets
 from osd_hf.hub.cards import DraftFacts, draft_card
 from osd_hf.utils.report import provenance
 

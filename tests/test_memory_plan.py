@@ -15,20 +15,16 @@ from peft import IA3Config, LoHaConfig, LoraConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-from osd_hf import (
-    DomainDrafts,
-    GateDecision,
-    OnlineAssistant,
-    OnlineConfig,
-    UnsupportedModelError,
-    chunked_loss,
-)
+from osd_hf import OnlineAssistant, OnlineConfig, chunked_loss
 from osd_hf import memory_plan as memory
 from osd_hf.cli.main import main
 from osd_hf.drafting import batch
+from osd_hf.errors import UnsupportedModelError
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as module
 from osd_hf.learning import optimizer
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.optimizer import Muon
 from osd_hf.learning.weights import adapted, in_fp32, load_adapter
 from osd_hf.memory_plan import PROBED, activation_bytes, memory_plan, skeleton, stored_bytes

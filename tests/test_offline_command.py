@@ -15,18 +15,12 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
-from osd_hf import (
-    ConfigError,
-    CorrectionStore,
-    DataError,
-    StoreError,
-    VocabularyMismatchError,
-    record_traces,
-    replay,
-)
+from osd_hf import CorrectionStore, replay
+from osd_hf.capture.hook import record_traces
 from osd_hf.cli.distill import distill_command, read_settings
 from osd_hf.cli.main import main
 from osd_hf.distillation import data as offline_data
+from osd_hf.errors import ConfigError, DataError, StoreError, VocabularyMismatchError
 from osd_hf.prompts import encode_turn
 
 SMALL = ["--max-steps", "2", "--per-device-train-batch-size", "2", "--max-new-tokens", "5", "--save-strategy", "no"]

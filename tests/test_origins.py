@@ -11,16 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf import (
-    DraftRound,
-    EmittedToken,
-    OnlineAssistant,
-    OnlineConfig,
-    Trace,
-    VocabularyMismatchError,
-    capture_traces,
-    emitted_tokens,
-)
+from osd_hf import DraftRound, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf.errors import VocabularyMismatchError
+from osd_hf.replay import EmittedToken, emitted_tokens
 
 
 def served(architecture: str = "llama", **settings: object) -> tuple[Trace, object]:

@@ -11,10 +11,13 @@ import torch
 from peft import LoraConfig
 from transformers import AttentionInterface
 
-from osd_hf import ConfigError, DomainDrafts, OnlineAssistant, OnlineConfig, Trace, record_traces
+from osd_hf import OnlineAssistant, OnlineConfig, Trace
+from osd_hf.capture.hook import record_traces
+from osd_hf.errors import ConfigError
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import placement
 from osd_hf.learning import updater as updater_module
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.placement import is_half_only, learns_in_bf16

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
-from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, UnsupportedGenerationError, capture_traces
+from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, capture_traces
+from osd_hf.errors import UnsupportedGenerationError
 
 IDS = models.prompt()
 FROZEN = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")

@@ -30,10 +30,11 @@ from processes import ModuleProcess
 from saved_pair import save_pair
 from table_engine import GROUP, VOCAB, FakeVLLM, Wire, reply, served
 
-from osd_hf import CorrectionStore, DataError, StoreError, Trace
+from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
 from osd_hf.engines.collect import LogReader, collect_log
 from osd_hf.engines.completions import ResponseReader
+from osd_hf.errors import DataError, StoreError
 from osd_hf.proxy import recorder
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.companion import FIRST_PAUSE, Companion

@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from osd_hf import ConfigError, Trace, capture_traces, record_traces
+from osd_hf import Trace, capture_traces
+from osd_hf.capture.hook import record_traces
+from osd_hf.errors import ConfigError
 
 
 def recorded(target: Any, prompts: list[list[int]], **settings: Any) -> list[Trace]:

@@ -32,9 +32,11 @@ from trl import (
     SFTTrainer,
 )
 
-from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, VocabularyMismatchError, fingerprint
+from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant
+from osd_hf.errors import VocabularyMismatchError
 from osd_hf.learning.updater import Updater
 from osd_hf.rollouts import _hindrance
+from osd_hf.target_version import fingerprint
 
 # Deprecated names, which peft reads, and which all versions know.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")

@@ -33,10 +33,11 @@ from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 from waiting import LONG
 
-from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
+from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.arguments import read_arguments
 from osd_hf.cli.main import main
 from osd_hf.cli.serve import ServeSettings, opened, serve_command
+from osd_hf.errors import ConfigError
 from osd_hf.live_learning import LiveLearning
 from osd_hf.server.app import MOST_BODY_BYTES, MOST_DOMAINS, MOST_READERS, Job, Service, left, make_app
 from osd_hf.server.listener import Running

@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from osd_hf import ConfigError, OnlineAssistant, OnlineConfig
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.errors import ConfigError
 from osd_hf.server.metrics import (
     assistant_metrics,
     learner_metrics,

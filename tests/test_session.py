@@ -16,7 +16,8 @@ import pytest
 import torch
 from processes import run_python
 
-from osd_hf import OnlineConfig, StateError, Trace, capture_traces
+from osd_hf import OnlineConfig, Trace, capture_traces
+from osd_hf.errors import StateError
 from osd_hf.learning import session as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner

@@ -5,7 +5,8 @@ import models
 import pytest
 import torch
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, record_traces, simulate
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, simulate
+from osd_hf.capture.hook import record_traces
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(

@@ -27,22 +27,8 @@ from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from osd_hf import (
-    ConfigError,
-    CorrectionStore,
-    GateDecision,
-    HubError,
-    LabelRouter,
-    OnlineConfig,
-    StateError,
-    Trace,
-    VocabularyMismatchError,
-    fingerprint,
-    record_traces,
-    replay,
-    rescore,
-    simulate,
-)
+from osd_hf import CorrectionStore, LabelRouter, OnlineConfig, Trace, replay, simulate
+from osd_hf.capture.hook import record_traces, rescore
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
@@ -53,13 +39,16 @@ from osd_hf.engines.deploy import Deployer
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import VersionFolder, folder_name
 from osd_hf.engines.vllm_reload import weights_digest
+from osd_hf.errors import ConfigError, HubError, StateError, VocabularyMismatchError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
+from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import Updater
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.server.metrics import metrics_text
 from osd_hf.store.folder import StoreFollower
+from osd_hf.target_version import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 

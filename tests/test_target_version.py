@@ -19,8 +19,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, fingerprint
-from osd_hf.target_version import look_closely, target_changed, target_version
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf.target_version import fingerprint, look_closely, target_changed, target_version
 
 module = sys.modules["osd_hf.target_version"]
 pytestmark = [

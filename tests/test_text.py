@@ -15,16 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from osd_hf import (
-    AcceptanceStats,
-    ConfigError,
-    CorrectionStore,
-    OnlineAssistant,
-    OnlineConfig,
-    Trace,
-    emitted_tokens,
-    replay,
-)
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
 from osd_hf.drafting.costs import Acceptance, RoundTime
 from osd_hf.drafting.generator import LeanDrafting
 from osd_hf.drafting.pacing import DRAFT, AutoPace, Pace, Pacer
@@ -38,6 +29,8 @@ from osd_hf.drafting.text import (
     RequestText,
     TextIndex,
 )
+from osd_hf.errors import ConfigError
+from osd_hf.replay import emitted_tokens
 
 # --- the index ------------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from osd_hf import DomainDrafts, OnlineConfig, Trace, capture_traces
+from osd_hf import OnlineConfig, Trace, capture_traces
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.activations import LEAST_TOKENS, num_tokens
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.faults import MOST_IN_A_ROW, MOST_KEYS, Readable, SetAside
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import load_session, save_session

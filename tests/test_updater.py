@@ -11,7 +11,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from osd_hf import ConfigError, DomainDrafts, OnlineConfig, StateError, Trace, capture_traces, chunked_loss
+from osd_hf import OnlineConfig, Trace, capture_traces, chunked_loss
+from osd_hf.errors import ConfigError, StateError
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater, _learned_mask
 

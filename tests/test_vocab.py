@@ -6,8 +6,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from osd_hf import OnlineAssistant, OnlineConfig, VocabularyMismatchError, align_vocab
-from osd_hf.models import check_tokenizers
+from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.errors import VocabularyMismatchError
+from osd_hf.models import align_vocab, check_tokenizers
 
 reads_a_deprecated_name = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft does
 

@@ -19,15 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from waiting import LONG
 
-from osd_hf import DomainDrafts, OnlineAssistant, OnlineConfig, fingerprint, record_traces
+from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf import live_learning as live_module
+from osd_hf.capture.hook import record_traces
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import optimizer as optimizer_module
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.optimizer import AdamW
 from osd_hf.learning.updater import Updater
 from osd_hf.live_learning import LiveLearning, Traffic
+from osd_hf.target_version import fingerprint
 from osd_hf.utils import yielding
 from osd_hf.utils.yielding import clock, give_way, give_way_at, gives_way, giving_way, in_pieces
 
