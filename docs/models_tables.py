@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from osd_hf.capture import guards
-from osd_hf.drafting.exactness import CAUSES
+from osd_hf.decoding import checks
+from osd_hf.decoding.exactness import CAUSES
 
 PAGE = Path(__file__).parent / "models.md"
 SURVEY = Path(__file__).parent.parent / "recipes" / "results" / "exactness_survey_models.json"
@@ -37,10 +37,10 @@ def tables() -> str:
     """Return the part of the page between the two marks."""
     causes = [(cause.name, cause.example, cause.answer) for cause in CAUSES]
     settings = [
-        *((f"`{name}`", harmless(ok), "without speculation", why) for name, ok, why in guards.UNDRAFTED),
-        *((f"`{name}`", "unset", "without speculation", why) for name, why in guards.ALONE_ARGUMENTS),
-        *((f"`{name}`", harmless(ok), "refused", why) for name, ok, why in guards.REFUSED),
-        *((f"`{name}`", "unset", "refused", why) for name, why in guards.REFUSED_ARGUMENTS),
+        *((f"`{name}`", harmless(ok), "without speculation", why) for name, ok, why in checks.UNDRAFTED),
+        *((f"`{name}`", "unset", "without speculation", why) for name, why in checks.ALONE_ARGUMENTS),
+        *((f"`{name}`", harmless(ok), "refused", why) for name, ok, why in checks.REFUSED),
+        *((f"`{name}`", "unset", "refused", why) for name, why in checks.REFUSED_ARGUMENTS),
     ]
     lines = [
         "### Known causes",

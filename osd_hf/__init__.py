@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from osd_hf.acceptance import AcceptanceStats
     from osd_hf.assistant import OnlineAssistant
-    from osd_hf.capture.hook import capture_traces
     from osd_hf.config import OnlineConfig
+    from osd_hf.decoding.hook import capture_traces
     from osd_hf.distillation.trainer import DistillConfig, distill
     from osd_hf.evaluation.benchmark import benchmark
     from osd_hf.evaluation.compare import compare
@@ -68,7 +68,7 @@ _MODULES = {
     "Trace": "trace",
     "benchmark": "evaluation.benchmark",
     "best_k": "speedup",
-    "capture_traces": "capture.hook",
+    "capture_traces": "decoding.hook",
     "compare": "evaluation.compare",
     "distill": "distillation.trainer",
     "expected_block_efficiency": "speedup",

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.capture.guards import answered_alone, check_request, needed_tokenizer
-from osd_hf.capture.hook import bind
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.exactness import drop_adapter_hooks, log_once
-from osd_hf.drafting.forward import CompiledTarget
-from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.loop_inputs import setting
-from osd_hf.drafting.pacing import DraftingPlan
+from osd_hf.decoding.checks import answered_alone, check_request, needed_tokenizer, setting
+from osd_hf.decoding.draft_length import DraftingPlan
+from osd_hf.decoding.exactness import drop_adapter_hooks, log_once
+from osd_hf.decoding.forward import CompiledTarget
+from osd_hf.decoding.generator import LeanDrafting
+from osd_hf.decoding.hook import bind
 from osd_hf.errors import ConfigError, LearnerError, first_line
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft

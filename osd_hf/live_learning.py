@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from osd_hf.acceptance import AcceptanceStats, Tally
-from osd_hf.capture.request import Binding, Lease
-from osd_hf.drafting.forward import CompiledTarget
-from osd_hf.drafting.text import EARLIER_TEXT_BYTES, EarlierText
+from osd_hf.decoding.forward import CompiledTarget
+from osd_hf.decoding.request import Binding, Lease
+from osd_hf.decoding.text import EARLIER_TEXT_BYTES, EarlierText
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.learning import session
 from osd_hf.learning.faults import Failures

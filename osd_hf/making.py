@@ -13,13 +13,13 @@ import torch
 from tqdm import tqdm
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
-from osd_hf.capture.hook import record_traces, scored
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.cutting import cut, depth, has_attention, outer_layers
+from osd_hf.decoding.draft_length import measured_costs
+from osd_hf.decoding.forward import compiles_draft
+from osd_hf.decoding.hook import record_traces, scored
 from osd_hf.distillation.data import read_rows, read_traces
-from osd_hf.drafting.forward import compiles_draft
-from osd_hf.drafting.timing import measured_costs
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.optimizer import hidden_matrices

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from osd_hf.acceptance import MOST_REQUESTS
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.batch import first_columns, grown
-from osd_hf.drafting.forward import compiles_draft, hindrance, static_sizes
-from osd_hf.drafting.text import EARLIER_TEXT_BYTES
+from osd_hf.decoding.batch import first_columns, grown
+from osd_hf.decoding.forward import compiles_draft, hindrance, static_sizes
+from osd_hf.decoding.text import EARLIER_TEXT_BYTES
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.activations import Activations
 from osd_hf.learning.learner import SCORED_AT_ONCE

@@ -17,8 +17,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
 
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.capture.hook import taken_over
 from osd_hf.config import OnlineConfig
+from osd_hf.decoding.hook import taken_over
 from osd_hf.errors import LearnerError, OSDError
 from osd_hf.models import is_peft, unwrap
 from osd_hf.target_version import look_closely

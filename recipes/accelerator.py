@@ -39,10 +39,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.drafting import forward
-from osd_hf.drafting.forward import DraftForward
-from osd_hf.drafting.graphs import CapturedDraft
-from osd_hf.drafting.vocabulary import RestrictedDraft
+from osd_hf.decoding import forward
+from osd_hf.decoding.forward import CapturedDraft, DraftForward
+from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs
 from osd_hf.evaluation.controlled import answer_greedily, controlled_acceptance, random_pair
 from osd_hf.models import load_pair

@@ -54,7 +54,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
-from osd_hf.drafting import batch as drafting
+from osd_hf.decoding import batch as drafting
 from osd_hf.speedup import expected_block_efficiency
 
 BANDWIDTH, FLOPS = 3.35e12, 4e14  # bytes/s and FLOP/s of the model

@@ -31,9 +31,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
-from osd_hf.drafting import vocabulary
-from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.vocabulary import SIZES, RestrictedDraft, TrafficVocabulary
+from osd_hf.decoding import vocabulary
+from osd_hf.decoding.forward import CompiledDraft, DraftForward
+from osd_hf.decoding.vocabulary import SIZES, RestrictedDraft, TrafficVocabulary
 from osd_hf.evaluation.benchmark import median_ratio
 from osd_hf.replay import redraft
 

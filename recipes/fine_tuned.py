@@ -31,7 +31,7 @@ from common import K, drawing, last_share, load_pair, make_parser, pooled, recor
 from datasets import Dataset
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.capture.hook import rescore
+from osd_hf.decoding.hook import rescore
 from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.models import Pair, load_model
 from osd_hf.replay import replay_each

@@ -46,8 +46,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
-from osd_hf.capture.hook import record_traces
-from osd_hf.drafting.text import LONGEST, TextIndex
+from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.text import LONGEST, TextIndex
 from osd_hf.evaluation.benchmark import System, benchmark, median_ratio
 from osd_hf.prompts import encode_turn
 

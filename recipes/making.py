@@ -38,9 +38,9 @@ from common import rows as rows_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineConfig, Trace
-from osd_hf.capture.hook import record_traces
 from osd_hf.cutting import cut, depth
-from osd_hf.drafting.timing import measured_costs
+from osd_hf.decoding.draft_length import measured_costs
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.evaluation.display import figure, text_table
 from osd_hf.making import Course, MakingConfig, Piece, outer_layers, split, taught_draft, teach

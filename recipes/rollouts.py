@@ -47,7 +47,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
-from osd_hf.capture.hook import rescore
+from osd_hf.decoding.hook import rescore
 from osd_hf.models import Pair, unwrap
 from osd_hf.replay import replay_each
 from osd_hf.rollouts import DEFAULTS

@@ -60,7 +60,7 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, CorrectionStore, DistillConfig, OnlineConfig, Trace, distill, replay
-from osd_hf.capture.hook import record_traces
+from osd_hf.decoding.hook import record_traces
 from osd_hf.evaluation.display import rolling_alpha, rolling_window
 from osd_hf.replay import replay_each
 

@@ -18,7 +18,7 @@ from waiting import LONG
 
 from osd_hf import CorrectionStore, OnlineConfig
 from osd_hf.bundled import bundled_prompts
-from osd_hf.drafting.text import EarlierText
+from osd_hf.decoding.text import EarlierText
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.utils.streaming import Pieces
 from osd_hf_app import pair as pair_module

@@ -21,11 +21,10 @@ from test_lossless import TIE, fits, stopped_distribution, stopping_pair, transi
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria, pipeline
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.capture import batch as capture_batch
-from osd_hf.drafting import batch as drafting_batch
-from osd_hf.drafting.costs import Acceptance, RoundTime
-from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.pacing import Pacer
+from osd_hf.decoding import batch as capture_batch
+from osd_hf.decoding import batch as drafting_batch
+from osd_hf.decoding.draft_length import Acceptance, Pacer, RoundTime
+from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.router import CallableRouter
 
 FIXED = OnlineConfig(num_assistant_tokens=4, update_strategy="manual")

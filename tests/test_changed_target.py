@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.capture.hook import record_traces, rescore
+from osd_hf.decoding.hook import record_traces, rescore
 from osd_hf.distillation.data import read_traces
 from osd_hf.errors import DataError, LearnerError, VocabularyMismatchError
 from osd_hf.learning import learner as learner_module

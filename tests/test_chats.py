@@ -13,8 +13,8 @@ from test_draft_forward import Gone
 from test_lossless import transitions_fit
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.drafting.forward import DraftForward
-from osd_hf.drafting.generator import MOST_CHATS
+from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.generator import MOST_CHATS
 
 NEW, MORE = 10, 4  # tokens of an answer, and of what is asked then
 UNREAD = 3  # tokens at the end of an answer that a draft has not read, at most

@@ -13,8 +13,8 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore, OnlineConfig, expected_speedup, replay
-from osd_hf.capture.hook import record_traces
 from osd_hf.cli.main import _asked, main
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import LearnerError
 from osd_hf.prompts import encode_turn
 from osd_hf.utils.report import json_text

@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import CorrectionStore, Trace
-from osd_hf.capture.hook import record_traces
 from osd_hf.cli import collect as collect_command
 from osd_hf.cli.main import main
+from osd_hf.decoding.hook import record_traces
 from osd_hf.engines import collect as request_log
 from osd_hf.engines import completions as module
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log

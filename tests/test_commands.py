@@ -22,12 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig
-from osd_hf.capture.hook import record_traces
 from osd_hf.cli import arguments as read
 from osd_hf.cli import flags
 from osd_hf.cli.arguments import GONE, RENAMED, add_flags, read_arguments
 from osd_hf.cli.distill import read_settings
 from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
 from osd_hf.server.listener import Running

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.capture.hook import record_traces
+from osd_hf.decoding.hook import record_traces
 from osd_hf.engines.completions import ResponseReader, unwrapped
 from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors

@@ -29,9 +29,9 @@ from transformers.generation import candidate_generator, logits_process, stoppin
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from osd_hf.capture import guards
-from osd_hf.capture import request as capture
-from osd_hf.drafting.generator import LeanCandidateGenerator
+from osd_hf.decoding import checks
+from osd_hf.decoding import request as capture
+from osd_hf.decoding.generator import LeanCandidateGenerator
 
 
 def parameters(function: Any) -> set[str]:
@@ -148,7 +148,7 @@ def test_settings_that_are_read_exist() -> None:
 
 def test_processors_that_are_refused_by_name_exist() -> None:
     elsewhere = {"WhisperNoSpeechDetection", "ConfidenceCriteria"}
-    assert all(hasattr(logits_process, name) for name in guards.STATEFUL - elsewhere)
+    assert all(hasattr(logits_process, name) for name in checks.STATEFUL - elsewhere)
 
 
 def test_warpers_are_those_that_sampling_adds() -> None:

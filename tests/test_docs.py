@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.capture import hook
 from osd_hf.cli.main import COMMANDS, _asked
 from osd_hf.cli.plan import QUANTIZATIONS
+from osd_hf.decoding import hook
 from osd_hf.memory_plan import memory_plan
 from osd_hf.models import Pair
 from osd_hf.proxy.extra_fields import asking
@@ -118,7 +118,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(OnlineAssistant, "generate", answer)
     monkeypatch.setattr(hook, "record_traces", lambda *args, **how: record(*args, **{**how, "max_new_tokens": 8}))
     monkeypatch.setattr("osd_hf.assistant.CompiledTarget", lambda _: None)  # compiling takes seconds
-    monkeypatch.setattr("osd_hf.drafting.timing.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("osd_hf.decoding.draft_length.TIMED_SECONDS", 0.0)
 
     def client(**how: Any) -> openai.OpenAI:
         """Of a server that is not there."""

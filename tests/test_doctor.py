@@ -20,9 +20,9 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore
-from osd_hf.capture.hook import record_traces
 from osd_hf.cli import doctor as command
 from osd_hf.cli.main import main
+from osd_hf.decoding.hook import record_traces
 from osd_hf.engines import doctor
 from osd_hf.engines.completions import RequestRefusedError
 from osd_hf.engines.doctor import Counts, Window, fit, judge_draft, judge_pay

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from osd_hf import AcceptanceStats, DraftRound, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.drafting.costs import RoundTime
+from osd_hf.decoding.draft_length import RoundTime
 from osd_hf.learning.draft_choice import REMEMBERED, Choice
 from osd_hf.learning.effort import Effort
 from osd_hf.learning.learner import Learner

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.drafting.forward import (
+from osd_hf.decoding.forward import (
     SMALLEST_STATIC_CACHE,
     CompiledDraft,
     DraftForward,
@@ -27,7 +27,7 @@ from osd_hf.drafting.forward import (
     compiles_draft,
     static_sizes,
 )
-from osd_hf.drafting.vocabulary import RestrictedDraft
+from osd_hf.decoding.vocabulary import RestrictedDraft
 
 COMPILABLE = ("llama", "gpt2")
 
@@ -278,7 +278,7 @@ def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch:
 
 
 def test_two_sizes_of_cache_serve_one_draft(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd_hf.drafting.forward.SMALLEST_STATIC_CACHE", 32)
+    monkeypatch.setattr("osd_hf.decoding.forward.SMALLEST_STATIC_CACHE", 32)
     sizes: list[int] = []
     new_cache = CompiledDraft._new_cache
     monkeypatch.setattr(
@@ -627,7 +627,7 @@ def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: list
 def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
     untraced: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("osd_hf.drafting.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
+    monkeypatch.setattr("osd_hf.decoding.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
     model = models.build(num_hidden_layers=1)
     compiled = CompiledDraft(model)
     assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1, SMALLEST_STATIC_CACHE + 1)) is DraftForward
@@ -641,7 +641,7 @@ def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
 @pytest.fixture
 def tiny_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches of 16 and 32 tokens."""
-    forward = "osd_hf.drafting.forward"
+    forward = "osd_hf.decoding.forward"
     for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
         monkeypatch.setattr(f"{forward}.{name}", tokens)
 

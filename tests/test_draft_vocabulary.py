@@ -13,9 +13,9 @@ from models import VOCAB
 from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, sampled_answers, small_pair
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
-from osd_hf.drafting import vocabulary
-from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting
-from osd_hf.drafting.vocabulary import RestrictedDraft, TrafficVocabulary
+from osd_hf.decoding import vocabulary
+from osd_hf.decoding.generator import LeanCandidateGenerator, LeanDrafting
+from osd_hf.decoding.vocabulary import RestrictedDraft, TrafficVocabulary
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.evaluation.benchmark import serve_before
 from osd_hf.learning.lesson import Lesson

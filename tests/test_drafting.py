@@ -14,9 +14,9 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.drafting.forward import DraftForward
-from osd_hf.drafting.generator import LeanCandidateGenerator
-from osd_hf.drafting.pacing import AutoPace, FixedPace
+from osd_hf.decoding.draft_length import AutoPace, FixedPace
+from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.generator import LeanCandidateGenerator
 from osd_hf.errors import ConfigError
 from osd_hf.trace import Trace
 

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.drafting.exactness import CAUSES, UNLIMITED, Limits, difference, known_limits, limits_of
+from osd_hf.decoding.exactness import CAUSES, UNLIMITED, Limits, difference, known_limits, limits_of
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
 
 pytestmark = [

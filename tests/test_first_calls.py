@@ -32,8 +32,7 @@ from waiting import LONG
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import models as pairs
-from osd_hf.drafting.costs import RoundTime
-from osd_hf.drafting.pacing import Pacer
+from osd_hf.decoding.draft_length import Pacer, RoundTime
 from osd_hf.errors import ConfigError, LearnerError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.learning.gate import GateDecision

@@ -15,8 +15,8 @@ import torch
 from processes import run_python
 
 from osd_hf import OnlineConfig
-from osd_hf.capture import hook
-from osd_hf.drafting.forward import CompiledDraft, DraftForward, StaticForward
+from osd_hf.decoding import hook
+from osd_hf.decoding.forward import CompiledDraft, DraftForward, StaticForward
 from osd_hf.learning.activations import computed_again, layers_of
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import DutyCycle

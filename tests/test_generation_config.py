@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.capture.hook import record_traces
 from osd_hf.cli.serve import ServeSettings, opened
+from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError, UnsupportedGenerationError
 from osd_hf.evaluation.controlled import answer_greedily

@@ -12,9 +12,8 @@ import torch
 from test_draft_forward import COMPILABLE, feed_and_crop, same_as_eager, served_eagerly
 
 from osd_hf import OnlineConfig
-from osd_hf.drafting import graphs
-from osd_hf.drafting.forward import CompiledDraft, StaticForward
-from osd_hf.drafting.graphs import CapturedDraft, static_draft
+from osd_hf.decoding import forward as graphs
+from osd_hf.decoding.forward import CapturedDraft, CompiledDraft, StaticForward, static_draft
 from osd_hf.learning import serving_models
 
 

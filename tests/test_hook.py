@@ -25,9 +25,9 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, 
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.capture import hook
-from osd_hf.capture.request import Request, compress_rows
-from osd_hf.drafting.pacing import AutoPace
+from osd_hf.decoding import hook
+from osd_hf.decoding.draft_length import AutoPace
+from osd_hf.decoding.request import Request, compress_rows
 from osd_hf.errors import CaptureError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.models import unwrap
 from osd_hf.trace import Trace

@@ -24,8 +24,8 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.drafting import vocabulary
-from osd_hf.drafting.timing import measured_costs
+from osd_hf.decoding import vocabulary
+from osd_hf.decoding.draft_length import measured_costs
 from osd_hf.memory_plan import memory_plan
 from osd_hf.utils import attention, kernels
 from osd_hf.utils.kernels import fast_kernels, is_linear, with_fast_products

@@ -12,8 +12,8 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.configuration_utils import GenerationMode
 
 from osd_hf import OnlineAssistant, capture_traces
-from osd_hf.capture import guards
-from osd_hf.drafting.loop_inputs import IRRELEVANT, SERVED, STATELESS
+from osd_hf.decoding import checks
+from osd_hf.decoding.checks import IRRELEVANT, SERVED, STATELESS
 from osd_hf.errors import UnsupportedGenerationError
 
 WHAT_TO_DO = (
@@ -48,8 +48,8 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    where = "SERVED, IRRELEVANT (osd_hf/drafting/loop_inputs.py) or REFUSED or UNDRAFTED (osd_hf/capture/guards.py)"
-    return unknown(where, fields, guards._KNOWN)
+    where = "SERVED, IRRELEVANT (osd_hf/decoding/checks.py) or REFUSED or UNDRAFTED (osd_hf/decoding/checks.py)"
+    return unknown(where, fields, checks._KNOWN)
 
 
 def unknown_classes(*modules: ModuleType) -> list[str]:
@@ -60,14 +60,14 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
         if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
     }
     return unknown(
-        "STATELESS of osd_hf/drafting/loop_inputs.py or STATEFUL of this test", found - BASES, STATELESS | STATEFUL
+        "STATELESS of osd_hf/decoding/checks.py or STATEFUL of this test", found - BASES, STATELESS | STATEFUL
     )
 
 
 def test_every_field_of_a_generation_config_is_known() -> None:
     assert unknown_fields() == []
     assert SERVED.isdisjoint(IRRELEVANT)
-    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*guards.REFUSED, *guards.UNDRAFTED))
+    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*checks.REFUSED, *checks.UNDRAFTED))
 
 
 def test_every_logits_processor_and_stopping_criterion_is_known() -> None:
@@ -82,7 +82,7 @@ def test_every_argument_and_mode_of_generate_is_known() -> None:
 
 
 def test_every_setting_that_a_trace_keeps_is_served() -> None:
-    from osd_hf.capture.request import SAMPLING_FIELDS
+    from osd_hf.decoding.request import SAMPLING_FIELDS
 
     assert set(SAMPLING_FIELDS) <= SERVED
 
@@ -166,7 +166,7 @@ def test_caches_that_cannot_be_cropped_take_no_draft_and_unknown_ones_neither() 
     target, config = models.build(), GenerationConfig(use_cache=True)
     for cache in ("static", "quantized", "of_a_newer_release"):
         config.cache_implementation = cache
-        assert "cache_implementation" in str(guards.undrafted(target, config, []))
+        assert "cache_implementation" in str(checks.undrafted(target, config, []))
     for cache in (None, "dynamic", "dynamic_full", "offloaded"):
         config.cache_implementation = cache
-        assert guards.undrafted(target, config, []) is None
+        assert checks.undrafted(target, config, []) is None

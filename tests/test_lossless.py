@@ -20,7 +20,7 @@ from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
-from osd_hf.drafting.generator import LeanCandidateGenerator
+from osd_hf.decoding.generator import LeanCandidateGenerator
 
 TIE = 1e-4  # a difference of the top two logits below this may be broken otherwise
 

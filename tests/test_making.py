@@ -19,13 +19,12 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import CorrectionStore, OnlineConfig, Trace, chunked_loss, make_draft, making, replay
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.capture import hook
-from osd_hf.capture.hook import record_traces
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
 from osd_hf.cutting import cut, depth
-from osd_hf.drafting import timing, vocabulary
-from osd_hf.drafting.forward import DraftForward
+from osd_hf.decoding import draft_length, hook, vocabulary
+from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
@@ -437,7 +436,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
 def test_costs_are_the_least_of_forwards_in_turns() -> None:
     target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
     clock = models.ForwardTime({target: 2.0, draft: 0.5})
-    (costs,) = timing.measured_costs(target, [draft], asked(1)[0], clock)
+    (costs,) = draft_length.measured_costs(target, [draft], asked(1)[0], clock)
     assert costs == ForwardSeconds(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
 
@@ -456,7 +455,7 @@ def test_a_draft_of_a_large_vocabulary_is_timed_as_it_drafts(monkeypatch: pytest
         monkeypatch.setattr(vocabulary, "LEAST_VOCABULARY", least)
         rows.clear()
         with torch.nn.modules.module.register_module_forward_hook(note):
-            timing.measured_costs(target, [draft], asked(1)[0], clock)
+            draft_length.measured_costs(target, [draft], asked(1)[0], clock)
         assert (13 in rows, models.VOCAB in rows) == (is_restricted, True)
 
 

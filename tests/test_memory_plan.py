@@ -18,7 +18,7 @@ from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, Qwen3Config
 from osd_hf import OnlineAssistant, OnlineConfig, chunked_loss
 from osd_hf import memory_plan as memory
 from osd_hf.cli.main import main
-from osd_hf.drafting import batch
+from osd_hf.decoding import batch
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as module

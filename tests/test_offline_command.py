@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
 from osd_hf import CorrectionStore, replay
-from osd_hf.capture.hook import record_traces
 from osd_hf.cli.distill import distill_command, read_settings
 from osd_hf.cli.main import main
+from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation import data as offline_data
 from osd_hf.errors import ConfigError, DataError, StoreError, VocabularyMismatchError
 from osd_hf.prompts import encode_turn

@@ -12,9 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf.drafting.costs import COSTS_KNOWN, Acceptance, Costs, Line, RoundTime
-from osd_hf.drafting.pacing import DRAFT, MOST_DOMAINS, DraftingPlan, FixedPace, Pace, Pacer
-from osd_hf.drafting.text import Guess
+from osd_hf.decoding.draft_length import (
+    COSTS_KNOWN,
+    DRAFT,
+    MOST_DOMAINS,
+    Acceptance,
+    Costs,
+    DraftingPlan,
+    FixedPace,
+    Line,
+    Pace,
+    Pacer,
+    RoundTime,
+)
+from osd_hf.decoding.text import Guess
 from osd_hf.speedup import expected_block_efficiency
 
 TARGET = 1.0  # seconds of a forward

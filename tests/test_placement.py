@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import AttentionInterface
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.capture.hook import record_traces
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import placement

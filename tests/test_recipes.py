@@ -167,7 +167,7 @@ def test_what_accelerators_are_for_runs_in_tiny_shapes_on_the_cpu(
     )
     assert "all held" in capsys.readouterr().out
     assert parts["exactness"]["float32"]["identical"] == 2
-    monkeypatch.setattr("osd_hf.drafting.vocabulary.RestrictedDraft", lambda *_: 1 / 0)
+    monkeypatch.setattr("osd_hf.decoding.vocabulary.RestrictedDraft", lambda *_: 1 / 0)
     parts = run("accelerator", ["--smoke", "--parts", "vocabulary", "speed"], tmp_path, monkeypatch)["parts"]
     assert "ZeroDivisionError" in parts["vocabulary"]["failed_with"]
     assert [part["holds"] for part in parts.values()] == [False, True]

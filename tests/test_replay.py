@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import AcceptanceStats, DraftRound, Trace, capture_traces, replay
-from osd_hf.capture.hook import record_traces
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.replay import _rounds, completion_states, redraft, replay_each
 from osd_hf.trace import bare_trace

@@ -28,10 +28,10 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineConfig, Trace, replay, simulate
-from osd_hf.capture.hook import record_traces, rescore
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
+from osd_hf.decoding.hook import record_traces, rescore
 from osd_hf.engines import learn as module
 from osd_hf.engines import remote
 from osd_hf.engines.completions import ResponseReader

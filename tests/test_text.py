@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.drafting.costs import Acceptance, RoundTime
-from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.pacing import DRAFT, AutoPace, Pace, Pacer
-from osd_hf.drafting.text import (
+from osd_hf.decoding.draft_length import DRAFT, Acceptance, AutoPace, Pace, Pacer, RoundTime
+from osd_hf.decoding.generator import LeanDrafting
+from osd_hf.decoding.text import (
     BYTES_PER_TOKEN,
     CANDIDATES,
     LONGEST,

@@ -15,7 +15,7 @@ from test_draft_forward import COMPILE, Gone, served_together
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
-from osd_hf.drafting.forward import SMALLEST_STATIC_CACHE, CompiledTarget, GuardedStep, Verification
+from osd_hf.decoding.forward import SMALLEST_STATIC_CACHE, CompiledTarget, GuardedStep, Verification
 
 COMPILABLE = ("llama", "gpt2")
 Settings = dict[str, Any]
@@ -199,7 +199,7 @@ def test_a_sequence_moves_to_larger_caches_and_then_to_the_callers(
     k: int, untraced: None, fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
-        monkeypatch.setattr(f"osd_hf.drafting.forward.{name}", tokens)
+        monkeypatch.setattr(f"osd_hf.decoding.forward.{name}", tokens)
     target, draft = small()
     assistant = assistant_of(target, draft)
     for start in (6, 14, 30, 31, 40):

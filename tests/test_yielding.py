@@ -21,7 +21,7 @@ from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf import live_learning as live_module
-from osd_hf.capture.hook import record_traces
+from osd_hf.decoding.hook import record_traces
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import optimizer as optimizer_module

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from osd_hf.capture.hook import scored
 from osd_hf.cli.arguments import in_groups
 from osd_hf.cli.flags import (
     SERVER,
@@ -22,6 +21,7 @@ from osd_hf.cli.flags import (
     TargetLoading,
     recorded,
 )
+from osd_hf.decoding.hook import scored
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.engines.doctor import (
     LEAST_WINDOWS,

@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.forward import CompiledTarget, DraftForward
-from osd_hf.drafting.generator import Clock
+from osd_hf.decoding.forward import CompiledTarget, DraftForward
+from osd_hf.decoding.generator import Clock
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.controlled import ControlledAcceptance, feeds_through
 from osd_hf.evaluation.display import progress

@@ -14,8 +14,8 @@ import torch
 
 from osd_hf.acceptance import Comparison, figures_of
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.forward import compiles_draft
-from osd_hf.drafting.timing import measured_costs
+from osd_hf.decoding.draft_length import measured_costs
+from osd_hf.decoding.forward import compiles_draft
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.evaluate import answered
 from osd_hf.hub.cards import EvaluationSet, hub_id

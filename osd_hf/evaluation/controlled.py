@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd_hf.drafting.forward import DraftForward
-from osd_hf.drafting.generator import LeanDrafting
+from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.errors import ConfigError, first_line
 
 LABEL = "controlled acceptance, random weights: times mean something, text does not"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.capture.hook import record_traces
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.evaluation.display import progress

@@ -16,8 +16,8 @@ from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
 from osd_hf.bundled.example import Example
-from osd_hf.capture.hook import record_traces
 from osd_hf.config import OnlineConfig
+from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, benchmark

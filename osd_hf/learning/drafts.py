@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.pacing import Pacer
+from osd_hf.decoding.draft_length import Pacer
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.learning.effort import MIN_EFFORT
 from osd_hf.learning.lesson import Lesson

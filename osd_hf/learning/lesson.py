@@ -14,7 +14,7 @@ import numpy as np
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.vocabulary import TrafficVocabulary
+from osd_hf.decoding.vocabulary import TrafficVocabulary
 from osd_hf.errors import StateError
 from osd_hf.learning.draft_choice import Choice
 from osd_hf.learning.effort import MIN_EFFORT, Effort

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.generator import LeanDrafting
-from osd_hf.drafting.graphs import static_draft
-from osd_hf.drafting.pacing import Pacer
+from osd_hf.decoding.draft_length import Pacer
+from osd_hf.decoding.forward import static_draft
+from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.learning.weights import Snapshot, learning_context, served_weights, sharing, write_snapshot
 
 __all__ = ["Copies", "ServingDraft", "Version"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import math
@@ -24,21 +25,22 @@ from transformers import (
 )
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from osd_hf.capture.guards import not_watched, undrafted, unknown_criterion
-from osd_hf.drafting.exactness import UNLIMITED, Limits, foreign_arguments, limits_of, log_failed_draft, log_once
-from osd_hf.drafting.forward import CompiledTarget, Verification
-from osd_hf.drafting.generator import LeanCandidateGenerator, LeanDrafting, without_padding
-from osd_hf.drafting.loop_inputs import (
+from osd_hf.decoding.checks import is_stateless, not_watched, undrafted, unknown_criterion
+from osd_hf.decoding.draft_length import Pace, RoundTime
+from osd_hf.decoding.exactness import (
     ASSISTED_ONLY,
-    WatchedProcessors,
-    cut,
-    is_stateless,
-    looked_at_by_token,
-    plain_time,
+    UNLIMITED,
+    Limits,
+    foreign_arguments,
+    limits_of,
+    log_failed_draft,
+    log_once,
 )
-from osd_hf.drafting.pacing import Pace
-from osd_hf.drafting.text import TextIndex
+from osd_hf.decoding.forward import CompiledTarget, Verification
+from osd_hf.decoding.generator import LeanCandidateGenerator, LeanDrafting, without_padding
+from osd_hf.decoding.text import TextIndex
 from osd_hf.errors import OSDError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.models import unwrap, vocab_size_of
 from osd_hf.target_version import target_version
@@ -639,3 +641,67 @@ def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any
             ours = np.where(from_text & (np.arange(len(ours)) >= accepted), np.int32(-1), ours)
         found.append(DraftRound(ours, accepted, len(theirs), p, q, from_text))
     return emitted, tuple(found)
+
+
+# --- where an answer ends ----
+
+
+def bounded(config: Any, criteria: StoppingCriteriaList, begins: int) -> Any:
+    """A copy of the generation config of a request whose sequence begins with so many tokens, as the length at which
+    the loop ends is moved round by round, and the config is the caller's to see."""
+    config = copy.copy(config)
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:  # one of the caller's takes the place of the config's
+            config.max_length = max(int(criterion.max_length), begins + 1)
+    return config
+
+
+def looked_at_by_token(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    """The criteria that the loop, which looks at all of them once a round, does not end an answer by in time."""
+    return StoppingCriteriaList(c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria))
+
+
+def end_of(begins: int, candidate_ids: torch.Tensor, criteria: StoppingCriteriaList) -> int | None:
+    """Length of a sequence, `(1, tokens)`, up to and with the first of the tokens drafted behind so many that meets a
+    criterion; `None` if none does."""
+    for length in range(begins + 1, candidate_ids.shape[1] + 1):
+        if bool(criteria(candidate_ids[:, :length], None).any()):
+            return length
+    return None
+
+
+def cut(
+    begins: int, candidates: tuple[torch.Tensor, torch.Tensor | None], criteria: StoppingCriteriaList, config: Any,
+    max_length: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """
+    The candidates of a round, as [`LeanCandidateGenerator.get_candidates`] returns them, up to the token that meets a
+    criterion. The loop cuts what it emits at the length that `config` is told: nothing after that token. The token
+    itself stays drafted: left out, it would come too rarely when sampled, as it would have to be drawn from the
+    target's distribution after the draft had drawn it from its own.
+    """
+    candidate_ids, logits = candidates
+    end = end_of(begins, candidate_ids, criteria)
+    config.max_length = max_length if end is None else end
+    return candidate_ids[:, :end], logits if end is None or logits is None else logits[:, : end - begins]
+
+
+class WatchedProcessors(LogitsProcessorList):
+    """The target's processors, which are told of each row before they overwrite it in place. A recorder inside the
+    list would have its signature inspected at every token."""
+
+    def __init__(self, processors: LogitsProcessorList, seen: Callable[[torch.Tensor], object]) -> None:
+        super().__init__(processors)
+        self.seen = seen
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.seen(scores)
+        processed: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+        return processed
+
+
+def plain_time(times: list[float]) -> RoundTime:
+    """The rounds of the target alone, whose rows came at these times in seconds, at least two; the first one read the
+    prompt."""
+    rounds = len(times) - 1
+    return RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds)

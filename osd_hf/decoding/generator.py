@@ -18,12 +18,11 @@ from transformers import LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from osd_hf.drafting.costs import PROMPT, RoundTime
-from osd_hf.drafting.exactness import UNLIMITED, Limits, log_failed_draft
-from osd_hf.drafting.forward import CompiledDraft, DraftForward
-from osd_hf.drafting.pacing import DRAFT, FixedPace, Pace, Pacer
-from osd_hf.drafting.text import Guess, RequestText, TextIndex, TokenIndex
-from osd_hf.drafting.vocabulary import RestrictedDraft
+from osd_hf.decoding.draft_length import DRAFT, PROMPT, FixedPace, Pace, Pacer, RoundTime
+from osd_hf.decoding.exactness import UNLIMITED, Limits, log_failed_draft
+from osd_hf.decoding.forward import CompiledDraft, DraftForward
+from osd_hf.decoding.text import Guess, RequestText, TextIndex, TokenIndex
+from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL
 from osd_hf.models import is_peft, num_positions

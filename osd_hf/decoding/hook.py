@@ -20,11 +20,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 
-from osd_hf.capture.batch import BatchRequest
-from osd_hf.capture.guards import check_generation
-from osd_hf.capture.request import NO_WARPING, Binding, Lease, Request, Rows, Sink, compress_rows, sampling_settings
-from osd_hf.drafting.exactness import StandIn, log_once
-from osd_hf.drafting.loop_inputs import bounded
+from osd_hf.decoding.batch import BatchRequest
+from osd_hf.decoding.checks import check_generation
+from osd_hf.decoding.exactness import StandIn, log_once
+from osd_hf.decoding.request import (
+    NO_WARPING,
+    Binding,
+    Lease,
+    Request,
+    Rows,
+    Sink,
+    bounded,
+    compress_rows,
+    sampling_settings,
+)
 from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import input_device, until_end, unwrap, vocab_size_of

@@ -19,17 +19,31 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import Cache, DynamicCache, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
 from transformers.cache_utils import CacheLayerMixin
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from osd_hf.drafting.loop_inputs import ASSISTED_ONLY, KNOWN_ARGUMENTS, of_row
 from osd_hf.errors import first_line
 from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, vocab_size_of
 
 logger = logging.getLogger(__name__)
 
+# Arguments of the assisted loop that the plain one does not know.
+ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
+
+
+# Arguments of the loop for any request of token ids.
+KNOWN_ARGUMENTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
+    "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor", "assistant_model",
+    "assistant_tokenizer", "tokenizer",
+}  # fmt: skip
 PROBE_CANDIDATES = 5  # of a round, of which the last one is wrong
 PROBE_TOKENS = 7  # new tokens of a probe: two rounds, of which the first rejects a candidate
 PROBE_PROMPT_TOKENS = 16  # of the request's own prompt
@@ -671,3 +685,11 @@ def _max_difference(model: Any, device_type: str) -> float:
         return MAX_ROUGH_DIFFERENCE
     is_tf32 = device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32 and model.dtype == torch.float32
     return MAX_TF32_DIFFERENCE if is_tf32 else MAX_DIFFERENCE[model.dtype]
+
+
+def of_row(arguments: dict[str, Any], row: int, rows: int) -> dict[str, Any]:
+    """Return the arguments of the loop as they would be for one row of a batch."""
+    is_of_rows = {
+        n for n, value in arguments.items() if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,)
+    }
+    return {name: value[row : row + 1] if name in is_of_rows else value for name, value in arguments.items()}

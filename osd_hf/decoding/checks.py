@@ -13,15 +13,53 @@ import torch
 from transformers import (
     GenerationConfig,
     GenerationMixin,
+    PrefixConstrainedLogitsProcessor,
     SynthIDTextWatermarkingConfig,
 )
 
 from osd_hf.config import OnlineConfig
-from osd_hf.drafting.exactness import SOFT_PROMPT
-from osd_hf.drafting.loop_inputs import CROPPED_CACHES, IRRELEVANT, SERVED, asked_function, is_stateless, setting
+from osd_hf.decoding.exactness import SOFT_PROMPT
 from osd_hf.errors import UnsupportedGenerationError
+from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import has_soft_prompt, unwrap
 
+# "hybrid" stands in old generation configs, as Gemma's; `generate` takes it for a dynamic cache.
+CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "hybrid")
+
+
+# Fields of a generation config that are served, and those that do nothing to an assisted answer.
+SERVED = frozenset({
+    "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "decoder_start_token_id", "do_sample", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions",
+    "output_hidden_states", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
+    "suppress_tokens", "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
+})  # fmt: skip
+
+
+IRRELEVANT = frozenset({
+    "assistant_lookbehind", "cache_config", "compile_config", "continuous_batching_config",
+    "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
+    "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
+    "transformers_version",
+})  # fmt: skip
+
+
+# Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
+STATELESS = frozenset({
+    "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
+    "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
+    "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
+})  # fmt: skip
 # Fields of a generation config that are refused: name, values under which it does nothing, reason.
 REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("num_beams", (None, 1), "beams verify no draft; use greedy decoding or sampling"),
@@ -245,3 +283,35 @@ def check_request(
         replace(config, num_assistant_tokens=num_assistant_tokens)  # checks the value
     _check_inputs(target, inputs, kwargs)
     check_generation(kwargs, kwargs.get("generation_config"), target.generation_config)
+
+
+def setting(sources: tuple[Any, ...], name: str) -> Any:
+    """
+    Return a setting as `generate` resolves it: from the first of these sources that has it.
+
+    Args:
+        sources (`tuple`):
+            Keywords (a dict) or generation configs, the strongest first. A keyword counts even if it is `None`; a
+            `None` in a generation config leaves the setting to the next source.
+        name (`str`): The setting.
+    """
+    for source in sources:
+        if isinstance(source, dict):
+            if name in source:
+                return source[name]
+        elif (value := getattr(source, name, None)) is not None:
+            return value
+    return None
+
+
+def is_stateless(thing: Any) -> bool:
+    """Whether the result of a logits processor or stopping criterion depends only on its arguments: it is one of
+    transformers' own, says so itself, or is replayed."""
+    if type(thing) is ReplayedProcessor or getattr(asked_function(thing), "is_stateless", None) is True:
+        return True
+    return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS
+
+
+def asked_function(thing: Any) -> Any:
+    """Return the function of `prefix_allowed_tokens_fn` that a processor calls; other processors themselves."""
+    return thing._prefix_allowed_tokens_fn if type(thing) is PrefixConstrainedLogitsProcessor else thing

@@ -1,0 +1,1 @@
+"""Assisted decoding of a request: hook, checks, candidates, forwards, and what is recorded."""

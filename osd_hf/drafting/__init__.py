@@ -1,1 +1,0 @@
-"""How the draft guesses: candidates, forwards, and how many."""
