@@ -41,7 +41,7 @@ from vllm_loop import osd_hf, target_of
 
 from osd_hf import CorrectionStore
 from osd_hf.proxy.app import METRICS_PATH
-from osd_hf.proxy.extra_fields import asking
+from osd_hf.proxy.extra_fields import add_fields
 from osd_hf.proxy.recorder import ProxyCounts
 
 BETWEEN_SECONDS = 0.05  # after which one client comes behind another
@@ -190,7 +190,7 @@ def main() -> None:
     args, started = parsed(), time.time()
     torch.set_num_threads(1)
     least, cores = 0 if args.smoke else LEAST, sorted(os.sched_getaffinity(0))
-    added = json.loads(asking(b"{}", {}, is_chat=args.chats, num_logprobs=NUM_LOGPROBS))
+    added = json.loads(add_fields(b"{}", {}, is_chat=args.chats, num_logprobs=NUM_LOGPROBS))
     texts = [TEMPLATES["finance_alpaca"].format(**row) for row in rows("finance_alpaca")]
     draw = random.Random(args.seed)
     report: dict[str, Any] = {"clients": {}, "shares": {}}

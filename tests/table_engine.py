@@ -305,15 +305,8 @@ class Wire(httpx2.AsyncBaseTransport):
     """Joins a client to an ASGI application, which waits with each piece until the one before is taken, and is told
     when the client leaves, as by a server."""
 
-    def __init__(self, app: Any, host: str = "engine") -> None:
-        self.app, self.host = app, host
-
-    async def send(self, method: str, target: bytes, headers: Any, content: Any) -> httpx2.Response:
-        """As the proxy sends a request."""
-        request = httpx2.Request(
-            method, f"http://{self.host}", headers=headers, content=content, extensions={"target": target}
-        )
-        return await self.handle_async_request(request)
+    def __init__(self, app: Any) -> None:
+        self.app = app
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         target = request.extensions.get("target", request.url.raw_path)

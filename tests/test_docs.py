@@ -34,7 +34,7 @@ from osd_hf.cli.plan import QUANTIZATIONS
 from osd_hf.decoding import hook
 from osd_hf.memory_plan import memory_plan
 from osd_hf.models import Pair
-from osd_hf.proxy.extra_fields import asking
+from osd_hf.proxy.extra_fields import add_fields
 from osd_hf.server.app import Service, make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -233,7 +233,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_what_a_log_is_to_hold_is_what_the_proxy_asks_for() -> None:
     (_, shown), *others = blocks(ROOT / "docs/vllm.md", "json")
     assert not others
-    assert json.loads(shown) == json.loads(asking(b"{}", {}, is_chat=False, num_logprobs=OnlineConfig().num_logprobs))
+    assert json.loads(shown) == json.loads(
+        add_fields(b"{}", {}, is_chat=False, num_logprobs=OnlineConfig().num_logprobs)
+    )
 
 
 def test_each_recipe_has_one_row() -> None:

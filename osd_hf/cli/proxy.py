@@ -15,8 +15,8 @@ from osd_hf.cli.flags import Collecting
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.companion import Companion
-from osd_hf.proxy.recorder import Keeper, ProxyCounts, ReadingProcess
-from osd_hf.proxy.upstream import Engine
+from osd_hf.proxy.recorder import AnswerWriterProcess, ProxyCounts, Recorder
+from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.metrics import metrics_route, proxy_metrics
 from osd_hf.utils.report import provenance
 
@@ -78,19 +78,19 @@ class ProxySettings(Collecting):
 def proxy_command(settings: ProxySettings) -> int:
     """Serve until told to stop; returns the exit code."""
     settings.check()
-    needed = ("starlette", "uvicorn", "aiohappyeyeballs", "prometheus_client")
+    needed = ("starlette", "uvicorn", "prometheus_client")
     if any(importlib.util.find_spec(name) is None for name in needed):
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
     counts = ProxyCounts()
-    by_url = {url: Engine(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
+    by_url = {url: Upstream(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
     module: Any = importlib.import_module("osd_hf.server.listener")
     running = module.Running(settings.host, settings.port)
     reader = settings.read_target()[1]
     with settings.open_store() as store:  # by which what is wrong with it is told here
-        reading = ReadingProcess(reader, store)
-    keeper = Keeper(reading, counts)
+        writer = AnswerWriterProcess(reader, store)
+    recorder = Recorder(writer, counts)
     proxy = Proxy(
-        [by_url[url] for url in dict.fromkeys(settings.url)], counts, keeper, share=settings.share,
+        [by_url[url] for url in dict.fromkeys(settings.url)], counts, recorder, share=settings.share,
         routes={domain: by_url[url] for domain, url in settings.routes().items()}, domain=settings.domain,
         max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
     )  # fmt: skip
@@ -103,18 +103,18 @@ def proxy_command(settings: ProxySettings) -> int:
             on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
         )  # fmt: skip
     finally:
-        failed = _stored(keeper, learner, reading)
+        failed = _stored(recorder, learner, writer)
     _report(settings, counts)
     return FAILED if failed else 0
 
 
-def _stored(keeper: Keeper, learner: Companion | None, reading: ReadingProcess) -> bool:
+def _stored(recorder: Recorder, learner: Companion | None, writer: AnswerWriterProcess) -> bool:
     """Store what waits, and end the learner; whether not all could be written."""
-    keeper.close()
+    recorder.close()
     if learner is not None:
         learner.stop()
     try:
-        reading.close()
+        writer.close()
     except StoreError as error:
         print(f"osd-hf: error: {error}", file=sys.stderr)
         return True

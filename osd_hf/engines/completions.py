@@ -21,7 +21,7 @@ from osd_hf.trace import Trace, ids_dtype
 
 __all__ = [
     "CompletionClient", "RequestRefusedError", "ResponseReader", "environment_key", "message_of", "parse_address",
-    "shaped_by", "unwrapped", "vllm_counters",
+    "changed_sampling", "unwrapped", "vllm_counters",
 ]  # fmt: skip
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 600.0
@@ -327,7 +327,7 @@ def unwrapped(line: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mappin
     return request if isinstance(request, Mapping) else None, response
 
 
-def shaped_by(request: Mapping[str, Any]) -> list[str]:
+def changed_sampling(request: Mapping[str, Any]) -> list[str]:
     """The settings of a request by which its tokens are others than the target's own choice."""
     return [
         name for name, nothing in SHAPING.items() if request.get(name) is not None and request[name] not in nothing
@@ -367,7 +367,7 @@ class ResponseReader:
         Raises:
             DataError: something needed is missing or makes no sense; says what, and how to ask for it.
         """
-        if shaped := shaped_by(request or {}):
+        if shaped := changed_sampling(request or {}):
             raise DataError(f"its tokens were shaped by {', '.join(shaped)}, not by the target alone")
         try:
             if not response["choices"]:

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["Companion"]
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until it is started again
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 300.0  # seconds until it is started again
 END_SECONDS = 60.0  # to save what it has, when it is told to end
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Companion:
         self._thread.start()
 
     def _run(self) -> None:
-        pause = FIRST_PAUSE
+        pause = MIN_PAUSE_SECONDS
         while True:
             began, code = self._clock(), None
             try:
@@ -57,12 +57,12 @@ class Companion:
                 logger.warning("%s cannot be started: %s.", self._name, error.strerror)
             if code == 0 or self._stopping.is_set():
                 return
-            if self._clock() - began > LONGEST_PAUSE:
-                pause = FIRST_PAUSE
+            if self._clock() - began > MAX_PAUSE_SECONDS:
+                pause = MIN_PAUSE_SECONDS
             logger.warning("%s ended with code %s; it is started again in %.0f s.", self._name, code, pause)
             if self._stopping.wait(pause):
                 return
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def stop(self) -> None:
         """End it, and wait until it has saved what it has; after a minute it is killed."""

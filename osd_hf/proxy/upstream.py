@@ -1,4 +1,4 @@
-"""An engine behind a proxy: how it is reached, whether it is well, and how it writes its answers."""
+"""An engine behind the proxy: its connection, and when to avoid it."""
 
 from __future__ import annotations
 
@@ -10,107 +10,137 @@ import httpx2
 
 from osd_hf.engines.completions import parse_address
 from osd_hf.errors import ConfigError, first_line
-from osd_hf.proxy.extra_fields import Shape
-from osd_hf.proxy.network import EndedError, Headers, StaleError, Transport
-from osd_hf.proxy.recorder import Asking
 
-__all__ = ["Engine", "Kind", "reason_of"]
+__all__ = ["DroppedConnectionError", "Headers", "Upstream"]
 
-CONNECT_SECONDS = 10.0  # an answer may take as long as the client waits
-KEEP_ALIVE_SECONDS = (
-    2.0  # less than the 5 of engines behind uvicorn, which would close a connection just as it is used
-)
-FIRST_REST, LONGEST_REST = 1.0, 30.0  # seconds in which an engine that failed is tried last
-STALE_SECONDS = 1.0  # after which a connection that ends has not been closed before the request came
-DOUBT_SECONDS = 300.0  # after which it is looked again how an engine writes
-MOST_SHAPES = 256
+# An answer may take as long as its client waits, so only connecting has a timeout.
+TIMEOUT = {"connect": 10.0, "read": None, "write": None, "pool": None}
+# Less than the 5 s of engines behind uvicorn, which would close a connection while a request is sent on it.
+KEEP_ALIVE_SECONDS = 2.0
+DROPPED_SECONDS = 1.0  # a connection that ends this soon was probably closed before the request arrived
+MIN_AVOID_SECONDS, MAX_AVOID_SECONDS = 1.0, 30.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 60.0, 3600.0
+MAX_UNREADABLE = 8  # unreadable answers in a row after which recording pauses
 
 logger = logging.getLogger(__name__)
-Kind = tuple[str, str, bool]  # the path and the model of an answer, and whether it is a stream
+Headers = list[tuple[bytes, bytes]]
 
 
-class Engine:
+class DroppedConnectionError(httpx2.ReadError):
+    """The engine closed the connection at once, probably before it read the request."""
+
+
+class Upstream:
     """
     An engine behind the proxy.
 
     Args:
-        url (`str`): Such as `http://localhost:8000`, with or without `/v1`.
-        transport (`Transport`, *optional*): Sends requests to it; over the network by default.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
+        url (`str`): Address such as `http://localhost:8000`, with or without `/v1`.
+        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends the requests; over the network by default.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
+
+    Attributes:
+        name (`str`): The address without `/v1`.
+        open_requests (`int`): Number of requests that the engine is answering.
 
     Raises:
-        ServerError: the URL is no address.
-        ConfigError: it holds a password, where clients' own keys are passed on.
+        ServerError: the URL is not an address.
+        ConfigError: the URL contains a user, but the proxy passes on the keys of its clients.
     """
 
     def __init__(
         self,
         url: str,
-        transport: Transport | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         address, user, password = parse_address(url)
         self.name = str(address).rstrip("/").removesuffix("/v1")
         if user or password:
             raise ConfigError(f"{self.name} is given with a user; the proxy passes on the keys of its clients alone.")
-        parsed = httpx2.URL(self.name)
-        self._clock, self._prefix = clock, parsed.raw_path.rstrip(b"/")
-        self._transport = transport or Transport(parsed, CONNECT_SECONDS, KEEP_ALIVE_SECONDS)
-        self.asking = Asking(self.name, clock)
-        self.shapes: dict[Kind, tuple[Shape, float]] = {}  # and when they were seen
-        self.busy = 0  # requests under way
-        self._rests_until, self._rest = -float("inf"), 0.0
+        self.open_requests = 0
+        self._url = httpx2.URL(self.name)
+        self._prefix = self._url.raw_path.rstrip(b"/")
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
+        self._transport = transport or httpx2.AsyncHTTPTransport(limits=limits)
+        self._clock = clock
+        self._avoid_until = -float("inf")
+        self._avoid_seconds = 0.0
+        self._pause_until = -float("inf")
+        self._pause_seconds = MIN_PAUSE_SECONDS
+        self._num_unreadable = 0
+        self._has_warned = False
 
     async def send(
         self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterable[bytes]
     ) -> httpx2.Response:
-        """Its response, whose body is still to be read; raises `httpx2.TransportError`, which is a [`StaleError`]
-        where an old connection was closed just as it was used."""
-        began = self._clock()
+        """
+        Send a request and return the response, whose body is still to be read.
+
+        Raises:
+            DroppedConnectionError: the connection ended at once.
+            httpx2.TransportError: the request failed in another way.
+        """
+        extensions = {"target": self._prefix + target, "timeout": TIMEOUT}  # the path and query exactly as sent
+        request = httpx2.Request(method, self._url, headers=headers, content=content, extensions=extensions)
+        start = self._clock()
         try:
-            return await self._transport.send(method, self._prefix + target, headers, content)
-        except StaleError as error:
-            if self._clock() - began > STALE_SECONDS:
-                raise EndedError(str(error)) from error
+            return await self._transport.handle_async_request(request)
+        except (httpx2.NetworkError, httpx2.RemoteProtocolError) as error:
+            if not isinstance(error, httpx2.ConnectError) and self._clock() - start < DROPPED_SECONDS:
+                raise DroppedConnectionError(first_line(error)) from error
             raise
-
-    def failed(self, why: str) -> None:
-        """Try others first for a while."""
-        if not self._rest:
-            logger.warning("%s does not answer: %s.", self.name, why)
-        if not self.is_resting:  # what fails at once fails for one reason
-            self._rest = min(max(2 * self._rest, FIRST_REST), LONGEST_REST)
-            self._rests_until = self._clock() + self._rest
-        self.shapes.clear()  # it may come back as another version
-
-    def shape(self, kind: Kind) -> Shape | None:
-        """How it writes answers of a kind; `None` where the next one is to show that."""
-        shape, seen = self.shapes.get(kind, (None, 0.0))
-        if shape is not None and self._clock() - seen > DOUBT_SECONDS:
-            self.saw(kind, shape)  # until that one has ended
-            return None
-        return shape
-
-    def saw(self, kind: Kind, shape: Shape) -> None:
-        """Remember how it writes answers of a kind."""
-        if len(self.shapes) >= MOST_SHAPES:
-            self.shapes.clear()
-        self.shapes[kind] = shape, self._clock()
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether it has failed just now."""
-        return self._clock() < self._rests_until
-
-    def answered(self) -> None:
-        """Say that it is there."""
-        self._rest, self._rests_until = 0.0, -float("inf")
 
     async def close(self) -> None:
         """Close the connections."""
         await self._transport.aclose()
 
+    # --- availability -----------------------------------------------------------------------------------------------
 
-def reason_of(error: httpx2.TransportError) -> str:
-    """Why an engine does not answer, in words that may be logged."""
-    return first_line(error) if isinstance(error, httpx2.ConnectError | EndedError) else type(error).__name__
+    @property
+    def is_avoided(self) -> bool:
+        """Whether other engines are tried first because this one failed recently."""
+        return self._clock() < self._avoid_until
+
+    def failed(self, reason: str) -> None:
+        """Avoid the engine for a while, twice as long after each failure."""
+        if not self._avoid_seconds:
+            logger.warning("%s does not answer: %s.", self.name, reason)
+        if not self.is_avoided:  # requests that fail together count once
+            self._avoid_seconds = min(max(2 * self._avoid_seconds, MIN_AVOID_SECONDS), MAX_AVOID_SECONDS)
+            self._avoid_until = self._clock() + self._avoid_seconds
+
+    def answered(self) -> None:
+        """Use the engine like others again."""
+        self._avoid_seconds = 0.0
+        self._avoid_until = -float("inf")
+
+    # --- recording --------------------------------------------------------------------------------------------------
+
+    @property
+    def can_record(self) -> bool:
+        """Whether requests to this engine get extra fields now."""
+        return self._clock() >= self._pause_until
+
+    def pause_recording(self, reason: str) -> None:
+        """Stop adding fields for a while, twice as long each time until an answer could be read."""
+        if not self.can_record:  # other requests were under way
+            return
+        self._pause_until = self._clock() + self._pause_seconds
+        self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
+        if not self._has_warned:
+            logger.warning("Nothing is collected from %s for a while, then it is asked again: %s.", self.name, reason)
+        self._has_warned = True
+
+    def answer_was_read(self) -> None:
+        """Note that an answer with the extra fields could be read."""
+        self._num_unreadable = 0
+        self._pause_seconds = MIN_PAUSE_SECONDS
+        self._has_warned = False
+
+    def answer_was_unreadable(self, reason: str) -> None:
+        """Pause recording after several unreadable answers in a row."""
+        self._num_unreadable += 1
+        if self._num_unreadable >= MAX_UNREADABLE:
+            self._num_unreadable = 0
+            self.pause_recording(reason)
