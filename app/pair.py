@@ -16,7 +16,7 @@ from osd_hf.prompts import encode_turn
 from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts
 
 MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
-MAX_SAMPLES = 4096  # prompts of a domain that are made, in some seconds and megabytes; then they come again
+MAX_SAMPLES = 1000  # the bundled prompts of a domain; then they come again
 NO_DOMAIN = ""  # of all prompts, where there are no drafts by domain
 PENALTY = 1.1  # of SmolLM2's repetitions, with the draft or alone: without it long answers run in circles
 ABOUT_BUNDLED = (

@@ -5,7 +5,7 @@
     python recipes/bundled_pair.py --stage grow --minutes 30    # deepens the target that is there, or trains it on
     python recipes/bundled_pair.py --max-steps 2 --out /some/folder   # a smoke run
 
-All text comes from `osd_hf.bundled.prompts`. The target is trained with Muon (matrices) and AdamW (the rest), mostly
+All text comes from `recipes/bundled_prompts`. The target is trained with Muon (matrices) and AdamW (the rest), mostly
 on the answers: first with half of its layers, then with all of them, the new ones beginning as if they were not there.
 The new ones are left out again where it answers as well without them.
 The draft sees small talk and a little of the domains, and is stopped while it is weak.
@@ -31,6 +31,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import transformers
+from bundled_prompts import DOMAINS, check_answer, first_examples, stream_examples
+from bundled_prompts.small_talk import make as small_talk
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
 from transformers import (
@@ -40,10 +42,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
-
-from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer
-from osd_hf.bundled.prompts import stream_examples
-from osd_hf.bundled.small_talk import make as small_talk
 
 SEED = 0
 STAGES = ("tokenizer", "target", "grow", "prune", "draft", "score")
@@ -69,7 +67,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     texts = [
         text
         for domain in DOMAINS
-        for e in bundled_prompts(domain, 5000, seed=SEED, split="train")
+        for e in first_examples(domain, 5000, seed=SEED, split="train")
         for text in (e.prompt, e.answer)
     ]
     tokenizer = Tokenizer(models.BPE())
@@ -330,7 +328,7 @@ def prune(folder: str, n: int, lost: float = 0.02) -> None:
     new, shallow, found = new_places(FIRST_LAYERS, LAYERS), copy.deepcopy(target), dict[str, list[float]]()
     use_blocks(shallow, [block for place, block in enumerate(shallow.model.layers) if place not in new])
     for domain in tqdm(DOMAINS, desc="prune"):
-        examples = bundled_prompts(domain, n, seed=SEED + 1)
+        examples = first_examples(domain, n, seed=SEED + 1)
         texts = [answers_of(model, tokenizer, [e.prompt for e in examples]) for model in (target, shallow)]
         found[domain] = [round(sum(map(check_answer, examples, these)) / n, 3) for these in texts]
     is_pruned = all(without >= with_new - lost for with_new, without in found.values())
@@ -535,7 +533,7 @@ def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> Non
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
     entry: dict[str, Any] = {"n": n, "learn_from": min(learn_from, n), "held_out": held_out, "domains": {}}
     for domain in tqdm(DOMAINS, desc="score"):
-        examples = bundled_prompts(domain, n + held_out, seed=SEED)
+        examples = first_examples(domain, n + held_out, seed=SEED)
         texts = answers_of(target, tokenizer, [e.prompt for e in examples])
         right = sum(map(check_answer, examples[:n], texts))
         rows = [

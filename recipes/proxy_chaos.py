@@ -32,8 +32,7 @@ from typing import Any
 import httpx2
 import psutil
 from common import data_folder, make_parser, run_facts, write_report
-from paced_engine import ROWS, PacedEngine, body_of, say
-from proxy_exchanges import COMPLETIONS, NUM_LOGPROBS
+from proxy_cost import COMPLETIONS, NUM_LOGPROBS, PACED_ROWS, PacedEngine, read_body, reply
 from tqdm import tqdm
 from vllm_loop import osd_hf
 
@@ -60,16 +59,16 @@ class Engine(PacedEngine):
         if scope["type"] == "lifespan":
             await super().__call__(scope, receive, send)
             return
-        body = await body_of(receive)
+        body = await read_body(receive)
         if scope["method"] == "GET":
-            await say(send, 200, {"busy": self.busy})
+            await reply(send, 200, {"busy": self.busy})
         elif dict(scope["headers"]).get(b"authorization", b"").decode() != KEY:
-            await say(send, 401, {"error": {"message": "the key is wrong"}})
+            await reply(send, 401, {"error": {"message": "the key is wrong"}})
         else:
             try:
                 asked = json.loads(body)
             except ValueError as error:
-                await say(send, 400, {"error": {"message": str(error)}})
+                await reply(send, 400, {"error": {"message": str(error)}})
                 return
             self.busy += 1
             answering, leaving = asyncio.ensure_future(self.stream(asked, send)), asyncio.ensure_future(receive())
@@ -102,7 +101,7 @@ class Clients:
         """Of another prompt each time, whose length makes for an answer of its own."""
         self.number += 1
         prompt = f"{self.number:06d} " + "x" * size
-        prompt += "x" * ((self.number - len(prompt)) % ROWS)
+        prompt += "x" * ((self.number - len(prompt)) % PACED_ROWS)
         return {"model": "paced", "prompt": prompt, "max_tokens": MOST_TOKENS, "stream": True}
 
     def expected(self, prompt: str) -> list[int]:

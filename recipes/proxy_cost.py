@@ -21,11 +21,13 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,16 +36,24 @@ from typing import Any
 import httpx2
 import numpy as np
 import torch
-from common import MAX_NEW_TOKENS, TEMPLATES, make_parser, rows, run_facts, write_report
-from proxy_exchanges import CHAT, COMPLETIONS, NUM_LOGPROBS, engine_of, proxied
+from common import MAX_NEW_TOKENS, TEMPLATES, data_folder, make_parser, rows, run_facts, write_report
 from tqdm import tqdm
-from vllm_loop import osd_hf, target_of
+from vllm_loop import K, osd_hf, serving, target_of
 
 from osd_hf import CorrectionStore
-from osd_hf.proxy.app import METRICS_PATH
+from osd_hf.engines.client import ResponseReader
+from osd_hf.models import load_config
+from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.extra_fields import add_fields
-from osd_hf.proxy.recorder import ProxyCounts
+from osd_hf.proxy.recorder import Keeper, ProxyCounts, Reading
+from osd_hf.proxy.upstream import Engine
+from osd_hf.server.listener import Running
 
+NUM_LOGPROBS = 64
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+PACED_MODEL, PACED_PROMPT_TOKENS, CREATED = "paced", 24, int(time.time())
+PACED_ROWS = 256  # positions with different log-probs; they repeat
+PACED_FIRST_SECONDS, PACED_TOKEN_SECONDS = 0.06, 0.012
 BETWEEN_SECONDS = 0.05  # after which one client comes behind another
 LEAST = 24  # requests of a round, however few the clients
 DIRECT, ASKED, THROUGH, COLLECTED = "direct", "direct with log-probs", "through", "collected"
@@ -62,6 +72,39 @@ def server_of(command: list[str]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
+def engine_of(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the address of a running engine, or start one."""
+    if args.url:
+        yield args.url
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        static, lab = Path(folder) / "static", data_folder() / "lab"
+        models = ("--draft", lab / "draft", "--target", lab / "target")
+        if args.drafting:
+            subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
+        with serving(args, static if args.drafting else None, Path(args.log).absolute()) as (engine, _):
+            yield engine.url
+
+
+@contextlib.contextmanager
+def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[str]:
+    """Run a proxy in a thread of this process; yield its address."""
+    size = load_config(str(data_folder() / "lab/target")).vocab_size
+    keeper = Keeper(Reading(ResponseReader(size, NUM_LOGPROBS), store), counts)
+    running, ready = Running("127.0.0.1", 0), threading.Event()
+    app = Proxy([Engine(url)], counts, keeper).app()
+    thread = threading.Thread(target=lambda: running.run(app, shutdown_seconds=10, on_start=ready.set), daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield running.address
+    finally:
+        running.stop()
+        thread.join()
+        keeper.close()
+
+
+@contextlib.contextmanager
 def proxy_of(url: str, folder: str, args: argparse.Namespace) -> Iterator[str]:
     """The address of a proxy that collects all but what opts out."""
     if args.smoke:
@@ -76,10 +119,107 @@ def proxy_of(url: str, folder: str, args: argparse.Namespace) -> Iterator[str]:
         yield front
 
 
+class PacedEngine:
+    """An ASGI application that computes nothing and streams completions as vLLM does, at a given pace.
+
+    Args:
+        first_seconds (`float`), token_seconds (`float`): time to the first token, and to each further token.
+    """
+
+    def __init__(self, first_seconds: float, token_seconds: float, vocab_size: int, num_logprobs: int) -> None:
+        self.first_seconds, self.token_seconds = first_seconds, token_seconds
+        draw = random.Random(0)
+        self.rows = []
+        for _ in range(PACED_ROWS):
+            ids = draw.sample(range(3, vocab_size), num_logprobs)
+            weights = sorted((draw.expovariate(1.0) ** 8 for _ in ids), reverse=True)
+            values = [math.log(0.99 * weight / sum(weights) + 1e-9) for weight in weights]  # others have the rest
+            top = {f"token_id:{i}": value for i, value in zip(ids, values, strict=True)}
+            shown = {
+                "text_offset": [0], "token_logprobs": values[:1], "tokens": [f"token_id:{ids[0]}"],
+                "top_logprobs": [top],
+            }  # fmt: skip
+            self.rows.append((ids[0], json.dumps(shown)))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for _ in range(2):
+                message = await receive()
+                await send({"type": f"{message['type']}.complete"})
+            return
+        body = await read_body(receive)
+        if scope["method"] == "GET":
+            await reply(send, 200, {"data": [{"id": PACED_MODEL}]})
+        else:
+            await self.stream(json.loads(body), send)
+
+    def rows_of(self, prompt: str, most: int) -> list[tuple[int, str]]:
+        """Return the tokens of the answer to a prompt with their log-probs. Answers have different lengths."""
+        count = random.Random(prompt).randint(-(-most // 4), most)
+        return [self.rows[(number + len(prompt)) % PACED_ROWS] for number in range(count)]
+
+    async def stream(self, asked: dict[str, Any], send: Any) -> None:
+        """Stream an answer. The time of each event does not depend on how long the others took."""
+        loop = asyncio.get_running_loop()
+        rows, begun = self.rows_of(asked["prompt"], int(asked["max_tokens"])), loop.time()
+        count = len(rows)
+        head = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        ids = json.dumps(list(range(3, 3 + PACED_PROMPT_TOKENS))) if asked.get("return_token_ids") else "null"
+        for number, (token, row) in enumerate(rows):
+            due = begun + self.first_seconds + number * self.token_seconds
+            await asyncio.sleep(due - loop.time())
+            logprobs = row if asked.get("logprobs") else "null"
+            own = f"[{token}]" if asked.get("return_token_ids") else "null"
+            reason = '"stop"' if number == count - 1 else "null"
+            event = (
+                f'data: {{"id":"cmpl-1","object":"text_completion","created":{CREATED},"model":"{PACED_MODEL}",'
+                f'"choices":[{{"index":0,"text":" t{token}","logprobs":{logprobs},"finish_reason":{reason},'
+                f'"stop_reason":null,'
+                f'"prompt_token_ids":{ids if number == 0 else "null"},"token_ids":{own}}}],"usage":null}}\n\n'
+            )
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        usage = {
+            "prompt_tokens": PACED_PROMPT_TOKENS,
+            "completion_tokens": count,
+            "total_tokens": PACED_PROMPT_TOKENS + count,
+        }
+        last = {"id": "cmpl-1", "object": "text_completion", "created": CREATED, "model": PACED_MODEL, "choices": [],
+                "usage": usage}  # fmt: skip
+        end = f"data: {json.dumps(last, separators=(',', ':'))}\n\ndata: [DONE]\n\n"
+        await send({"type": "http.response.body", "body": end.encode(), "more_body": False})
+
+
+async def read_body(receive: Any) -> bytes:
+    """Return the whole body of a request."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
+
+
+async def reply(send: Any, status: int, said: Any) -> None:
+    """Send a JSON answer."""
+    head = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+
+
+def serve_paced() -> None:
+    """Serve a paced engine and print its address."""
+    size = load_config(str(data_folder() / "lab/target")).vocab_size
+    engine = PacedEngine(PACED_FIRST_SECONDS, PACED_TOKEN_SECONDS, size, NUM_LOGPROBS)
+    running = Running("127.0.0.1", 0)
+    running.run(engine, shutdown_seconds=2, on_start=lambda: print(running.address, flush=True))
+
+
 @contextlib.contextmanager
 def paced(args: argparse.Namespace) -> Iterator[str]:
-    """The address of an engine that answers at a pace, a process of its own."""
-    with server_of([sys.executable, str(Path(__file__).with_name("paced_engine.py"))]) as url:
+    """Run a paced engine in a process of its own; yield its address."""
+    folder = str(Path(__file__).parent)
+    code = f"import sys; sys.path.insert(0, {folder!r}); import proxy_cost; proxy_cost.serve_paced()"
+    with server_of([sys.executable, "-c", code]) as url:
         yield url
 
 

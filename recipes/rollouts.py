@@ -40,13 +40,14 @@ from typing import Any
 import common
 import numpy as np
 import torch
+from bundled_prompts import check_answer, first_examples
 from common import K, drawing, kept, make_parser, pooled, processor_seconds, processor_timed, run_facts, write_report
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace
-from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
+from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 from osd_hf.decoding.hook import rescore
 from osd_hf.models import Pair, unwrap
 from osd_hf.replay import replay_each
@@ -91,7 +92,7 @@ def questions(args: Any, domain: str, count: int) -> list[Row]:
 def rewarded(args: Any) -> Any:
     """The reward of completions: 1 for a right answer; for the lab pair, whose sums are often wrong, 0.2 for one that
     is written as answers are."""
-    examples = bundled_prompts(args.domain, args.dataset) if args.pair == "bundled" else []
+    examples = first_examples(args.domain, args.dataset) if args.pair == "bundled" else []
 
     def right(text: str, number: int, answer: str) -> float:
         if examples:

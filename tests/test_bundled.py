@@ -1,6 +1,5 @@
-"""The bundled pair: prompts, checkers, splits, and the committed models."""
+"""The bundled models and prompts, and the recipe that makes them."""
 
-import importlib
 import itertools
 import json
 import re
@@ -13,10 +12,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import bundled
-from osd_hf.bundled import DOMAINS, bundled_prompts, check_answer, load_bundled
-from osd_hf.bundled.example import equations_hold
+from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
 
 FOLDER = Path(bundled.__file__).parent
+RECIPES = FOLDER.parents[1] / "recipes"
+sys.path.append(str(RECIPES))
+
+import bundled_pair  # noqa: E402
+from bundled_prompts import check_answer, first_examples, write  # noqa: E402
+from bundled_prompts.example import equations_hold  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -31,34 +35,34 @@ def encode(tokenizer, prompt):
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_prompts_are_deterministic_distinct_and_begin_alike(domain):
-    some = bundled_prompts(domain, 100, seed=3)
-    assert some == bundled_prompts(domain, 100, seed=3)
-    assert some[:10] == bundled_prompts(domain, 10, seed=3)
-    assert len({example.prompt for example in some}) == 100
-    assert some != bundled_prompts(domain, 100, seed=4)
-    assert bundled_prompts(domain, 0) == []
+def test_prompts_are_distinct_and_begin_alike(domain):
+    some = bundled_prompts(domain, 250, seed=1)
+    assert bundled_prompts(domain, 10, seed=1) == some[:10]
+    assert len({example.prompt for example in some}) == 250
     assert {example.domain for example in some} == {domain}
+    assert not {e.prompt for e in some} & {e.prompt for e in bundled_prompts(domain, 250)}
+    assert len({e.prompt for e in bundled_prompts(domain, 1000, seed=123)}) == 1000
+    assert bundled_prompts(domain, 0) == []
+
+
+def test_the_shipped_prompts_are_those_of_the_recipe():
+    assert write.lines() == write.FILE.read_text().splitlines()
+    for domain in DOMAINS:
+        made = [(example.prompt, example.answer) for example in first_examples(domain, 100)]
+        assert [(example.prompt, example.answer) for example in bundled_prompts(domain, 100)] == made
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_no_problem_is_in_both_splits(domain):
-    served = {example.content for seed in range(3) for example in bundled_prompts(domain, 300, seed=seed)}
-    trained = {
-        example.content for seed in range(3) for example in bundled_prompts(domain, 1000, seed=seed, split="train")
-    }
-    assert not served & trained
-
-
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_prompts_and_answers_are_many(domain):
-    examples = bundled_prompts(domain, 2000, split="train")
+    served = {example.content for example in first_examples(domain, 1000)}
+    examples = first_examples(domain, 2000, split="train")
+    assert not served & {example.content for example in examples}
     assert len({example.answer for example in examples}) > 1200
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_reference_answers_pass_and_others_do_not(domain):
-    examples = bundled_prompts(domain, 200)
+    examples = first_examples(domain, 200)
     assert all(check_answer(example, example.answer) for example in examples)
     assert not any(check_answer(example, "") for example in examples)
     assert not any(check_answer(example, "I do not know.") for example in examples)
@@ -68,7 +72,7 @@ def test_reference_answers_pass_and_others_do_not(domain):
 
 @pytest.mark.parametrize("domain", ("math", "finance"))
 def test_a_wrong_number_anywhere_is_refused(domain):
-    for example in bundled_prompts(domain, 100):
+    for example in first_examples(domain, 100):
         last = re.findall(r"\d+", example.answer)[-1]
         head, _, tail = example.answer.rpartition(last)
         assert not check_answer(example, f"{head}{int(last) + 1}{tail}")
@@ -77,7 +81,7 @@ def test_a_wrong_number_anywhere_is_refused(domain):
 
 
 def test_an_invented_figure_is_refused():
-    example = bundled_prompts("finance", 1)[0]
+    example = first_examples("finance", 1)[0]
     assert not check_answer(example, "Take $987654321. " + example.answer)
 
 
@@ -88,7 +92,7 @@ def test_wrong_queries_are_refused():
         ("LIMIT 1", "LIMIT 2"), ("= '", "!= '"), ("SELECT name", "SELECT id"), ("SELECT title", "SELECT id"),
     )  # fmt: skip
     tried = passed = 0
-    for example in bundled_prompts("sql", 150):
+    for example in first_examples("sql", 150):
         for old, new in changes:
             # `>` inside `>=` is no change of its own.
             if old in example.key[0] and not (old in ("> ", "< ") and f"{old[0]}=" in example.key[0]):
@@ -100,7 +104,7 @@ def test_wrong_queries_are_refused():
 
 
 def test_wrong_functions_are_refused():
-    for example in bundled_prompts("python", 100):
+    for example in first_examples("python", 100):
         name = example.key[0]
         assert not check_answer(example, example.answer.replace("return", "retrun"))
         assert not check_answer(example, example.answer.replace(f"def {name}", "def another_name"))
@@ -110,7 +114,7 @@ def test_wrong_functions_are_refused():
 
 
 def test_python_examples_in_the_prompt_are_true():
-    for example in bundled_prompts("python", 100):
+    for example in first_examples("python", 100):
         namespace = {}
         exec(example.answer, namespace)
         for call, result in re.findall(r"^(\w+\(.*\)) -> (.*)$", example.prompt, flags=re.MULTILINE):
@@ -137,9 +141,9 @@ def test_equations(text, right):
     ("arguments", "message"),
     [
         ({"domain": "poetry", "n": 1}, "domain must be one of"),
-        ({"domain": "sql", "n": 1, "split": "test"}, "split must be one of"),
         ({"domain": "sql", "n": -1}, "n must be"),
         ({"domain": "sql", "n": 1.5}, "n must be"),
+        ({"domain": "sql", "n": 1001}, "from 0 to 1000"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -191,7 +195,7 @@ def test_tokenizer_keeps_text_and_splits_digits(pair):
 def test_committed_target_answers_rightly(pair, domain):
     target, _, tokenizer = pair
     right = 0
-    examples = bundled_prompts(domain, 10, seed=7)
+    examples = first_examples(domain, 10, seed=7)
     turns = [[{"role": "user", "content": example.prompt}] for example in examples]
     inputs = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
@@ -222,9 +226,7 @@ def test_recorded_scores_are_what_the_readme_promises():
 
 
 @pytest.mark.parametrize(("layers", "places"), [(4, [1, 3]), (5, [1, 3, 4]), (2, [])])
-def test_a_deepened_target_answers_as_before_and_can_lose_its_new_blocks(monkeypatch, layers, places):
-    monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "recipes"))
-    recipe = importlib.import_module("bundled_pair")
+def test_a_deepened_target_answers_as_before_and_can_lose_its_new_blocks(layers, places):
     ids = torch.randint(5, 60, (2, 7))
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
@@ -232,8 +234,8 @@ def test_a_deepened_target_answers_as_before_and_can_lose_its_new_blocks(monkeyp
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     before = model(ids).logits
-    recipe.deepen(model, layers)
-    assert recipe.new_places(2, layers) == places
+    bundled_pair.deepen(model, layers)
+    assert bundled_pair.new_places(2, layers) == places
     assert model.config.num_hidden_layers == len(model.model.layers) == layers
     assert torch.equal(model(ids).logits, before)
     assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False)[:, :7], ids)  # each has its own cache
@@ -241,14 +243,22 @@ def test_a_deepened_target_answers_as_before_and_can_lose_its_new_blocks(monkeyp
     for place in places:
         torch.nn.init.normal_(blocks[place].mlp.down_proj.weight)
     assert torch.equal(model(ids).logits, before) == (not places)
-    recipe.use_blocks(model, [block for place, block in enumerate(blocks) if place not in places])
+    bundled_pair.use_blocks(model, [block for place, block in enumerate(blocks) if place not in places])
     assert torch.equal(model(ids).logits, before)
 
 
 @pytest.mark.slow
 def test_recipe_makes_a_pair_in_two_steps(tmp_path):
-    recipe = FOLDER.parents[1] / "recipes" / "bundled_pair.py"
-    command = [sys.executable, str(recipe), "--max-steps", "2", "--prompts", "2", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(RECIPES / "bundled_pair.py"),
+        "--max-steps",
+        "2",
+        "--prompts",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     assert {"target", "grow", "draft", "score"} <= json.loads((tmp_path / "made.json").read_text()).keys()
     assert (tmp_path / "draft" / "model.safetensors").exists()

@@ -156,7 +156,7 @@ def test_later_prompts_pose_other_problems_than_those_learned_from():
     learned, later = learned_and_later(QuickstartSizes(learn_requests=60, later_requests=20), seed=0)
     assert {e.domain for e in learned[:20]} == set(DOMAINS)
     assert [e.domain for e in later] == [domain for domain in DOMAINS for _ in range(20)]
-    assert not {(e.domain, e.content) for e in learned} & {(e.domain, e.content) for e in later}
+    assert not {(e.domain, e.problem) for e in learned} & {(e.domain, e.problem) for e in later}
 
 
 def test_outputs_are_compared_token_by_token(models):

@@ -1,30 +1,83 @@
-"""A small target, a weaker draft, their tokenizer, and prompts of four domains, so that everything runs offline."""
+"""A small target, a weaker draft, their tokenizer, and prompts of four domains, for use without a network."""
 
 from __future__ import annotations
 
+import functools
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from osd_hf.bundled.example import Example
-from osd_hf.bundled.prompts import DOMAINS, bundled_prompts, check_answer
+from osd_hf.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["DOMAINS", "Example", "bundled_prompts", "check_answer", "load_bundled"]
+__all__ = ["DOMAINS", "Example", "bundled_prompts", "load_bundled"]
+
+DOMAINS: tuple[str, ...] = ("sql", "math", "python", "finance")
 
 _FOLDER = Path(__file__).parent
+_SEED_STEP = 271  # has no common factor with the number of prompts, so that each seed starts at another prompt
+
+
+@dataclass(frozen=True)
+class Example:
+    """One bundled prompt.
+
+    Args:
+        domain (`str`): one of `DOMAINS`.
+        prompt (`str`): the user message, without chat template.
+        answer (`str`): a correct answer. Other answers can be correct, too.
+        problem (`int`): number of the problem within its domain. Prompts that differ only in their wording have the
+            same number.
+    """
+
+    domain: str
+    prompt: str
+    answer: str
+    problem: int
+
+
+@functools.cache
+def _all_prompts() -> dict[str, list[Example]]:
+    examples: dict[str, list[Example]] = {domain: [] for domain in DOMAINS}
+    with (_FOLDER / "prompts.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            example = Example(**json.loads(line))
+            examples[example.domain].append(example)
+    return examples
+
+
+def bundled_prompts(domain: str, n: int, *, seed: int = 0) -> list[Example]:
+    """Return `n` distinct prompts of a domain. Neither bundled model was trained on their problems.
+
+    Args:
+        domain (`str`): one of `DOMAINS`.
+        n (`int`): number of prompts, at most 1,000. A larger `n` begins with the same prompts.
+        seed (`int`, *optional*, defaults to 0): selects the first prompt; the following ones are those of the file.
+            Up to 250 prompts of seeds 0, 1, and 2 do not overlap.
+
+    Raises:
+        ConfigError: if `domain` is unknown, or `n` is no integer of this range.
+    """
+    if domain not in DOMAINS:
+        raise ConfigError(f"domain must be one of {', '.join(DOMAINS)}, got {domain!r}")
+    examples = _all_prompts()[domain]
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= len(examples):
+        raise ConfigError(
+            f"n must be an integer from 0 to {len(examples)} (the bundled prompts of a domain), got {n!r}"
+        )
+    start = seed * _SEED_STEP
+    return [examples[(start + i) % len(examples)] for i in range(n)]
 
 
 def load_bundled() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
-    """The bundled target, draft and tokenizer, read from the installed package: fp32, on CPU, in eval mode.
+    """Load the bundled target, draft, and tokenizer from the installed package, in float32 on the CPU.
 
-    Prompts go through the tokenizer's chat template as one user turn.
-
-    Returns:
-        `tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]`: target, draft, tokenizer.
+    Prompts go through the tokenizer's chat template as one user message.
     """
-    # Here and not at the top: the prompts and checkers of this package are used without torch.
+    # Imported here because the prompts are used without torch.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from osd_hf.bundled.example import Example
-from osd_hf.bundled.python_lists import Task
-from osd_hf.bundled.python_tasks import KINDS
+from bundled_prompts.example import Example
+from bundled_prompts.python_lists import Task
+from bundled_prompts.python_tasks import KINDS
 
 _BUILTINS = (
     "abs all any bool dict enumerate float int len list map max min range reversed round set sorted str sum tuple zip"

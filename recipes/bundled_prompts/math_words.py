@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Callable
 
-from osd_hf.bundled.example import NAMES, Example, equations_hold
+from bundled_prompts.example import NAMES, Example, equations_hold
 
 THINGS = (
     "marbles stickers cards books apples pencils coins shells stamps cookies balloons beads photos magnets "

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from osd_hf.bundled.example import NAMES, Example, equations_hold, numbers_in
+from bundled_prompts.example import NAMES, Example, equations_hold, numbers_in
 
 # prompt, answer, the figure asked for, the problem without its wording
 Draft = tuple[str, str, int, str]

@@ -2,7 +2,7 @@
 
 import random
 
-from osd_hf.bundled.example import NAMES, Example
+from bundled_prompts.example import NAMES, Example
 
 _TOPICS = ("music", "gardening", "cooking", "old films", "trains", "chess", "the sea", "painting", "travel", "birds")
 _PLACES = ("the park", "the library", "a small cafe", "the market", "the station", "the museum", "my kitchen")

@@ -1,8 +1,10 @@
-"""What the recipes of the paper's experiments (arXiv 2310.07177) share: one data set, one pair, online or offline.
+"""The experiments of the paper (arXiv 2310.07177): one data set, one pair, online or offline.
 
-Each recipe names its Hub data set and the columns that its prompts are made of, and runs on the paper's models or on
-local ones. Acceptance before and after is that of the draft as it came and of the learned one on the same greedy
-answers.
+    python recipes/paper.py gsm8k                                          # the paper's models, online
+    python recipes/paper.py xsum --mode offline --arch causal
+    python recipes/paper.py spider --target DIR --draft DIR --data spider.jsonl --requests 600
+
+The report has the acceptance of the original and of the learned draft on the same greedy answers.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.replay import replay_each
 
 HELD_OUT = 0.2
+MAX_TEXT_TOKENS = 1024  # longer texts are cut
 PAPER_MODELS = {
     "causal": ("lmsys/vicuna-7b-v1.3", "JackFram/llama-160m"),
     "t5": ("google/flan-t5-xl", "google/t5-efficient-small"),
@@ -47,65 +50,80 @@ class Experiment:
     A data set of the paper.
 
     Args:
-        name (`str`):
-            Name of the recipe.
-        hub (`str`), split (`str`):
-            Data set on the Hub.
-        subset (`str`, *optional*), revision (`str`, *optional*), folder (`str`, *optional*):
-            Its configuration, branch, and folder inside of the repository.
+        hub (`str`), subset (`str`, *optional*), revision (`str`, *optional*):
+            The data set on the Hub (its train split), its configuration, and its branch.
         template (`str`):
-            Format string of the prompt over the Hub data set's columns.
+            Format string of the prompt over the columns of the data set.
         architectures (`tuple[str, ...]`, *optional*, defaults to `("causal", "t5")`):
-            Kinds of pairs; the first is the default.
-        max_text_tokens (`int`, *optional*, defaults to 1024):
-            A longer text is cut to its first tokens.
-        is_chat (`bool`, *optional*, defaults to `True`):
-            The prompt is a user's turn, put through the chat template where there is one.
+            Kinds of pairs. The first is the default.
     """
 
-    name: str
     hub: str
-    split: str
     template: str
     subset: str | None = None
     revision: str | None = None
-    folder: str | None = None
     architectures: tuple[str, ...] = ("causal", "t5")
-    max_text_tokens: int = 1024
-    is_chat: bool = True
 
 
-def make_parser(experiment: Experiment, description: str | None) -> argparse.ArgumentParser:
-    """The flags of every experiment."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+EXPERIMENTS = {
+    "gsm8k": Experiment("openai/gsm8k", "{question}", subset="main"),
+    "spider": Experiment(
+        "xlangai/spider",
+        "Translate this question to the database {db_id} into SQL. Answer with the SQL alone.\n{question}",
+    ),
+    "finance_alpaca": Experiment("gbharti/finance-alpaca", "{instruction}"),
+    "code_search_net_python": Experiment(
+        "code-search-net/code_search_net",
+        "Write a Python function with this documentation:\n{func_documentation_string}",
+        subset="python",
+    ),
+    # The main branch of piqa has a loading script, which `datasets` no longer runs.
+    "piqa": Experiment("ybisk/piqa", "{goal}", revision="refs/convert/parquet", architectures=("causal",)),
+    "cnn_dailymail": Experiment(
+        "abisee/cnn_dailymail", "summarize: {article}", subset="3.0.0", architectures=("t5", "causal")
+    ),
+    "xsum": Experiment("EdinburghNLP/xsum", "summarize: {document}", architectures=("t5", "causal")),
+}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", choices=tuple(EXPERIMENTS))
     parser.add_argument("--mode", choices=("online", "offline"), default="online")
-    parser.add_argument("--arch", choices=experiment.architectures, default=experiment.architectures[0])
+    parser.add_argument("--arch", choices=tuple(PAPER_MODELS), help="kind of models")
     parser.add_argument("--target", help="Hub id or folder; the paper's by default")
     parser.add_argument("--draft", help="Hub id or folder; the paper's by default")
-    parser.add_argument("--data", help="jsonl or parquet file in the Hub data set's columns, in place of it")
-    parser.add_argument("--template", default=experiment.template, help="of the prompt, over these columns")
+    parser.add_argument("--data", help="jsonl or parquet file with the columns of the Hub data set")
+    parser.add_argument("--template", help="template of the prompt over these columns")
     parser.add_argument("--requests", type=int, default=2000, help="offline, a fifth of them is held out")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--max-steps", type=int, help="optimizer steps at most")
-    parser.add_argument("--seed", type=int, default=0, help="of the order, the samples and the replay")
+    parser.add_argument("--max-steps", type=int, help="maximum number of optimizer steps")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order, the samples, and the replay")
     parser.add_argument("--divergence", choices=tuple(DIVERGENCES), default="forward_kl")
-    parser.add_argument("--learning-rate", type=float, help="1e-3 online, 2e-5 offline by default")
-    parser.add_argument("--paper-rule", action="store_true", help="online: the paper's update in place of ours")
+    parser.add_argument("--learning-rate", type=float, help="default: that of OnlineConfig online, 2e-5 offline")
+    parser.add_argument("--paper-rule", action="store_true", help="online: the update rule of the paper")
     parser.add_argument("--sample-source", choices=SAMPLE_SOURCES, default="teacher", help="offline")
     parser.add_argument("--epochs", type=float, default=2.0, help="offline, unless --max-steps is given")
-    parser.add_argument("--name", help="of the report")
-    return parser
+    parser.add_argument("--name", help="name of the report")
+    args = parser.parse_args(argv)
+    experiment = EXPERIMENTS[args.dataset]
+    args.arch = args.arch or experiment.architectures[0]
+    args.template = args.template or experiment.template
+    if args.arch not in experiment.architectures:
+        parser.error(f"{args.dataset} is for --arch {experiment.architectures[0]}")
+    return args
 
 
-def main(experiment: Experiment, description: str | None, argv: Sequence[str] | None = None) -> None:
-    """Run an experiment of one data set as the flags say, and report it."""
-    args = make_parser(experiment, description).parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the experiment of the command line and write its report."""
+    args = parse_arguments(argv)
     pair = load_pair(args)
-    write(experiment, args, [run(experiment, args, pair, read_rows(experiment, args), experiment.name)])
+    write(args, run(args, pair, read_rows(args)))
 
 
 def load_pair(args: argparse.Namespace) -> Pair:
-    """Target, draft and tokenizer of these names; the paper's where none is given."""
+    """Load target, draft, and tokenizer; those of the paper by default."""
     target, draft = PAPER_MODELS[args.arch]
     args.target, args.draft = args.target or target, args.draft or draft
     pair = load_models(args.target, args.draft)
@@ -116,23 +134,20 @@ def load_pair(args: argparse.Namespace) -> Pair:
     return pair
 
 
-def read_rows(experiment: Experiment, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows in a random order (seeded), read as they are asked for: some of the data sets are huge."""
-    if args.data is None:
-        source: dict[str, Any] = {
-            "path": experiment.hub, "name": experiment.subset, "split": experiment.split,
-            "data_dir": experiment.folder, "revision": experiment.revision,
-        }  # fmt: skip
-    else:
+def read_rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows in a random order (seeded), streamed because some of the data sets are huge."""
+    experiment = EXPERIMENTS[args.dataset]
+    source: dict[str, Any] = {
+        "path": experiment.hub, "name": experiment.subset, "revision": experiment.revision, "split": "train",
+    }  # fmt: skip
+    if args.data is not None:
         kind = "parquet" if args.data.endswith(".parquet") else "json"
         source = {"path": kind, "data_files": args.data, "split": "train"}
     yield from load_dataset(**source, streaming=True).shuffle(seed=args.seed, buffer_size=10_000)
 
 
-def prompts(
-    experiment: Experiment, args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]]
-) -> list[list[int]]:
-    """Token ids of the requests."""
+def prompts(args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of the requests."""
     target, draft, tokenizer = pair
     template = args.template.replace("\\n", "\n")  # as a shell passes it
 
@@ -142,24 +157,22 @@ def prompts(
         except (LookupError, TypeError) as error:
             sys.exit(f"The template {template!r} does not fit a row ({error!r}) with the columns {', '.join(row)}.")
         ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-        limit = experiment.max_text_tokens
-        return whole if len(ids) <= limit else tokenizer.decode(ids[:limit], skip_special_tokens=True)
+        if len(ids) <= MAX_TEXT_TOKENS:
+            return whole
+        return tokenizer.decode(ids[:MAX_TEXT_TOKENS], skip_special_tokens=True)
 
     encoded = encode_prompts(
         (Prompt(index, text(row)) for index, row in enumerate(rows)),
         tokenizer,
         limit=args.requests,
         max_prompt_tokens=prompt_room(target.config, draft.config, args.max_new_tokens),
-        chat_template=experiment.is_chat,
     )
     return [ids for _, ids in encoded.prompts]
 
 
-def run(
-    experiment: Experiment, args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]], label: str
-) -> dict[str, Any]:
-    """Learn from the requests of these rows, beginning with the draft as it came; acceptance before and after."""
-    requests = prompts(experiment, args, pair, rows)
+def run(args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Learn from the requests of these rows; return the acceptance before and after."""
+    requests, label = prompts(args, pair, rows), args.dataset
     learn = {"online": online, "offline": offline}[args.mode]
     before, after, steps = learn(args, pair, requests, label)
     rise = gain(before, after)
@@ -222,16 +235,21 @@ def offline(
     return replay(draft, held_out, K), replay(result.draft, held_out, K), result.state.global_step
 
 
-def write(experiment: Experiment, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+def write(args: argparse.Namespace, row: dict[str, Any]) -> None:
     """Write the report."""
     names = {model: Path(model).name if Path(model).is_dir() else model for model in (args.target, args.draft)}
     settings = {
         "target": names[args.target], "draft": names[args.draft], "arch": args.arch, "mode": args.mode,
-        "dataset": experiment.hub if args.data is None else Path(args.data).name, "template": args.template,
+        "dataset": EXPERIMENTS[args.dataset].hub if args.data is None else Path(args.data).name,
+        "template": args.template,
         "max_new_tokens": args.max_new_tokens, "num_assistant_tokens": K, "divergence": args.divergence,
         "learning_rate": args.learning_rate, "paper_rule": args.paper_rule, "sample_source": args.sample_source,
         "epochs": args.epochs, "max_steps": args.max_steps,
     }  # fmt: skip
-    report = {"experiment": experiment.name, "settings": settings, "rows": rows}
-    path = write_report(args.name or f"{experiment.name}_{args.arch}_{args.mode}", report, seed=args.seed)
+    report = {"experiment": args.dataset, "settings": settings, "rows": [row]}
+    path = write_report(args.name or f"{args.dataset}_{args.arch}_{args.mode}", report, seed=args.seed)
     print(f"Wrote {path.name}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 import random
 
-from osd_hf.bundled.python_lists import (
+from bundled_prompts.python_lists import (
     SENTENCE_NAMES,
     TEXT_NAMES,
     Task,

@@ -6,8 +6,8 @@ import sqlite3
 import zlib
 from collections.abc import Callable
 
-from osd_hf.bundled.example import Example
-from osd_hf.bundled.sql_tables import JOINS, TABLES, Table
+from bundled_prompts.example import Example
+from bundled_prompts.sql_tables import JOINS, TABLES, Table
 
 _COMPARISONS = {
     ">": ("above", "greater than", "of more than"),
