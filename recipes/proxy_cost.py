@@ -41,12 +41,12 @@ from tqdm import tqdm
 from vllm_loop import K, osd_hf, serving, target_of
 
 from osd_hf import CorrectionStore
-from osd_hf.engines.client import ResponseReader
+from osd_hf.engines.completions import ResponseReader
 from osd_hf.models import load_config
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.extra_fields import add_fields
-from osd_hf.proxy.recorder import Keeper, ProxyCounts, Reading
-from osd_hf.proxy.upstream import Engine
+from osd_hf.proxy.recorder import AnswerWriter, ProxyCounts, Recorder
+from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.listener import Running
 
 NUM_LOGPROBS = 64
@@ -90,9 +90,9 @@ def engine_of(args: argparse.Namespace) -> Iterator[str]:
 def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[str]:
     """Run a proxy in a thread of this process; yield its address."""
     size = load_config(str(data_folder() / "lab/target")).vocab_size
-    keeper = Keeper(Reading(ResponseReader(size, NUM_LOGPROBS), store), counts)
+    recorder = Recorder(AnswerWriter(ResponseReader(size, NUM_LOGPROBS), store), counts)
     running, ready = Running("127.0.0.1", 0), threading.Event()
-    app = Proxy([Engine(url)], counts, keeper).app()
+    app = Proxy([Upstream(url)], counts, recorder).app()
     thread = threading.Thread(target=lambda: running.run(app, shutdown_seconds=10, on_start=ready.set), daemon=True)
     thread.start()
     ready.wait()
@@ -101,7 +101,7 @@ def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[s
     finally:
         running.stop()
         thread.join()
-        keeper.close()
+        recorder.close()
 
 
 @contextlib.contextmanager
