@@ -16,7 +16,7 @@ from osd_hf.losses import outcome_logprobs
 from osd_hf.models import unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import Trace
-from osd_hf.utils.kernels import is_linear
+from osd_hf.utils.kernels import OneDnnLinear
 from osd_hf.utils.yielding import give_way_at
 
 __all__ = ["Rows", "SampledTail", "divergence_sum", "stored_rows", "target_rows"]
@@ -94,7 +94,7 @@ class SampledTail:
     def where_large(cls, draft: Any, seed: int) -> Self | None:
         """That of a draft with a large vocabulary; `None` where it is small, or the head is more than one matrix, such
         as one with an adapter, of which some rows alone cannot be taken."""
-        is_plain = is_linear(unwrap(draft).get_output_embeddings())
+        is_plain = type(unwrap(draft).get_output_embeddings()) in (torch.nn.Linear, OneDnnLinear)
         is_large = is_plain and vocab_size_of(unwrap(draft)) >= LARGE_VOCABULARY
         return cls(DRAWN, torch.Generator("cpu").manual_seed(seed)) if is_large else None
 

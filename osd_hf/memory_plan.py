@@ -27,7 +27,6 @@ from osd_hf.learning.weights import adapted
 from osd_hf.models import config_value, unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 from osd_hf.speedup import expected_block_efficiency
-from osd_hf.utils.kernels import packed_bytes
 
 __all__ = ["DEVICES", "Device", "MemoryPlan", "Part", "memory_plan"]
 
@@ -163,11 +162,8 @@ def memory_plan(
     static = (
         sum(static_sizes(prompt_tokens, prompt_tokens + new_tokens)) - prompt_tokens if is_compiled else new_tokens
     )
-    # The draft as it was serves beside those that have learned.
-    packed = packed_bytes(large) + (drafts + 1) * packed_bytes(small) if device_type == "cpu" else 0
     parts = [
         Part("target: weights", target_bytes),
-        Part("target and drafts: packed weights", packed),
         Part("target: cache", cache_bytes(target, prompt_tokens, new_tokens, sizes[0], rows)),
         Part("draft: cache", cache_bytes(draft, prompt_tokens, static if rows == 1 else new_tokens, sizes[1], rows)),
         *_of_weights(

@@ -30,7 +30,7 @@ from osd_hf.logits_processors import Processors
 from osd_hf.models import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.utils.context import neutral_context
-from osd_hf.utils.kernels import fast_kernels, linear_of
+from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.yielding import computing, give_way
 
 logger = logging.getLogger(__name__)
@@ -442,7 +442,7 @@ def output_head(model: Any, ids: torch.Tensor | None = None) -> Callable[[torch.
 
     def logits_of(states: torch.Tensor) -> torch.Tensor:
         with computing(), fast_kernels(head):
-            logits: torch.Tensor = head(states) if ids is None else linear_of(head)(states, *weights)
+            logits: torch.Tensor = head(states) if ids is None else torch.nn.functional.linear(states, *weights)
         if scale != 1:
             logits = logits * scale
         if cap is not None:

@@ -1,7 +1,5 @@
 """Muon beside torch's own, and which parameters it steps."""
 
-from typing import Any
-
 import models
 import pytest
 import torch
@@ -9,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from osd_hf import OnlineConfig
-from osd_hf.learning import optimizer
 from osd_hf.learning.optimizer import EMBEDDING_RATE, Muon, make_optimizers, orthogonal
-from osd_hf.utils import kernels
 
 
 @given(
@@ -29,50 +25,6 @@ def test_singular_values_come_close_to_one(rows: int, columns: int, seed: int) -
 
 def test_zeros_stay_zeros() -> None:
     assert not orthogonal(torch.zeros(1, 3, 5)).any()
-
-
-@pytest.mark.parametrize(
-    ("rows", "may_round", "is_faster", "is_half"),
-    [(8, True, True, True), (8, True, False, False), (7, True, True, False), (8, False, True, False)],
-)
-def test_cpus_that_are_faster_in_bfloat16_iterate_in_it(
-    rows: int, may_round: bool, is_faster: bool, is_half: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(optimizer, "LEAST_HALF_ROWS", 8)
-    monkeypatch.setattr(optimizer, "bf16_is_faster", lambda: asked.append(is_faster) or is_faster)
-    dtypes, own = set(), optimizer.baddbmm
-
-    def noted(added: torch.Tensor | None, *factors: torch.Tensor, **scales: float) -> torch.Tensor:
-        dtypes.update(factor.dtype for factor in factors)
-        return own(added, *factors, **scales)
-
-    monkeypatch.setattr(optimizer, "baddbmm", noted)
-    found = orthogonal(torch.randn(3, rows, 20), may_round=may_round)
-    assert dtypes == {torch.bfloat16 if is_half else torch.float32}
-    assert bool(asked) == (may_round and rows == 8)  # otherwise nothing is timed
-    assert found.dtype == torch.float32
-    values = torch.linalg.svdvals(found)
-    assert bool(((values > 0.55) & (values < 1.35)).all())
-
-
-@pytest.mark.parametrize(("precision", "may_round"), [("auto", True), ("bf16", True), ("no", False)])
-def test_nothing_is_rounded_where_learning_is_to_be_in_fp32(precision: Any, may_round: bool) -> None:
-    model = models.build()
-    muon, _ = make_optimizers(model, dict(model.named_parameters()), OnlineConfig(mixed_precision=precision))
-    assert muon.may_round is may_round  # type: ignore[attr-defined]
-
-
-@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
-def test_iterations_by_onednn_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    matrices = torch.randn(3, 12, 20)
-    monkeypatch.setattr(kernels, "_timed", lambda: True)
-    plain = orthogonal(matrices)
-    monkeypatch.setattr(kernels, "LEAST_PRODUCTS", 1)
-    products, own = [], kernels._onednn
-    monkeypatch.setattr(kernels, "_onednn", lambda *args: products.append(args) or own(*args))
-    torch.testing.assert_close(orthogonal(matrices), plain, rtol=0, atol=1e-5)
-    assert len(products) == 3 * 3 * optimizer.NS_STEPS
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])

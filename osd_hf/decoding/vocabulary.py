@@ -14,7 +14,7 @@ from osd_hf.errors import UnsupportedModelError
 from osd_hf.replay import completion_logits
 from osd_hf.trace import Trace, bare_trace
 from osd_hf.utils.context import neutral_context
-from osd_hf.utils.kernels import is_linear, with_fast_products
+from osd_hf.utils.kernels import OneDnnLinear, onednn_is_faster
 
 SIZES = (2048, 8192, 32768)  # of draft vocabularies: few, as each is compiled for itself
 LEAST_VOCABULARY = 1 << 14  # below it, a head is too small to be worth restricting
@@ -134,7 +134,7 @@ class RestrictedDraft:
     def __init__(self, draft: Any, token_ids: NDArray[np.int64]) -> None:
         self._head = head = draft.get_output_embeddings()
         name = next((name for name, module in draft.named_children() if module is head), None)
-        if name is None or not is_linear(head) or token_ids[-1] >= head.out_features:
+        if name is None or type(head) not in (torch.nn.Linear, OneDnnLinear) or token_ids[-1] >= head.out_features:
             raise UnsupportedModelError(f"the head of a {type(draft).__name__} has no row for each of them")
         self._name = name
         self.model = copy.copy(draft)
@@ -158,10 +158,10 @@ class RestrictedDraft:
         head, few = self._head, self.model._modules[self._name]
         with torch.inference_mode(False), torch.no_grad():
             if few is None or (few.weight.dtype, few.weight.device) != (head.weight.dtype, head.weight.device):
-                few = torch.nn.Linear(
+                few = (OneDnnLinear if onednn_is_faster() else torch.nn.Linear)(
                     head.in_features, len(token_ids), head.bias is not None, "meta", head.weight.dtype
                 ).to_empty(device=head.weight.device)
-                self.model._modules[self._name] = with_fast_products(few.requires_grad_(False))
+                self.model._modules[self._name] = few.requires_grad_(False)
             self.token_ids = torch.from_numpy(token_ids).to(head.weight.device)
             few.weight.copy_(head.weight[self.token_ids])
             if head.bias is not None:

@@ -11,7 +11,6 @@ import torch
 from torch.optim.adamw import adamw
 
 from osd_hf.config import OnlineConfig
-from osd_hf.utils.kernels import baddbmm, bf16_is_faster
 from osd_hf.utils.yielding import give_way, in_pieces
 
 __all__ = ["AdamW", "Muon", "hidden_matrices", "make_optimizers"]
@@ -19,7 +18,6 @@ __all__ = ["AdamW", "Muon", "hidden_matrices", "make_optimizers"]
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as published with Muon
 NS_STEPS = 5
-LEAST_HALF_ROWS = 128  # of matrices that are iterated in bfloat16 on a CPU
 AT_ONCE = 1 << 23  # elements of the matrices that are iterated together: some copies of them are made
 EMBEDDING_RATE = 0.5  # of Muon's, for what AdamW steps beside it
 
@@ -110,17 +108,16 @@ def orthogonal(matrices: torch.Tensor, *, may_round: bool = True) -> torch.Tenso
     """Matrices of shape `(n, rows, columns)`, no more rows than columns, with their singular values moved close to 1;
     the dtype given. A matrix of zeros stays one."""
     a, b, c = COEFFICIENTS
-    is_large = matrices.shape[1] >= LEAST_HALF_ROWS
-    rounds = matrices.device.type != "cpu" or (may_round and is_large and bf16_is_faster())
+    rounds = matrices.device.type != "cpu"
     x = matrices.bfloat16() if rounds else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(NS_STEPS):
         give_way()
-        gram = baddbmm(None, x, x.mT)
+        gram = x @ x.mT
         give_way()
-        polynomial = baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         give_way()
-        x = baddbmm(x, polynomial, x, beta=a)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.to(matrices)
 
 

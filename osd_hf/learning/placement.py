@@ -9,12 +9,10 @@ import torch
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, first_line
 from osd_hf.models import unwrap
-from osd_hf.utils.kernels import bf16_is_faster
 
 __all__ = ["is_half_only", "learner_device", "learns_in_bf16", "with_own_attention"]
 
 HALF = (torch.bfloat16, torch.float16)
-LEAST_WIDTH = 256  # of a draft that bf16 is tried for on a CPU; below, starting takes longer than computing
 
 
 def learner_device(config: OnlineConfig) -> torch.device | None:
@@ -33,19 +31,16 @@ def learner_device(config: OnlineConfig) -> torch.device | None:
     return device
 
 
-def learns_in_bf16(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+def learns_in_bf16(dtype: torch.dtype, device: torch.device) -> bool:
     """
     Whether steps compute in bf16, by autocast, on a master that is in fp32 all the same.
 
     Args:
         dtype (`torch.dtype`): Of the draft that serves.
         device (`torch.device`): That the learner is on.
-        width (`int`): Of the draft's hidden states.
     """
-    if dtype not in HALF:
+    if dtype not in HALF or device.type == "cpu":
         return False
-    if device.type == "cpu":
-        return width >= LEAST_WIDTH and bf16_is_faster()
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 

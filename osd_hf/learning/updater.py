@@ -39,7 +39,6 @@ from osd_hf.losses import DIVERGENCES, outcome_logprobs
 from osd_hf.models import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
-from osd_hf.utils.kernels import with_fast_products
 from osd_hf.utils.yielding import between, clock, computing, give_way, in_pieces
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
@@ -136,15 +135,13 @@ class Updater:
         with learning_context():
             # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
             self.master = with_own_attention(in_fp32(draft, own=False, device=device) if adapter is None else draft)
-            with_fast_products(self.master)
             self._activate()
             self.parameters = trainable_parameters(self.master, frozen)
             self.optimizers = make_optimizers(self.master, self.parameters, config)
             own = config.weight_average > 0  # otherwise they are the last step's
             self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
         self.device = next(iter(self.parameters.values())).device
-        width = getattr(self.master.config.get_text_config(decoder=True), "hidden_size", None) or 0
-        self.is_bf16 = learns_in_bf16(dtype or draft.dtype, self.device, width)
+        self.is_bf16 = learns_in_bf16(dtype or draft.dtype, self.device)
         self.activations = Activations.of(self.master)
         # The longest request that is learned from as it is, its prompt included.
         self.most_tokens = min(MAX_LEARN_TOKENS, self.activations.most_tokens)
