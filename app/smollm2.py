@@ -21,8 +21,8 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from osd_hf.distillation.make_draft import make_draft
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
-from osd_hf.making import make_draft
 from osd_hf.models import Pair, load_model, load_tokenizer
 from osd_hf.utils.disk import sync_folder, sync_tree
 from osd_hf.utils.report import make_folder

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from osd_hf.assistant import OnlineAssistant
     from osd_hf.config import OnlineConfig
     from osd_hf.decoding.hook import capture_traces
+    from osd_hf.distillation.make_draft import make_draft
     from osd_hf.distillation.trainer import DistillConfig, distill
     from osd_hf.evaluation.benchmark import benchmark
     from osd_hf.evaluation.compare import compare
     from osd_hf.logits_processors import ReplayedProcessor
-    from osd_hf.making import make_draft
     from osd_hf.replay import replay
     from osd_hf.rollouts import RolloutAssistant
     from osd_hf.router import LabelRouter, LanguageRouter, Router, TopicRouter
@@ -73,7 +73,7 @@ _MODULES = {
     "distill": "distillation.trainer",
     "expected_block_efficiency": "speedup",
     "expected_speedup": "speedup",
-    "make_draft": "making",
+    "make_draft": "distillation.make_draft",
     "replay": "replay",
     "simulate": "simulate",
 }

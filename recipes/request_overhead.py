@@ -35,11 +35,11 @@ def work(num_prompts: int, max_new_tokens: int, pair: str) -> None:
 
     torch.set_num_threads(1)
     if pair == "smollm2":
-        from osd_hf.cutting import cut
+        from osd_hf.distillation.make_draft import copy_layers
         from osd_hf_app.smollm2 import smollm2
 
         target, tokenizer = smollm2()
-        draft = cut(target, [0])
+        draft = copy_layers(target, [0])
     else:
         target, draft, tokenizer = load_bundled()
     config = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")

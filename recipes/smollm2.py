@@ -36,10 +36,10 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS
+from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio, serve_before
 from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_table
 from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later
-from osd_hf.making import MakingConfig, taught_draft
 from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
@@ -69,11 +69,11 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
     told = place.with_name(f"{place.name}.json")
 
     def make() -> Any:
-        config = MakingConfig(
+        config = MakeDraftConfig(
             num_layers=args.layers, max_seconds=args.make_seconds, max_steps=args.make_steps,
             max_new_tokens=args.max_new_tokens, seed=args.seed,
         )  # fmt: skip
-        found = taught_draft(target, tokenizer, config, prompts=everyday_prompts(args.seed))
+        found = train_draft(target, tokenizer, config, prompts=everyday_prompts(args.seed))
         told.write_text(json.dumps(found.to_dict()))
         return found.draft
 

@@ -16,8 +16,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.cutting import cut, depth
 from osd_hf.decoding.hook import record_traces
+from osd_hf.distillation.make_draft import copy_layers, num_layers_of
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import load_model, load_pair, quantization_config
 
@@ -124,12 +124,12 @@ def test_a_stateful_target_is_refused_in_the_words_of_transformers(name: str) ->
     with pytest.raises(UnsupportedModelError, match=re.escape(str(refused.value))):
         OnlineAssistant(target, draft)
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        cut(target, (0,))
+        copy_layers(target, (0,))
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_families_are_cut_up(name: str) -> None:
-    assert depth(cut(family(name), (1,))) == 1  # what computes something else is refused
+    assert num_layers_of(copy_layers(family(name), (1,))) == 1  # what computes something else is refused
 
 
 @pytest.mark.parametrize("name", STATEFUL)

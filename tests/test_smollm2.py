@@ -18,7 +18,7 @@ import torch
 from saved_pair import TEMPLATE, save_pair
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from osd_hf import making
+from osd_hf.distillation import make_draft as making
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf_app import smollm2 as module
 from osd_hf_app.smollm2 import NAME, cache_folder, everyday_prompts, kept_draft, smollm2, smollm2_pair

@@ -9,11 +9,11 @@ from typing import Any
 
 from osd_hf.cli.arguments import flag, in_groups, part
 from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, recorded
+from osd_hf.distillation.make_draft import MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, stats_interval, text_table
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import save_draft
-from osd_hf.making import MadeDraft, MakingConfig, taught_draft
 from osd_hf.models import load_model, load_tokenizer, prompt_room
 from osd_hf.target_version import target_version
 from osd_hf.utils.report import make_folder, provenance
@@ -29,7 +29,7 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
     output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
     store: str | None = _prompts("folder of captured requests, in place of prompts", metavar="DIR")
     layers: str | None = _making("layers of the draft, such as 0,1,29, in place of --num-layers", metavar="I,J,...")
-    config: MakingConfig = part(group="making", metavar="X")
+    config: MakeDraftConfig = part(group="making", metavar="X")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +42,7 @@ class DraftSettings(Prompts, TargetLoading, Reporting):
             self.check_rows("chat_template", "chat_template_kwargs")
         self.check_one_place()
 
-    def making(self) -> MakingConfig:
+    def making(self) -> MakeDraftConfig:
         """How the draft is made; raises ConfigError where `--layers` are no numbers."""
         if self.layers is None:
             return self.config
@@ -72,7 +72,7 @@ def draft_command(settings: DraftSettings) -> int:
         what = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
     version = target_version(target)
-    made = taught_draft(target, tokenizer, config, **what)
+    made = train_draft(target, tokenizer, config, **what)
     facts = facts_of(target, target, domains, _facts(made))
     facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)

@@ -1,10 +1,9 @@
-"""Drafts of a target's own layers: how they are cut, taught, chosen, written, and what is refused."""
+"""Drafts made of a target's layers: copied, trained, chosen, saved, and refused."""
 
 from __future__ import annotations
 
 import copy
 import json
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,18 @@ from saved_pair import save_pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
-from osd_hf import CorrectionStore, OnlineConfig, Trace, chunked_loss, make_draft, making, replay
-from osd_hf.acceptance import AcceptanceStats
+from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay
 from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
-from osd_hf.cutting import cut, depth
-from osd_hf.decoding import draft_length, hook, vocabulary
+from osd_hf.decoding import draft_length, vocabulary
 from osd_hf.decoding.forward import DraftForward
 from osd_hf.decoding.hook import record_traces
+from osd_hf.distillation import make_draft as making
+from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.updater import Updater
 from osd_hf.losses import DIVERGENCES
-from osd_hf.making import MakingConfig, Piece, taught_draft
-from osd_hf.speedup import ForwardSeconds, expected_speedup
+from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace
 
@@ -81,23 +79,23 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards take what they would on a quiet machine: one layer of a draft a tenth of the target's forward."""
 
     def costs(target: Any, drafts: Any, prompt: Any, clock: Any) -> list[ForwardSeconds]:
-        return [replace(CHEAP, draft=0.1 * depth(draft)) for draft in drafts]
+        return [replace(CHEAP, draft=0.1 * num_layers_of(draft)) for draft in drafts]
 
     monkeypatch.setattr(making, "measured_costs", costs)
 
 
-# --- cutting --------------------------------------------------------------------------------------------------------
+# --- copies of layers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_a_piece_is_the_target_without_its_other_layers(architecture: str, tmp_path: Path) -> None:
     target = models.build(architecture, **DEEP[architecture])
     before = [p.clone() for p in target.parameters()]
-    piece = cut(target, (0, 2))
+    piece = copy_layers(target, (0, 2))
     ids = models.prompt(models.WINDOW + 4)
     torch.testing.assert_close(logits(piece, ids), logits(without(target, 1), ids), atol=1e-4, rtol=1e-4)
     assert all(map(torch.equal, target.parameters(), before))
-    assert depth(piece) == 2
+    assert num_layers_of(piece) == 2
     assert {p.data_ptr() for p in piece.parameters()}.isdisjoint(p.data_ptr() for p in target.parameters())
     # What is saved is what was cut, for whoever has transformers alone.
     piece.save_pretrained(tmp_path)
@@ -113,7 +111,7 @@ def test_layers_of_experts_keep_them() -> None:
         num_experts_per_tok=2, decoder_sparse_step=2, mlp_only_layers=[3],
     )  # fmt: skip
     target = AutoModelForCausalLM.from_config(config).eval()
-    piece, ids = cut(target, (0, 1, 3)), models.prompt()
+    piece, ids = copy_layers(target, (0, 1, 3)), models.prompt()
     torch.testing.assert_close(logits(piece, ids), logits(without(target, 2, 4), ids))
     assert [type(layer.mlp).__name__ for layer in piece.model.layers] == [
         type(target.model.layers[i].mlp).__name__ for i in (0, 1, 3)
@@ -128,7 +126,7 @@ def test_of_a_target_that_sees_the_part_for_text_is_cut() -> None:
              "image_size": 28, "patch_size": 14}  # fmt: skip
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=sight, mm_tokens_per_image=1)
     target = AutoModelForCausalLM.from_config(config).eval()
-    piece, ids = cut(target, (0, 2)), models.prompt()
+    piece, ids = copy_layers(target, (0, 2)), models.prompt()
     assert type(target).__name__ == "Gemma3ForConditionalGeneration"
     assert type(piece).__name__ == "Gemma3ForCausalLM"
     assert piece.config.layer_types == ["sliding_attention"] * 2
@@ -137,27 +135,21 @@ def test_of_a_target_that_sees_the_part_for_text_is_cut() -> None:
 
 def test_encoders_are_cut_as_well() -> None:
     target = models.build("t5", **DEEP["t5"])
-    piece = cut(target, (0,), encoder_layers=(0, 1))
-    assert (depth(piece), depth(piece, "encoder")) == (1, 2)
-    assert (depth(cut(target, (0,))), depth(cut(target, (0,)), "encoder")) == (1, 3)
+    piece = copy_layers(target, (0,), encoder_layers=(0, 1))
+    assert (num_layers_of(piece), num_layers_of(piece, "encoder")) == (1, 2)
+    assert (num_layers_of(copy_layers(target, (0,))), num_layers_of(copy_layers(target, (0,)), "encoder")) == (1, 3)
     with pytest.raises(ConfigError, match="has no encoder"):
-        cut(models.build(), (0,), encoder_layers=(0,))
+        copy_layers(models.build(), (0,), encoder_layers=(0,))
 
 
 def test_each_piece_of_a_deep_encoder_decoder_drafts() -> None:
     target = models.build("t5", num_layers=6, num_decoder_layers=6)
-    pieces = making._pieces(target, MakingConfig())
+    pieces = making.layer_drafts(target, MakeDraftConfig())
     sizes = {(len(piece.layers), len(piece.encoder_layers or ())) for piece in pieces}
     assert sizes == {(1, 6), (2, 6), (4, 6), (1, 3), (2, 3)}
     source = {"encoder_outputs": BaseModelOutput(torch.randn(1, 3, target.config.d_model))}
     for piece in pieces:
         assert DraftForward(piece.draft, source).feed(torch.zeros(1, 2, dtype=torch.long)).isfinite().all()
-
-
-def test_tied_heads_stay_tied() -> None:
-    for is_tied in (True, False):
-        piece = cut(models.build(num_hidden_layers=3, tie_word_embeddings=is_tied), (0,))
-        assert (piece.get_output_embeddings().weight is piece.get_input_embeddings().weight) == is_tied
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -167,7 +159,7 @@ def test_adapters_are_merged_into_a_piece() -> None:
     base = models.build(num_hidden_layers=3)
     target = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     names = [name for name, _ in target.named_parameters()]
-    piece, ids = cut(target, (0, 2)), models.prompt()
+    piece, ids = copy_layers(target, (0, 2)), models.prompt()
     merged = without(copy.deepcopy(target).merge_and_unload(), 1)
     torch.testing.assert_close(logits(piece, ids), logits(merged, ids), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(logits(piece, ids), logits(without(base, 1), ids), atol=1e-2)
@@ -178,7 +170,7 @@ def test_adapters_are_merged_into_a_piece() -> None:
 @pytest.mark.parametrize("numbers", [(), (1, 0), (0, 0), (-1,), (0, 3)])
 def test_layers_that_are_none_are_refused(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="ascending numbers from 0 to 2"):
-        cut(models.build(num_hidden_layers=3), numbers)
+        copy_layers(models.build(num_hidden_layers=3), numbers)
 
 
 def test_what_cannot_be_cut_up_is_refused() -> None:
@@ -197,7 +189,7 @@ def test_what_cannot_be_cut_up_is_refused() -> None:
         (models.bigram(0), "are not found"), (models.build().model, "can `generate`"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=why):
-            cut(target, (1,))
+            copy_layers(target, (1,))
 
 
 def test_layers_without_attention_alone_are_no_draft() -> None:
@@ -211,23 +203,12 @@ def test_layers_without_attention_alone_are_no_draft() -> None:
     few = target("conv", "conv", "full_attention", "conv")
     for layers in ((0,), (0, 1), (0, 3)):
         with pytest.raises(UnsupportedModelError, match="have no attention"):
-            cut(few, layers)
+            copy_layers(few, layers)
     with pytest.raises(UnsupportedModelError, match="Choose `layers`"):
-        making._pieces(few, MakingConfig())
-    assert [piece.layers for piece in making._pieces(few, MakingConfig(layers=(0, 2)))] == [(0, 2)]
+        making.layer_drafts(few, MakeDraftConfig())
+    assert [piece.layers for piece in making.layer_drafts(few, MakeDraftConfig(layers=(0, 2)))] == [(0, 2)]
     many = target("conv", "conv", "full_attention", "conv", "full_attention")
-    assert [p.layers for p in making._pieces(many, MakingConfig())] == [(0, 4), (0, 1, 3, 4), (0, 1, 2, 3)]
-
-
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_pieces_hold_embeddings_once(is_tied: bool) -> None:
-    target = models.build(num_hidden_layers=3, tie_word_embeddings=is_tied)
-    pieces = [piece.draft for piece in making._pieces(target, MakingConfig())]
-    assert len(pieces) > 1
-    assert len({id(piece.get_input_embeddings().weight) for piece in pieces}) == 1
-    assert len({id(piece.get_output_embeddings().weight) for piece in pieces}) == 1
-    assert pieces[1].get_input_embeddings().weight is not target.get_input_embeddings().weight
-    assert (pieces[1].get_input_embeddings().weight is pieces[1].get_output_embeddings().weight) == is_tied
+    assert [p.layers for p in making.layer_drafts(many, MakeDraftConfig())] == [(0, 4), (0, 1, 3, 4), (0, 1, 2, 3)]
 
 
 def test_a_quantized_target_is_dequantized_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,25 +216,25 @@ def test_a_quantized_target_is_dequantized_or_refused(monkeypatch: pytest.Monkey
     target.is_quantized, target.hf_quantizer = True, None
     with monkeypatch.context() as patch:
         patch.setattr(type(target), "dequantize", lambda self: undone.append(len(self.model.layers)) or self)
-        piece, ids = cut(target, (0, 2)), models.prompt()
+        piece, ids = copy_layers(target, (0, 2)), models.prompt()
     assert undone == [2]  # of a copy that has the chosen layers alone
     torch.testing.assert_close(logits(piece, ids), logits(without(target, 1), ids))
     with pytest.raises(UnsupportedModelError, match="quantized in a way that transformers cannot undo"):
-        cut(target, (0,))
+        copy_layers(target, (0,))
 
 
-# --- teaching -------------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 
 def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "MOST_RATE", 1.0)  # sharpened random weights are large, and have learned nothing
+    monkeypatch.setattr(making, "MAX_RATE_FACTOR", 1.0)  # sharpened random weights are large, and have learned nothing
     target = steep()
-    config = MakingConfig(num_layers=1, max_steps=30, max_new_tokens=8, max_seconds=1e6)
-    made = taught_draft(target, None, config, prompts=asked(32), show_progress=False)
+    config = MakeDraftConfig(num_layers=1, max_steps=30, max_new_tokens=8, max_seconds=1e6)
+    made = train_draft(target, None, config, prompts=asked(32), show_progress=False)
     assert made.after.alpha > made.before.alpha + 0.1
     assert (made.layers, made.requests, made.held_out, made.steps) == ((0,), 28, 4, 30)
     # The figures are those of the draft that is returned.
-    rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in asked(32)], 0)
+    rest, first = making.split_requests([bare_trace(ids, (), models.VOCAB) for ids in asked(32)], 0)
     held_out = list(record_traces(target, [t.prompt_ids.tolist() for t in first], max_new_tokens=8))
     assert replay(made.draft, held_out).accepted == made.after.accepted
     assert (made.num_assistant_tokens, made.speedup) == made.costs.best_k(made.after.alpha, 8)
@@ -265,8 +246,8 @@ def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None, monkeypatch: 
 
 def test_the_piece_with_the_best_expected_speed_goes_on(cheap: None) -> None:
     target = steep()
-    config = MakingConfig(max_steps=8, max_new_tokens=8, max_seconds=1e6)
-    made = taught_draft(target, None, config, prompts=asked(16), show_progress=False)
+    config = MakeDraftConfig(max_steps=8, max_new_tokens=8, max_seconds=1e6)
+    made = train_draft(target, None, config, prompts=asked(16), show_progress=False)
     assert [trial["layers"] for trial in made.trials] == [[0], [0, 3], [0, 1]]
     assert [trial["steps"] for trial in made.trials] == [2, 2, 2]
     best = max(made.trials, key=lambda trial: trial["speedup"])
@@ -285,13 +266,13 @@ def test_time_and_acceptance_end_it(cheap: None) -> None:
 
     how: dict[str, Any] = {"prompts": asked(16), "show_progress": False, "clock": clock}
     short, long = (
-        taught_draft(target, None, MakingConfig(num_layers=1, max_seconds=s, max_new_tokens=8), **how)
+        train_draft(target, None, MakeDraftConfig(num_layers=1, max_seconds=s, max_new_tokens=8), **how)
         for s in (30, 50)
     )
     assert 0 < short.steps < long.steps
     assert short.seconds >= 30
-    config = MakingConfig(num_layers=1, max_seconds=200, max_new_tokens=8, min_alpha=1e-9)
-    early = taught_draft(target, None, config, **how)
+    config = MakeDraftConfig(num_layers=1, max_seconds=200, max_new_tokens=8, min_alpha=1e-9)
+    early = train_draft(target, None, config, **how)
     assert early.seconds < 100
 
 
@@ -300,7 +281,7 @@ def test_no_draft_is_made_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> No
         making, "measured_costs", lambda t, drafts, *_: [ForwardSeconds(1.0, 0.1, 0.75) for _ in drafts]
     )
     with models.ForwardCounter(target := steep()) as forwards:
-        cut(target, (0,))
+        copy_layers(target, (0,))
         cutting = forwards.count
     with models.ForwardCounter(target) as forwards:
         with pytest.raises(UnsupportedModelError, match=r"No draft pays.*takes 0\.85"):
@@ -329,7 +310,7 @@ def test_scored_answers_have_the_rows_of_the_target() -> None:
     target = models.double(models.build())
     traces = list(record_traces(target, asked(3), max_new_tokens=8, num_logprobs=64))
     bare = [bare_trace(t.prompt_ids, t.completion_ids, models.VOCAB) for t in traces]
-    for ours, theirs in zip(making._with_rows(target, bare, 64), traces, strict=True):
+    for ours, theirs in zip(making.with_target_rows(target, bare, 64), traces, strict=True):
         np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
         np.testing.assert_allclose(ours.kept_logprobs(), theirs.kept_logprobs(), atol=1e-6)
 
@@ -338,13 +319,13 @@ def test_scored_answers_have_the_rows_of_the_target() -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[Trace]]:
     """What drafts are taught on, and then judged by."""
     found: list[list[Trace]] = []
-    tried = making._tried
+    tried = making.best_trial
 
     def watched(candidates: Any, learned: Any, held_out: Any, *rest: Any) -> Any:
         found.extend((learned, held_out))
         return tried(candidates, learned, held_out, *rest)
 
-    monkeypatch.setattr(making, "_tried", watched)
+    monkeypatch.setattr(making, "best_trial", watched)
     return found
 
 
@@ -380,18 +361,6 @@ def test_a_draft_is_judged_by_what_the_target_answers(cheap: None, taken: list[l
     assert [7, 7, 7] not in answers
 
 
-def test_processors_of_the_target_are_put_back(cheap: None, taken: list[list[Trace]]) -> None:
-    target = steep()
-    plain = list(record_traces(target, asked(), max_new_tokens=6))
-    settings = target.generation_config
-    settings.repetition_penalty = 1.1
-    make_draft(target, prompts=asked(), **QUICK)
-    assert target.generation_config is settings
-    assert settings.repetition_penalty == 1.1
-    said = {trace.prompt_ids.tobytes(): trace.completion_ids.tolist() for part in taken for trace in part}
-    assert said == {trace.prompt_ids.tobytes(): trace.completion_ids.tolist() for trace in plain}
-
-
 def test_a_draft_is_made_of_a_target_with_stop_strings(cheap: None) -> None:
     target = models.build(num_hidden_layers=2)
     target.generation_config.stop_strings = ["a"]
@@ -402,18 +371,18 @@ def test_a_draft_is_made_of_a_target_with_stop_strings(cheap: None) -> None:
 
 def test_requests_with_one_prompt_are_on_one_side() -> None:
     prompts = [*asked(16), *asked(16)]
-    rest, first = making.split([bare_trace(ids, (), models.VOCAB) for ids in prompts], 0)
+    rest, first = making.split_requests([bare_trace(ids, (), models.VOCAB) for ids in prompts], 0)
     sides = [{trace.prompt_ids.tobytes() for trace in side} for side in (rest, first)]
     assert sides[0].isdisjoint(sides[1])
     assert (len(rest), len(first)) == (28, 4)
     with pytest.raises(DataError, match="at least 8 requests.*got 7"):
-        making.split([bare_trace(ids, (), models.VOCAB) for ids in [*asked(7), *asked(7)]], 0)
+        making.split_requests([bare_trace(ids, (), models.VOCAB) for ids in [*asked(7), *asked(7)]], 0)
 
 
 def test_encoder_decoders_keep_their_encoder_where_that_is_worth_more(cheap: None) -> None:
     target = models.build("t5", num_layers=2, num_decoder_layers=2)
-    config = MakingConfig(max_steps=4, max_new_tokens=6, max_seconds=1e6)
-    made = taught_draft(target, None, config, prompts=asked(), show_progress=False)
+    config = MakeDraftConfig(max_steps=4, max_new_tokens=6, max_seconds=1e6)
+    made = train_draft(target, None, config, prompts=asked(), show_progress=False)
     assert [(t["layers"], t["encoder_layers"]) for t in made.trials] == [([0], [0, 1]), ([0], [0])]
     assert made.draft.config.is_encoder_decoder
 
@@ -459,17 +428,7 @@ def test_a_draft_of_a_large_vocabulary_is_timed_as_it_drafts(monkeypatch: pytest
         assert (13 in rows, models.VOCAB in rows) == (is_restricted, True)
 
 
-def test_what_a_draft_is_worth_is_the_cost_model_and_the_prompt() -> None:
-    assert CHEAP.c == pytest.approx(0.12)
-    k, speedup = CHEAP.best_k(0.8, 100)
-    assert speedup == pytest.approx(expected_speedup(0.8, k, 0.12))
-    # An encoder that takes as long as ten tokens, read once.
-    slow = replace(CHEAP, target_prompt=10.0, draft_prompt=10.0)
-    assert slow.best_k(0.8, 100)[1] == pytest.approx(110 / (20 + 100 / speedup))
-    assert CHEAP.best_k(0.0, 100) == (1, pytest.approx(1 / 1.12))
-
-
-# --- a loss over few tokens -----------------------------------------------------------------------------------------
+# --- a loss over sampled tokens --------------------------------------------------------------------------------------
 
 
 def recorded(target: Any, kept: int) -> list[Trace]:
@@ -516,95 +475,6 @@ def test_as_many_drawn_tokens_as_there_are_is_the_loss_over_all() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
 
 
-def test_a_piece_of_a_large_vocabulary_draws_as_live_learning_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "LARGE_VOCABULARY", models.VOCAB)
-    target, draft = models.pair(num_hidden_layers=1)
-    requests = recorded(target, 4)
-    sizes = []
-    for piece in (Piece(draft, (0,), None), Piece(draft, (0,), None, drawn=5)):
-        piece.begin(requests, requests, OnlineConfig(num_logprobs=4))
-        sizes.append(piece.updater.tail.size)
-    assert sizes == [Updater(draft, OnlineConfig()).tail.size, 5] == [chunked_loss.DRAWN, 5]
-
-
-def alike(alpha: float) -> AcceptanceStats:
-    return AcceptanceStats.from_counts(
-        drafted=1000, examined=1000, accepted=1000 * alpha, emitted=1000, target_forwards=1
-    )
-
-
-def rates(piece: Piece) -> list[float]:
-    return [group["lr"] for optimizer in piece.updater.optimizers for group in optimizer.param_groups]
-
-
-def test_the_rate_of_teaching_falls_to_zero_but_not_while_pieces_are_tried() -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    requests, rule = recorded(target, 8), OnlineConfig(gate=False, update_strategy="manual")
-    piece = Piece(draft, (0,), None)
-    piece.begin(requests, requests, rule)
-    course, first = making.Course(1e6, lambda: 0.0, False), rates(piece)
-    making.teach(piece, requests, course, 1e6, 2, looks=1, slows=False)
-    assert rates(piece) == first
-    making.teach(piece, requests, course, 1e6, 6)
-    assert rates(piece) == [pytest.approx(rate / 4) for rate in first]  # of the last of four steps
-    assert len(piece.curve) == 1 + making.LOOKS
-
-
-def test_large_weights_learn_in_larger_steps() -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    requests, rule, first = recorded(target, 8), OnlineConfig(), list[float]()
-    for size in (making.WEIGHT / 2, 2 * making.WEIGHT, 9 * making.WEIGHT):
-        with torch.no_grad():
-            for matrix in (p for p in draft.model.layers.parameters() if p.ndim == 2):
-                matrix.mul_(size / matrix.square().mean().sqrt())
-        piece = Piece(draft, (0,), None)
-        piece.begin(requests, requests, rule)
-        first.append(rates(piece)[0])
-    assert first == [pytest.approx(times * rule.learning_rate) for times in (1, 2, making.MOST_RATE)]
-
-
-@pytest.mark.parametrize(("cost", "wanted"), [(0.21, (0, 3)), (0.4, (0,))])
-def test_a_cheap_piece_that_has_more_to_learn_is_taken_for_a_dear_one(
-    cost: float, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = steep()
-    alphas = {(0,): 0.4, (0, 3): 0.7}
-    # The second one is worth more after its trial, at either cost, and at the lower one in the end as well.
-    costs = [ForwardSeconds(1.0, 0.0, 0.2), ForwardSeconds(1.0, 0.0, cost)]
-    now = [c.best_k(alpha, 100.0)[1] for c, alpha in zip(costs, alphas.values(), strict=True)]
-    assert now[0] < now[1]
-    pieces = [Piece(cut(target, layers), layers, None, costs=c) for layers, c in zip(alphas, costs, strict=True)]
-
-    def taught(piece: Piece, *_: Any, **__: Any) -> None:
-        piece.stats = alike(alphas[piece.layers])
-
-    monkeypatch.setattr(making, "teach", taught)
-    requests = recorded(target, 8)
-    course = making.Course(1e6, lambda: 0.0, False)
-    best, trials = making._tried(pieces, requests, requests, OnlineConfig(), 100.0, MakingConfig(), course)
-    assert (best.layers, len(trials)) == (wanted, 2)
-
-
-def test_pieces_are_tried_no_longer_than_their_share_of_the_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    target, now = steep(), [0.0]
-    pieces = [Piece(cut(target, (i,)), (i,), None, costs=CHEAP) for i in range(3)]
-
-    def slowly(piece: Piece, *_: Any, **__: Any) -> None:
-        now[0] += 6.0
-        piece.stats = alike(0.5)
-
-    monkeypatch.setattr(making, "teach", slowly)
-    requests, config = recorded(target, 8), MakingConfig(max_seconds=40.0)
-    course = making.Course(config.max_seconds, lambda: now[0], False)
-    with caplog.at_level("INFO", "osd_hf.making"):
-        best, trials = making._tried(pieces, requests, requests, OnlineConfig(), 100.0, config, course)
-    assert [trial["layers"] for trial in trials] == [[0], [1]]  # in ten seconds
-    assert best.draft is not None
-    assert "layers 2: not tried, as time is short" in caplog.text
-
-
 def test_frozen_parameters_stay_as_they_are() -> None:
     target, draft = models.pair()
     updater = Updater(draft, OnlineConfig(), frozen={"lm_head.weight"})
@@ -618,22 +488,7 @@ def test_frozen_parameters_stay_as_they_are() -> None:
     assert "model.embed_tokens.weight" in changed
 
 
-def test_recordings_hold_one_step_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, seen, alive = models.build(), list[weakref.ref[torch.Tensor]](), list[int]()
-    compress = hook.compress_rows
-
-    def watched(logits: torch.Tensor, kept: int | None) -> Any:
-        alive.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(logits))
-        return compress(logits, kept)
-
-    monkeypatch.setattr(hook, "compress_rows", watched)
-    assert len(list(record_traces(target, asked(4), max_new_tokens=8))) == 4
-    assert len(alive) == 8
-    assert max(alive) <= 1
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_an_ordinary_folder(

@@ -1,0 +1,784 @@
+"""Make a draft for any target: copy some of its layers into a smaller model and train it on the target's answers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from osd_hf.acceptance import AcceptanceStats, figures_of
+from osd_hf.config import OnlineConfig, setting
+from osd_hf.decoding.draft_length import measured_costs
+from osd_hf.decoding.forward import compiles_draft
+from osd_hf.decoding.hook import record_traces, scored
+from osd_hf.distillation.data import read_rows, read_traces
+from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
+from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.updater import Updater
+from osd_hf.learning.weights import write_snapshot
+from osd_hf.models import (
+    check_pair,
+    device_clock,
+    evaluating,
+    is_peft,
+    merged,
+    prompt_room,
+    set_fixed_k,
+    uncompiled,
+    unwrap,
+    vocab_size_of,
+)
+from osd_hf.prompts import encode_turn
+from osd_hf.replay import replay_each
+from osd_hf.speedup import ForwardSeconds
+from osd_hf.target_version import is_fingerprint, target_version
+from osd_hf.trace import Trace, bare_trace
+
+__all__ = ["MadeDraft", "MakeDraftConfig", "copy_layers", "make_draft", "num_layers_of", "outer_layers", "train_draft"]
+
+logger = logging.getLogger(__name__)
+
+K = 5  # drafted tokens per round in every alpha of this module
+NUM_LOGPROBS = 64  # kept entries of the target's rows
+LAYER_COUNTS = (1, 2, 4)  # tried if the caller chooses none
+MIN_REQUESTS = 8  # with different prompts
+HELD_OUT_EVERY, MAX_HELD_OUT = 8, 32
+ANSWERING_SHARE = 0.4  # of the time
+TRIAL_SHARE = 0.25  # of the remaining time
+EVALUATIONS = 4  # on the held-out requests, while the chosen draft is trained
+BATCH_SIZE = 16  # prompts that the target answers at once
+REACHABLE_ALPHA = 0.8  # drafts are seldom accepted more often
+USUAL_WEIGHT = 0.05  # root mean square of the weights that the default learning rate suits
+MAX_RATE_FACTOR = 4.0
+# Layer types that support removing rejected tokens from the cache.
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "conv"}
+CHECK_TOKENS = 8  # on which a copy is compared with the target
+TOLERANCE, QUANTIZED_TOLERANCE = 0.02, 0.2  # of the largest logit
+
+
+@dataclass(frozen=True)
+class MakeDraftConfig:
+    """Settings of [`make_draft`]."""
+
+    num_layers: int | None = setting(None, "layers of the draft; none = chosen by measurement")
+    layers: tuple[int, ...] | None = None
+    max_seconds: float = setting(600.0, "maximum time in seconds")
+    max_steps: int | None = setting(None, "maximum number of optimizer steps")
+    min_alpha: float | None = setting(None, "held-out acceptance (k = 5) at which training stops")
+    max_new_tokens: int = setting(128, "maximum length of an answer")
+    seed: int = setting(0, "seed of the held-out split and of the batches")
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "max_steps", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"`{name}` must be at least 1, got {value}.")
+        if self.num_layers is not None and self.layers is not None:
+            raise ConfigError("`num_layers` and `layers` exclude each other: give one of them.")
+        if not self.max_seconds > 0:
+            raise ConfigError(f"`max_seconds` must be positive, got {self.max_seconds}.")
+        if self.min_alpha is not None and not 0 < self.min_alpha <= 1:
+            raise ConfigError(f"`min_alpha` must be above 0 and at most 1, got {self.min_alpha}.")
+
+
+@dataclass(frozen=True)
+class MadeDraft:
+    """
+    A draft and its measurements.
+
+    Args:
+        draft (`PreTrainedModel`): An ordinary model.
+        layers (`tuple[int, ...]`): Layers of the target's decoder that were copied.
+        encoder_layers (`tuple[int, ...]`, *optional*): Layers of its encoder, if it has one.
+        before (`AcceptanceStats`), after (`AcceptanceStats`):
+            Acceptance on held-out requests before and after training, k = 5. The draft is the best of several states
+            on these requests, so acceptance on new requests may be slightly lower.
+        costs (`ForwardSeconds`): Measured times of forwards.
+        num_assistant_tokens (`int`), speedup (`float`): The best k and the expected speed-up at that k.
+        trials (`tuple[dict, ...]`):
+            One entry per set of layers that was tried: layers, costs, alpha and speed-up after the trial, and the
+            speed-up expected after full training (`promised`), which decides the choice.
+        curve (`tuple[tuple[float, float], ...]`): Pairs of seconds since the start and held-out alpha.
+        requests (`int`), held_out (`int`): Number of training and held-out requests.
+        positions (`int`), steps (`int`), seconds (`float`): Trained tokens, optimizer steps, total time.
+    """
+
+    draft: PreTrainedModel
+    layers: tuple[int, ...]
+    encoder_layers: tuple[int, ...] | None
+    before: AcceptanceStats
+    after: AcceptanceStats
+    costs: ForwardSeconds
+    num_assistant_tokens: int
+    speedup: float
+    trials: tuple[dict[str, Any], ...]
+    curve: tuple[tuple[float, float], ...]
+    requests: int
+    held_out: int
+    positions: int
+    steps: int
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """State in one sentence whether the draft pays."""
+        if self.speedup > 1:
+            return f"expected {self.speedup:.2f} times as fast as the target alone, k = {self.num_assistant_tokens}"
+        return (
+            f"it does not pay yet, expected {self.speedup:.2f} of the target alone: train it longer, or on more "
+            "requests"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the draft, ready for JSON."""
+        found = {name: value for name, value in vars(self).items() if name != "draft"}
+        shown = {"before": figures_of(self.before), "after": figures_of(self.after)}
+        return {**found, **shown, "costs": vars(self.costs) | {"c": self.costs.c}}
+
+
+def make_draft(
+    target: PreTrainedModel, tokenizer: Any = None, *, prompts: Iterable[Any] | None = None,
+    traces: Iterable[Trace] | None = None, num_layers: int | None = None, layers: Sequence[int] | None = None,
+    max_seconds: float = 600.0, max_steps: int | None = None, min_alpha: float | None = None,
+    max_new_tokens: int = 128, seed: int = 0, show_progress: bool = True,
+) -> PreTrainedModel:  # fmt: skip
+    """
+    Make a draft from a target: copy some of its layers into a smaller model and train it on the target's answers. The
+    embeddings and the output head stay frozen.
+
+    The layers are chosen by measurement. Several drafts are timed with eager forwards and trained for a short time on
+    the same requests. The draft with the best expected speed-up is trained to the end. For a large vocabulary a draft
+    is timed with an output head of a few thousand tokens, as [`OnlineAssistant`] uses it; transformers' own assisted
+    generation computes all logits.
+
+    Args:
+        target (`PreTrainedModel` or `PeftModel`):
+            Not changed. Adapters are merged into the draft. Quantized layers are dequantized if transformers can.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer, for prompts that are text.
+        prompts (`Iterable`, *optional*):
+            Token ids, texts (user turns, formatted with the chat template), or rows as [`distill`] takes them. Answers
+            in rows are used for training. The target answers all other prompts, and the held-out ones, greedily.
+        traces (`Iterable[Trace]`, *optional*):
+            Recorded requests in place of prompts, such as a [`CorrectionStore`]. The target scores those without its
+            rows. Requests of another version of the target are left out.
+        num_layers (`int`, *optional*): Number of layers, without trials: the first ones and the last ones.
+        layers (`Sequence[int]`, *optional*):
+            Numbers of the layers, without trials; for an encoder-decoder those of the decoder.
+        max_seconds (`float`, *optional*, defaults to 600): Maximum time. The current step is completed.
+        max_steps (`int`, *optional*): Maximum number of optimizer steps.
+        min_alpha (`float`, *optional*): Held-out acceptance (k = 5) at which training stops.
+        max_new_tokens (`int`, *optional*, defaults to 128): Maximum length of an answer.
+        seed (`int`, *optional*, defaults to 0): Seed of the held-out split and of the batches.
+        show_progress (`bool`, *optional*, defaults to `True`): Whether to show a bar on the standard error.
+
+    Returns:
+        `PreTrainedModel`: an ordinary model of the target's kind, in evaluation mode, with the target's dtype and
+        device. Its generation config drafts the best number of tokens per round.
+
+    Raises:
+        UnsupportedModelError: the layers cannot be copied, or the target is so fast that no draft pays.
+        ConfigError: settings outside their range, or settings that exclude each other.
+        DataError: fewer than eight different prompts, or requests that cannot be used for training.
+    """
+    config = MakeDraftConfig(
+        num_layers=num_layers, layers=None if layers is None else tuple(layers), max_seconds=max_seconds,
+        max_steps=max_steps, min_alpha=min_alpha, max_new_tokens=max_new_tokens, seed=seed,
+    )  # fmt: skip
+    return train_draft(target, tokenizer, config, prompts=prompts, traces=traces, show_progress=show_progress).draft
+
+
+def train_draft(
+    target: PreTrainedModel, tokenizer: Any, config: MakeDraftConfig, *, prompts: Iterable[Any] | None = None,
+    traces: Iterable[Trace] | None = None, show_progress: bool = True, clock: Callable[[], float] | None = None,
+) -> MadeDraft:  # fmt: skip
+    """Make a draft as [`make_draft`] does, and return its measurements too. `clock` returns seconds."""
+    if (prompts is None) == (traces is None):
+        raise ConfigError("A draft is trained on `prompts` or on `traces`: give one of them.")
+    budget = TimeBudget(config.max_seconds, clock or device_clock(target), show_progress)
+    with budget.bar:
+        trials = layer_drafts(target, config)
+        if traces is None:
+            requests = _read_prompts(unwrap(target), tokenizer, prompts or (), config.max_new_tokens)
+            training, held_out = split_requests(requests, config.seed)
+            # Drafts are judged by the target's own answers, even if the rows have others.
+            held_out = [bare_trace(t.prompt_ids, (), t.vocab_size, t.decoder_prompt_ids) for t in held_out]
+        else:
+            recorded = _usable(target, _of_this_version(target, traces), needs_rows=False)
+            training, held_out = split_requests(recorded, config.seed)
+            training += [trace for trace in held_out if trace.sampling.get("rescored")]
+            held_out = [trace for trace in held_out if not trace.sampling.get("rescored")]
+            if not held_out:
+                raise DataError("Rescored requests cannot be held out. Add requests that this target has answered.")
+        new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
+        costs = measured_costs(target, [trial.draft for trial in trials], held_out[0].prompt_ids, budget.clock)
+        trials = _worthwhile(trials, costs, new_tokens, budget)
+        held_out = _usable(target, _answers(target, held_out, config.max_new_tokens))
+        training = _usable(target, _answers(target, training, config.max_new_tokens, budget))
+        new_tokens = float(np.mean([len(trace) for trace in held_out]))
+        learning = OnlineConfig(
+            num_assistant_tokens=K, gate=False, update_strategy="manual", buffer_size=len(training), seed=config.seed
+        )
+        best, tried = best_trial(trials, training, held_out, learning, new_tokens, config, budget)
+        train(best, held_out, budget, config.max_seconds, config.max_steps, config.min_alpha)
+    k, speedup = best.costs.best_k(best.stats.alpha, new_tokens)
+    draft = best.finish()
+    set_fixed_k(draft.generation_config, k)
+    draft.generation_config.stop_strings = None  # transformers' assisted generation passes a draft no tokenizer
+    made = MadeDraft(
+        draft, best.layers, best.encoder_layers, best.before, best.stats, best.costs, k, speedup, tuple(tried),
+        tuple(best.curve), len(training), len(held_out), best.positions, best.steps, budget.elapsed,
+    )  # fmt: skip
+    budget.report(f"{best.name}: alpha {best.before.alpha:.3f} before, {best.stats.alpha:.3f} after; {made.verdict}")
+    return made
+
+
+# --- requests -------------------------------------------------------------------------------------------------------
+
+
+def split_requests(requests: Sequence[Trace], seed: int) -> tuple[list[Trace], list[Trace]]:
+    """Split requests at random into training and held-out ones. Requests with the same prompt stay together."""
+    by_prompt: dict[bytes, list[Trace]] = {}
+    for trace in requests:
+        by_prompt.setdefault(trace.prompt_ids.tobytes(), []).append(trace)
+    groups = list(by_prompt.values())
+    if len(groups) < MIN_REQUESTS:
+        raise DataError(
+            f"Making a draft needs at least {MIN_REQUESTS} requests with different prompts, got {len(groups)}. A few "
+            "hundred are a good start."
+        )
+    order = np.random.default_rng(seed).permutation(len(groups))
+    num_held_out = min(max(len(groups) // HELD_OUT_EVERY, 2), MAX_HELD_OUT)
+    held_out, training = (
+        [trace for i in part for trace in groups[i]] for part in (order[:num_held_out], order[num_held_out:])
+    )
+    return training, held_out
+
+
+def _read_prompts(target: PreTrainedModel, tokenizer: Any, prompts: Iterable[Any], max_new_tokens: int) -> list[Trace]:
+    """Convert prompts, with or without answers, to traces, without those that are too long."""
+    rows = [p if isinstance(p, Mapping) else {"prompt": _prompt_ids(p, tokenizer)} for p in prompts]
+    start = target.generation_config.decoder_start_token_id if target.config.is_encoder_decoder else None
+    traces = read_rows(rows, tokenizer, vocab_size=vocab_size_of(target), decoder_start=start)
+    room = prompt_room(target.config, target.config, max_new_tokens)
+    fitting = [trace for trace in traces if room is None or len(trace.prompt_ids) <= room]
+    if len(fitting) < len(traces):
+        logger.warning(
+            "%d prompts are left out: they leave no room for %d new tokens.",
+            len(traces) - len(fitting),
+            max_new_tokens,
+        )
+    return fitting
+
+
+def _prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
+    if not isinstance(prompt, str):
+        return [int(token) for token in prompt]
+    if tokenizer is None:
+        raise ConfigError("Prompts that are text need a tokenizer. Pass `tokenizer=`, the target's, or token ids.")
+    return encode_turn(tokenizer, prompt)
+
+
+def _of_this_version(target: PreTrainedModel, traces: Iterable[Trace]) -> list[Trace]:
+    """Leave out requests of other versions of the target; raises DataError if none is left."""
+    version, recorded = target_version(target), list(traces)
+    kept = [trace for trace in recorded if trace.target in (None, version) or not is_fingerprint(trace.target)]
+    if recorded and not kept:
+        raise DataError(
+            f"All {len(recorded)} requests were answered by another version of the target ({recorded[-1].target}) "
+            f"than this one ({version}). Record requests of this version, or rescore them and add new ones."
+        )
+    if len(kept) < len(recorded):
+        logger.warning("%d requests of another version of the target are left out.", len(recorded) - len(kept))
+    return kept
+
+
+def _usable(target: PreTrainedModel, traces: Iterable[Trace], *, needs_rows: bool = True) -> list[Trace]:
+    """Leave out requests without tokens; raises DataError, StateError and VocabularyMismatchError."""
+    is_encoder_decoder = target.config.is_encoder_decoder
+    return read_traces(traces, vocab_size_of(target), needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
+
+
+def _answers(
+    target: PreTrainedModel, requests: Sequence[Trace], max_new_tokens: int, budget: TimeBudget | None = None
+) -> Iterator[Trace]:
+    """Answer the requests that have no answer, in batches, and score the others. Stop when the time for it is over."""
+    width = next((trace.top_ids.shape[1] or None for trace in requests if trace.num_kept), NUM_LOGPROBS)
+    for first in range(0, len(requests), BATCH_SIZE):
+        if budget is not None:
+            budget.show(f"answering, {first} of {len(requests)}", budget.elapsed / budget.seconds)
+            if first and budget.elapsed > ANSWERING_SHARE * budget.seconds:
+                budget.report(f"answered {first} of {len(requests)} prompts in the available time")
+                return
+        batch = requests[first : first + BATCH_SIZE]
+        yield from with_target_rows(target, [trace for trace in batch if len(trace)], width)
+        unanswered = [trace.prompt_ids.tolist() for trace in batch if not len(trace)]
+        yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=width)
+
+
+def with_target_rows(target: PreTrainedModel, traces: Sequence[Trace], width: int | None) -> list[Trace]:
+    """Score those traces that have no rows of the target, keeping `width` entries per row (`None`: all)."""
+    known, bare = list(traces), [i for i, trace in enumerate(traces) if not trace.num_kept and len(trace)]
+    eos = {"eos_token_id": unwrap(target).generation_config.eos_token_id}
+    for i, trace in zip(bare, scored(target, [traces[i] for i in bare], [width] * len(bare), BATCH_SIZE), strict=True):
+        known[i] = replace(trace, sampling=trace.sampling or eos)
+    return known
+
+
+# --- trials and training --------------------------------------------------------------------------------------------
+
+
+class TimeBudget:
+    """The available time, and a progress bar that shows it."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float], is_shown: bool) -> None:
+        self.seconds = seconds
+        self.clock = clock
+        self.started = clock()
+        self.bar = tqdm(
+            total=round(seconds), disable=not is_shown, file=sys.stderr, dynamic_ncols=True,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, at most {remaining} left{postfix}",
+        )  # fmt: skip
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock() - self.started
+
+    def show(self, activity: str, share: float, alpha: float | None = None) -> None:
+        """Show the current activity and the share of the work that is done."""
+        self.bar.n = min(share, 1.0) * self.bar.total
+        if alpha is not None:
+            self.bar.set_postfix(alpha=f"{alpha:.3f}", refresh=False)
+        self.bar.set_description_str(activity)
+
+    def report(self, text: str) -> None:
+        """Log a line, and write it above the bar."""
+        logger.info(text)
+        if not self.bar.disable:
+            tqdm.write(text, file=sys.stderr)
+
+
+@dataclass(eq=False)
+class LayerDraft:
+    """A draft made of some layers, and the state of its training."""
+
+    draft: Any
+    layers: tuple[int, ...]
+    encoder_layers: tuple[int, ...] | None
+    costs: ForwardSeconds = ForwardSeconds(1.0, 0.0, 1.0)  # until they are measured
+    before: AcceptanceStats = field(default_factory=AcceptanceStats)  # on held-out requests, without training
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # the same in the best state so far
+    best_weights: Any = None
+    updater: Any = None
+    curve: list[tuple[float, float]] = field(default_factory=list)  # seconds, and alpha on held-out requests
+    steps: int = 0
+    positions: int = 0
+
+    @property
+    def name(self) -> str:
+        shown = f"layers {', '.join(map(str, self.layers))}"
+        return shown if self.encoder_layers is None else f"{shown}, {len(self.encoder_layers)} of the encoder"
+
+    def begin(self, training: Sequence[Trace], held_out: Sequence[Trace], config: OnlineConfig) -> None:
+        """Prepare the training. The learning rate grows with the size of the weights: the default rate would hardly
+        change the large weights of pretrained models."""
+        ends = {id(self.draft.get_input_embeddings().weight), id(self.draft.get_output_embeddings().weight)}
+        matrices = [p for p in self.draft.parameters() if p.ndim == 2 and id(p) not in ends]
+        sizes = [float(m.detach().float().square().mean().sqrt()) for m in matrices]
+        factor = float(np.clip(np.median(sizes) / USUAL_WEIGHT, 1.0, MAX_RATE_FACTOR)) if sizes else 1.0
+        config = replace(config, learning_rate=config.learning_rate * factor)
+        self.before = self.stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
+        lesson = Lesson(config=config)
+        lesson.buffer.extend(training)
+        frozen = {name for name, p in self.draft.named_parameters() if id(p) in ends}
+        self.updater = Updater(self.draft, config, lesson=lesson, frozen=frozen)
+        self.best_weights = self.updater.snapshot(dict(self.draft.named_parameters()))
+
+    def step(self) -> None:
+        """Take one optimizer step; raises DataError if no request can be used."""
+        report = self.updater.update(1)
+        self.steps += report.steps
+        self.positions += report.positions
+        if not len(self.updater.buffer):
+            raise DataError("None of the requests can be learned from; see the log.")
+
+    def evaluate(self, held_out: Sequence[Trace], seconds: float) -> None:
+        """Measure the current state on held-out requests, and remember its weights if it is the best so far."""
+        self.updater.copy_to(self.draft)
+        stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
+        self.curve.append((seconds, stats.alpha))
+        if stats.alpha >= self.stats.alpha:
+            self.stats = stats
+            self.best_weights = self.updater.snapshot(dict(self.draft.named_parameters()))
+
+    def free(self) -> None:
+        """Release the memory of the draft and of its training."""
+        self.draft = self.updater = self.best_weights = None
+
+    def finish(self) -> Any:
+        """Return the draft in its best state."""
+        write_snapshot(self.best_weights, self.draft, share=True)
+        self.updater = self.best_weights = None
+        return self.draft
+
+
+def layer_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[LayerDraft]:
+    """Copy each set of layers that is tried; raises UnsupportedModelError and ConfigError."""
+    inner = unwrap(target)
+    check_pair(inner, inner)
+    count = num_layers_of(inner)
+    encoders: list[tuple[int, ...] | None] = [None]
+    if inner.config.is_encoder_decoder:
+        num_encoder_layers = num_layers_of(inner, "encoder")
+        encoders = [tuple(range(num_encoder_layers))]
+        if config.layers is None and config.num_layers is None and num_encoder_layers > 1:
+            encoders.append(tuple(range(num_encoder_layers // 2)))
+    if config.layers is not None:
+        chosen = [config.layers]
+    elif config.num_layers is not None:
+        chosen = [outer_layers(config.num_layers, count)] if config.num_layers < count else []
+    else:  # with and without the last layers, which may not fit the first ones
+        sets = [s for size in LAYER_COUNTS if size < count for s in (outer_layers(size, count), tuple(range(size)))]
+        chosen = [layers for layers in dict.fromkeys(sets) if has_attention(inner, layers)]
+    if not chosen:
+        raise UnsupportedModelError(
+            f"A draft needs fewer layers than its target, and at least one with attention. {type(inner).__name__} has "
+            f"{count} layers. Choose `layers`."
+        )
+    drafts = [
+        LayerDraft(copy_layers(target, layers, encoder), layers, encoder)
+        for encoder in encoders
+        for layers in chosen
+        # Some caches of transformers have one entry per encoder layer, so the decoder must not be deeper.
+        if encoder == encoders[0] or len(layers) <= len(encoder or ())
+    ]
+    for other in drafts[1:]:  # frozen and large: shared
+        other.draft.set_input_embeddings(drafts[0].draft.get_input_embeddings())
+        other.draft.set_output_embeddings(drafts[0].draft.get_output_embeddings())
+    return drafts
+
+
+def _worthwhile(
+    trials: list[LayerDraft], costs: Sequence[ForwardSeconds], new_tokens: float, budget: TimeBudget
+) -> list[LayerDraft]:
+    """Return the drafts that can pay at an acceptance of 0.8; raises UnsupportedModelError if none can."""
+    for trial, cost in zip(trials, costs, strict=True):
+        trial.costs = cost
+        speedups = ", ".join(
+            f"{cost.best_k(alpha, new_tokens)[1]:.2f} at alpha {alpha}" for alpha in (0.4, 0.6, REACHABLE_ALPHA)
+        )
+        budget.report(f"{trial.name}: a drafted token costs {cost.c:.2f} of a target token; speed-up {speedups}")
+    able = [trial for trial in trials if trial.costs.best_k(REACHABLE_ALPHA, new_tokens)[1] > 1]
+    if able:
+        return able
+    cheapest = min(trials, key=lambda trial: trial.costs.c)
+    if compiles_draft(OnlineConfig(), cheapest.draft.device.type):
+        budget.report("no draft pays with eager forwards; captured or compiled forwards, used here, are faster")
+        return trials
+    best = max(trial.costs.best_k(REACHABLE_ALPHA, new_tokens)[1] for trial in trials)
+    raise UnsupportedModelError(
+        f"No draft pays for this target on this machine: with {cheapest.name} alone, a drafted token takes "
+        f"{cheapest.costs.c:.2f} of the time of a target token. Even at an acceptance of {REACHABLE_ALPHA}, answers "
+        f"of {new_tokens:.0f} tokens would be {best:.2f} times as fast. Use the target alone, a smaller model of its "
+        "family, or text candidates."
+    )
+
+
+def best_trial(
+    trials: Sequence[LayerDraft], training: Sequence[Trace], held_out: Sequence[Trace], learning: OnlineConfig,
+    new_tokens: float, config: MakeDraftConfig, budget: TimeBudget,
+) -> tuple[LayerDraft, list[dict[str, Any]]]:  # fmt: skip
+    """Train each draft for a short time, and return the most promising one and the measurements of all."""
+    found, measured = list[tuple[float, LayerDraft]](), list[dict[str, Any]]()
+    available = TRIAL_SHARE * max(config.max_seconds - budget.elapsed, 0.0)
+    until, share = budget.elapsed + available, available / len(trials)
+    steps = None if config.max_steps is None else max(round(TRIAL_SHARE * config.max_steps), 1)
+    for trial in trials:
+        if found and budget.elapsed >= until:  # a replay or a step may take longer than its share
+            budget.report(f"{trial.name}: not tried, the time for trials is over")
+            trial.free()
+            continue
+        trial.begin(training, held_out, learning)
+        if len(trials) == 1:
+            return trial, measured
+        train(trial, held_out, budget, budget.elapsed + share, steps, evaluations=1, decays=False)
+        k, speedup = trial.costs.best_k(trial.stats.alpha, new_tokens)
+        # Full training closes about half of the gap to the reachable acceptance.
+        reached = max((trial.stats.alpha + REACHABLE_ALPHA) / 2, trial.stats.alpha)
+        promised = trial.costs.best_k(reached, new_tokens)[1]
+        measured.append({
+            "layers": list(trial.layers),
+            "encoder_layers": None if trial.encoder_layers is None else list(trial.encoder_layers),
+            "c": trial.costs.c, "alpha_before": trial.before.alpha, "alpha": trial.stats.alpha, "k": k,
+            "speedup": speedup, "promised": promised, "steps": trial.steps,
+        })  # fmt: skip
+        budget.report(
+            f"{trial.name}: alpha {trial.before.alpha:.3f} before, {trial.stats.alpha:.3f} after {trial.steps} steps; "
+            f"expected speed-up {speedup:.2f} now, {promised:.2f} after full training"
+        )
+        found.append((promised, trial))
+        if len(found) == 2:  # keep at most two in memory
+            found.sort(key=lambda one: one[0])
+            found.pop(0)[1].free()
+    return found[0][1], measured
+
+
+def train(
+    trial: LayerDraft, held_out: Sequence[Trace], budget: TimeBudget, until: float, max_steps: int | None,
+    min_alpha: float | None = None, *, evaluations: int = EVALUATIONS, decays: bool = True,
+) -> None:  # fmt: skip
+    """Train until the time `until`, the number of steps, or the held-out acceptance is reached. If the learning rate
+    `decays`, it falls linearly to zero."""
+    started, first_step, evaluated = budget.elapsed, trial.steps, 0
+    while True:
+        is_over = budget.elapsed >= until or (max_steps is not None and trial.steps >= max_steps)
+        share = (budget.elapsed - started) / max(until - started, 1e-9)
+        if max_steps is not None:
+            share = max(share, (trial.steps - first_step) / max(max_steps - first_step, 1))
+        if is_over or share * evaluations >= evaluated + 1:
+            evaluated = int(share * evaluations)
+            trial.evaluate(held_out, budget.elapsed)
+            if is_over or (min_alpha is not None and trial.stats.alpha >= min_alpha):
+                return
+        budget.show(f"training {trial.name}", budget.elapsed / budget.seconds, trial.stats.alpha)
+        if decays:
+            trial.updater.slow(max(1 - share, 0.0))
+        trial.step()
+
+
+# --- copies of layers -----------------------------------------------------------------------------------------------
+
+
+def num_layers_of(model: PreTrainedModel, side: str = "decoder") -> int:
+    """Return the number of layers of the `"decoder"` or the `"encoder"`."""
+    return len(_layer_list(unwrap(model), side))
+
+
+def outer_layers(size: int, count: int) -> tuple[int, ...]:
+    """Choose `size` of `count` layers: half of them from the beginning, half from the end."""
+    return (*range(size - size // 2), *range(count - size // 2, count))
+
+
+def has_attention(model: PreTrainedModel, layers: Sequence[int]) -> bool:
+    """Return whether one of these decoder layers has attention. Without it there is no cache to crop."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return not types or any("attention" in types[i] for i in layers)
+
+
+def copy_layers(
+    target: PreTrainedModel, layers: Sequence[int], encoder_layers: Sequence[int] | None = None
+) -> PreTrainedModel:
+    """
+    Return a model of the target's kind with some of its layers, and its embeddings, norms and output head.
+
+    Args:
+        target (`PreTrainedModel` or `PeftModel`): Not changed; adapters are merged and layers dequantized in the copy.
+        layers (`Sequence[int]`): Numbers of the decoder layers, in ascending order.
+        encoder_layers (`Sequence[int]`, *optional*): Numbers of the encoder layers; by default all.
+
+    Returns:
+        `PreTrainedModel`: in evaluation mode, with the target's device and dtype. For a multimodal target only its
+        text part.
+
+    Raises:
+        ConfigError: numbers that are not layers of the target.
+        UnsupportedModelError: the layers cannot be copied.
+    """
+    inner = unwrap(target)
+    _check_layers_can_be_copied(inner)
+    chosen = {"decoder": _checked_numbers(layers, num_layers_of(inner), "layers")}
+    if inner.config.is_encoder_decoder:
+        count = num_layers_of(inner, "encoder")
+        numbers = range(count) if encoder_layers is None else encoder_layers
+        chosen["encoder"] = _checked_numbers(numbers, count, "encoder_layers")
+    elif encoder_layers is not None:
+        raise ConfigError(f"`encoder_layers` are for encoder-decoders; {type(inner).__name__} has no encoder.")
+    kind = type(inner).__name__
+    if not has_attention(inner, chosen["decoder"]):
+        raise UnsupportedModelError(
+            f"The layers {list(chosen['decoder'])} of {kind} have no attention, so rejected tokens could not be "
+            "removed from the cache. Choose at least one layer with attention."
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            source = _partial_copy(target, chosen)
+            draft = _rebuild(inner, source, chosen)
+            error = _logit_error(inner, draft, chosen)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as failure:
+            if isinstance(failure, UnsupportedModelError) or is_out_of_memory(failure):
+                raise
+            raise UnsupportedModelError(f"Layers of {kind} cannot be copied: {first_line(failure)}.") from failure
+    bound = QUANTIZED_TOLERANCE if getattr(inner, "is_quantized", False) else TOLERANCE
+    if not error <= bound:
+        raise UnsupportedModelError(
+            f"Layers of {kind} cannot be copied: as a separate model, the layers {list(chosen['decoder'])} differ by "
+            f"{error:.2g} of the largest logit from the same layers in the target."
+        )
+    return draft
+
+
+def _check_layers_can_be_copied(model: PreTrainedModel) -> None:
+    kind = type(model).__name__
+    if not isinstance(model, GenerationMixin) or not model.can_generate():
+        raise UnsupportedModelError(f"A draft is made from a transformers model that can `generate`, got {kind}.")
+    config = model.config.get_text_config(decoder=True)
+    types = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    if getattr(model, "_is_stateful", False) or not types <= LAYER_TYPES:
+        raise UnsupportedModelError(
+            f"{kind} has recurrent layers. Their state cannot be rolled back when a drafted token is rejected, so "
+            "they cannot be used in a draft."
+        )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"Layers of {kind} share keys and values with earlier layers, so they cannot be separated. Use a smaller "
+            "model of its family as the draft."
+        )
+    if any(tensor.device.type == "meta" for tensor in model.parameters()):
+        raise UnsupportedModelError(
+            f"Weights of the target ({kind}) are offloaded, so no layers can be copied. Load it into memory first."
+        )
+
+
+def _checked_numbers(layers: Sequence[int], count: int, name: str) -> tuple[int, ...]:
+    chosen = tuple(layers)
+    if not chosen or sorted(set(chosen)) != list(chosen) or not 0 <= chosen[0] <= chosen[-1] < count:
+        raise ConfigError(f"`{name}` must be ascending numbers from 0 to {count - 1}, got {list(chosen)}.")
+    return chosen
+
+
+def _layer_list(model: PreTrainedModel, side: str) -> torch.nn.ModuleList:
+    """Find the layers of one side; raises UnsupportedModelError."""
+    config = model.config if model.config.is_encoder_decoder else model.config.get_text_config(decoder=True)
+    settings = _side_settings(config.to_dict(), side)
+    count = settings.get(_count_field(config, settings, side))
+    root = model.get_encoder() if side == "encoder" else model.get_decoder()
+    found: dict[str, torch.nn.ModuleList] = {}
+    for name, module in root.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count and not is_inside:
+            found[name] = module
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"The layers of {type(model).__name__} are not found: there are {len(found)} lists of its {count} layers."
+        )
+    return next(iter(found.values()))
+
+
+def _partial_copy(target: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> PreTrainedModel:
+    """Copy the target with only the chosen layers, adapters merged and weights dequantized."""
+    inner, memo = unwrap(target), dict[int, Any]()
+    for side, layers in chosen.items():
+        layer_list = _layer_list(inner, side)
+        # deepcopy takes the short list from the memo and does not copy the other layers of a large target.
+        memo[id(layer_list)] = torch.nn.ModuleList(copy.deepcopy(layer_list[i], memo) for i in layers)
+    source = merged(copy.deepcopy(uncompiled(target), memo))
+    if is_peft(source):
+        raise UnsupportedModelError(
+            f"The adapter of the target ({type(inner).__name__}) cannot be merged into its layers. Make the draft "
+            "from the model without the adapter."
+        )
+    source = unwrap(source)
+    if not getattr(source, "is_quantized", False):
+        return source
+    try:
+        return source.dequantize()
+    except (NotImplementedError, ValueError, ImportError) as error:
+        raise UnsupportedModelError(
+            f"The target ({type(inner).__name__}) is quantized in a way that transformers cannot undo: "
+            f"{first_line(error)}. Make the draft from the model without quantization; it drafts for both."
+        ) from error
+
+
+def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> PreTrainedModel:
+    """Build the model from its new configuration, as it will be after saving and loading."""
+    config = inner.config
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    is_text_model = text is config
+    model_class = type(inner) if is_text_model else MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    new_config = type(text).from_dict(_config_with(text, chosen))
+    with no_init_weights():
+        draft = model_class._from_config(new_config, dtype=source.dtype, attn_implementation=text._attn_implementation)
+    draft.tie_weights()
+    if is_text_model:
+        draft.load_state_dict(source.state_dict())
+    else:
+        draft.get_decoder().load_state_dict(source.get_decoder().state_dict())
+        draft.get_output_embeddings().load_state_dict(source.get_output_embeddings().state_dict())
+    draft.generation_config = copy.deepcopy(inner.generation_config)
+    return draft.to(inner.device).eval()
+
+
+def _side_settings(settings: dict[str, Any], side: str) -> dict[str, Any]:
+    """Return the settings of one side, if it has its own configuration, otherwise all settings."""
+    own = settings.get(side)
+    return own if isinstance(own, dict) else settings
+
+
+def _count_field(config: Any, settings: dict[str, Any], side: str) -> str:
+    """Return the name of the setting with the number of layers of one side."""
+    names = (f"{side}_layers", f"num_{side}_layers") if config.is_encoder_decoder else ()
+    general = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return next((name for name in names if name in settings), general)
+
+
+def _config_with(config: Any, chosen: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the settings of a configuration for only the chosen layers."""
+    settings: dict[str, Any] = config.to_dict()
+    settings.pop("quantization_config", None)
+    for side, layers in chosen.items():
+        own = _side_settings(settings, side)
+        name = _count_field(config, own, side)
+        count, own[name] = own[name], len(layers)
+        for key, value in own.items():  # lists with one entry per layer, such as `layer_types`
+            if "layer" in key and isinstance(value, list | tuple) and len(value) == count:
+                own[key] = [value[i] for i in layers]
+        # Mixture-of-experts models name the layers without experts by number.
+        if own.get("mlp_only_layers") is not None:
+            step = own.get("decoder_sparse_step") or 1
+            dense = [i in own["mlp_only_layers"] or (i + 1) % step != 0 for i in layers]
+            own |= {"mlp_only_layers": [j for j, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
+        if own.get("moe_layers") is not None:
+            own["moe_layers"] = [j for j, i in enumerate(layers) if i in own["moe_layers"]]
+        if own.get("first_k_dense_replace") is not None:
+            own["first_k_dense_replace"] = sum(i < own["first_k_dense_replace"] for i in layers)
+    return settings
+
+
+def _logit_error(inner: PreTrainedModel, draft: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> float:
+    """Return the largest difference between the logits of the draft and of the target with its other layers skipped,
+    divided by the largest logit."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size_of(draft), (1, CHECK_TOKENS), generator=generator, device="cpu").to(inner.device)
+    inputs = {"input_ids": ids, "use_cache": False}
+    if inner.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    with evaluating(inner), _only(inner, chosen):
+        expected = inner(**inputs).logits.float()
+    found = draft(**inputs).logits.float()
+    return float((expected - found).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def _only(model: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> Iterator[None]:
+    """Skip all layers but the chosen ones inside the block."""
+
+    def skip(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        states = args[0] if args else kwargs["hidden_states"]
+        return (states, *output[1:]) if isinstance(output, tuple) else states
+
+    with ExitStack() as hooks:
+        for side, layers in chosen.items():
+            for i, layer in enumerate(_layer_list(model, side)):
+                if i not in layers:
+                    hooks.enter_context(layer.register_forward_hook(skip, with_kwargs=True))
+        yield
