@@ -38,7 +38,7 @@ from vllm_loop import osd_hf
 
 from osd_hf import CorrectionStore
 from osd_hf.models import load_config
-from osd_hf.server.listener import Running
+from osd_hf.server.listener import Listener
 
 KEY = "Bearer right"
 OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or altered"
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--engine", type=int, metavar="PORT", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.engine:
-        running = Running("127.0.0.1", args.engine)
+        running = Listener("127.0.0.1", args.engine)
         running.run(make_engine(), shutdown_seconds=2, on_start=lambda: print(running.address, flush=True))
         return
     started = time.time()

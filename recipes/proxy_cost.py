@@ -47,7 +47,7 @@ from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.extra_fields import add_fields
 from osd_hf.proxy.recorder import AnswerWriter, ProxyCounts, Recorder
 from osd_hf.proxy.upstream import Upstream
-from osd_hf.server.listener import Running
+from osd_hf.server.listener import Listener
 
 NUM_LOGPROBS = 64
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -91,7 +91,7 @@ def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[s
     """Run a proxy in a thread of this process; yield its address."""
     size = load_config(str(data_folder() / "lab/target")).vocab_size
     recorder = Recorder(AnswerWriter(ResponseReader(size, NUM_LOGPROBS), store), counts)
-    running, ready = Running("127.0.0.1", 0), threading.Event()
+    running, ready = Listener("127.0.0.1", 0), threading.Event()
     app = Proxy([Upstream(url)], counts, recorder).app()
     thread = threading.Thread(target=lambda: running.run(app, shutdown_seconds=10, on_start=ready.set), daemon=True)
     thread.start()
@@ -210,7 +210,7 @@ def serve_paced() -> None:
     """Serve a paced engine and print its address."""
     size = load_config(str(data_folder() / "lab/target")).vocab_size
     engine = PacedEngine(PACED_FIRST_SECONDS, PACED_TOKEN_SECONDS, size, NUM_LOGPROBS)
-    running = Running("127.0.0.1", 0)
+    running = Listener("127.0.0.1", 0)
     running.run(engine, shutdown_seconds=2, on_start=lambda: print(running.address, flush=True))
 
 

@@ -30,7 +30,7 @@ from osd_hf.cli.main import COMMANDS, MODULES, _asked, main
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
-from osd_hf.server.listener import Running
+from osd_hf.server.listener import Listener
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # by commands that name something in any case
@@ -209,7 +209,7 @@ def store(pair: Path, tmp_path_factory: Any) -> Path:
     return path
 
 
-def asked_a_few_times(running: Running, app: Any, *, on_start: Any, on_stop: Any, shutdown_seconds: float) -> None:
+def asked_a_few_times(running: Listener, app: Any, *, on_start: Any, on_stop: Any, shutdown_seconds: float) -> None:
     """What a server does between its start and its end, without one."""
     running._socket.close()
     on_start()
@@ -261,7 +261,7 @@ def test_a_command_reads_each_setting_that_it_offers(
     if command == "serve":
         close = OnlineAssistant.close
         monkeypatch.setattr(OnlineAssistant, "close", lambda self: self.wait_until_idle(LONG) and close(self))
-        monkeypatch.setattr(Running, "run", asked_a_few_times)
+        monkeypatch.setattr(Listener, "run", asked_a_few_times)
     monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
     monkeypatch.setattr("osd_hf.cli.learn.plot_alpha", lambda *args, **kwargs: None)
     monkeypatch.setattr(OnlineConfig, "__getattribute__", noted, raising=False)

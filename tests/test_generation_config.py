@@ -28,8 +28,7 @@ from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError, UnsupportedGenerationError
 from osd_hf.evaluation.controlled import answer_greedily
 from osd_hf.models import eos_ids
-from osd_hf.server.requests import Asked
-from osd_hf.server.responses import Answer
+from osd_hf.server.openai_api import Answer, CompletionRequest
 from osd_hf.trace import bare_trace
 
 K = 3
@@ -463,7 +462,7 @@ def test_a_server_starts_and_answers_with_stop_strings_in_the_saved_config(tmp_p
     path.write_text(json.dumps({**json.loads(path.read_text()), "stop_strings": [stop]}))
     assistant = opened(settings)
     assert assistant.chat("hello", max_new_tokens=24, do_sample=False) == free[: free.index(stop) + 1]
-    asked = Asked((1, 2), 24, is_chat=True, sampling={})
+    asked = CompletionRequest((1, 2), 24, is_chat=True, sampling={})
     answer = Answer(asked, assistant.tokenizer, assistant.target.generation_config, "tiny")
     answer.push([5, 6])
     assert answer.finish_reason == "stop"  # it ended before it had all of its tokens

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -28,9 +26,6 @@ from processes import ModuleProcess
 from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 from starlette.testclient import TestClient
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
-from tokenizers import models as kinds
-from transformers import PreTrainedTokenizerFast
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
@@ -39,9 +34,17 @@ from osd_hf.cli.main import main
 from osd_hf.cli.serve import ServeSettings, opened, serve_command
 from osd_hf.errors import ConfigError
 from osd_hf.live_learning import LiveLearning
-from osd_hf.server.app import MOST_BODY_BYTES, MOST_DOMAINS, MOST_READERS, Job, Service, left, make_app
-from osd_hf.server.listener import Running
-from osd_hf.server.requests import MOST_LOGIT_BYTES, ApiError, Reader, most_characters, shown
+from osd_hf.server.app import (
+    MAX_BODY_BYTES,
+    MAX_CONCURRENT_READS,
+    MAX_DOMAINS,
+    Job,
+    Service,
+    client_left_error,
+    make_app,
+)
+from osd_hf.server.listener import Listener
+from osd_hf.server.openai_api import MAX_LOGIT_BYTES, ApiError, RequestReader, shorten
 from osd_hf.utils.streaming import Rounds
 
 TOKENIZER = models.tokenizer()
@@ -70,7 +73,7 @@ def client(service: Service) -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def sdk(service: Service) -> Iterator[openai.OpenAI]:
     """OpenAI's own client, of a server that listens."""
-    running = Running("127.0.0.1", 0)
+    running = Listener("127.0.0.1", 0)
     app, how = make_app(service, api_key="k"), {"shutdown_seconds": 5}
     server = threading.Thread(target=running.run, args=(app,), kwargs=how)
     server.start()
@@ -78,14 +81,6 @@ def sdk(service: Service) -> Iterator[openai.OpenAI]:
         yield sdk
     running.stop()
     server.join()
-
-
-def test_what_is_served_is_sent_at_once() -> None:
-    running = Running("127.0.0.1", 0)
-    with socket.create_connection(running._socket.getsockname()), running._socket as listening:
-        accepted, _ = listening.accept()
-        with accepted:  # otherwise the first event of a stream waits until its client has confirmed the headers
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_what_runs_ends_well_where_nobody_reads_that_the_end_begins() -> None:
@@ -106,7 +101,7 @@ def test_what_runs_ends_well_where_nobody_reads_that_the_end_begins() -> None:
         stopping.set()
         raise BrokenPipeError
 
-    running, answers = Running("127.0.0.1", 0), list[str]()
+    running, answers = Listener("127.0.0.1", 0), list[str]()
     server = threading.Thread(
         target=running.run, args=(app,), kwargs={"shutdown_seconds": LONG, "on_stop": stop}, daemon=True
     )
@@ -362,21 +357,11 @@ def test_settings_reach_the_target(service: Service, client: TestClient, monkeyp
     assert {name: first[name] for name in wanted} == wanted
     assert (second["learn"], second["domain"], second["do_sample"]) == (True, None, False)
     assert "sql" in service.assistant.stats_by_domain
-
-
-def test_labels_that_clients_make_up_are_not_counted_without_end(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = Service("tiny", max_queue=2 * MOST_DOMAINS, max_new_tokens=1)
-    other.assistant, other.reader = service.assistant, service.reader
-    monkeypatch.setattr(other, "_answer", lambda job: None)
-
-    async def domains() -> list[str | None]:
-        assert other.reader is not None
-        asked = other.reader.completion({"prompt": "a"})
-        return [other.begin(asked, learn=True, domain=f"{i}").domain for i in (*range(MOST_DOMAINS + 1), 0)]
-
-    assert asyncio.run(domains())[-3:] == [f"{MOST_DOMAINS - 1}", None, "0"]
+    seen.clear()
+    for number in range(MAX_DOMAINS + 1):  # labels that clients make up are bounded
+        client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-osd-domain": f"{number}"})
+    settled(service)
+    assert [kwargs["domain"] for kwargs in seen[-3:]] == [f"{MAX_DOMAINS - 2}", None, None]
 
 
 def test_an_answer_is_there_before_the_draft_learns_from_it(
@@ -406,7 +391,7 @@ def test_an_answer_is_there_before_the_draft_learns_from_it(
 async def told(job: Job) -> tuple[str, ApiError | None]:
     """All that a client is told."""
     text = ""
-    while isinstance(news := await job.told.get(), str):
+    while isinstance(news := await job.updates.get(), str):
         text += news
     return text, news
 
@@ -425,12 +410,8 @@ def test_requests_wait_in_a_line_that_who_leaves_makes_shorter(
         with pytest.raises(ApiError, match="1 requests are waiting") as full:
             service.begin(asked, learn=True, domain=None)
         assert (full.value.status, full.value.code) == (503, "queue_full")
-        second.leave(left())
+        second.leave(client_left_error())
         assert second.answer.ids == []
-        gone = weakref.ref(second)
-        del second
-        gc.collect()
-        assert gone() is None  # with its prompt
         third = service.begin(asked, learn=True, domain=None)
         gate.set()
         expected = alone(service, list(asked.prompt_ids), max_new_tokens=4)
@@ -454,8 +435,8 @@ def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled(service)
-    other, gate, sent = served_beside(service, max_queue=MOST_READERS), threading.Event(), list[Any]()
-    read, loads = Reader.completion, json.loads
+    other, gate, sent = served_beside(service, max_queue=MAX_CONCURRENT_READS), threading.Event(), list[Any]()
+    read, loads = RequestReader.completion, json.loads
 
     def waiting(*args: Any) -> Any:
         assert gate.wait(LONG)
@@ -465,7 +446,7 @@ def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
         assert threading.current_thread() is not threading.main_thread()
         return loads(text)
 
-    monkeypatch.setattr(Reader, "completion", waiting)
+    monkeypatch.setattr(RequestReader, "completion", waiting)
 
     def in_a_thread(work: Any) -> Any:
         sent.append(work)
@@ -477,16 +458,18 @@ def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
     async def line() -> None:
         body = {"prompt": "read", "max_tokens": 2}
         async with asking(other) as client:
-            asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(MOST_READERS + 1)]
+            asked = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(MAX_CONCURRENT_READS + 1)
+            ]
             try:
-                while len(sent) < MOST_READERS and not any(task.done() for task in asked):
+                while len(sent) < MAX_CONCURRENT_READS and not any(task.done() for task in asked):
                     await asyncio.sleep(0)
                 for _ in range(9):  # the last one comes as far as it can
                     await asyncio.sleep(0)
-                assert other.readers == len(asked)
+                assert other.num_reading == len(asked)
                 refused = await client.post("/v1/completions", json=body)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-                assert len(sent) == MOST_READERS
+                assert len(sent) == MAX_CONCURRENT_READS
             finally:
                 gate.set()
             assert [response.status_code for response in await asyncio.gather(*asked)] == [200] * len(asked)
@@ -531,7 +514,7 @@ def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
     client = TestClient(make_app(other, routes=[Route("/more", lambda _: None)]))
     assert client.get("/ready").json() == {"status": "loading"}
     assert client.post("/v1/chat/completions", json={}).status_code == 503
-    whole = {"content": b" " * (MOST_BODY_BYTES + 1), "headers": KEY}
+    whole = {"content": b" " * (MAX_BODY_BYTES + 1), "headers": KEY}
     assert client.post("/v1/completions", **whole).status_code == 503  # before it is read
     other.open(service.assistant)
     assert client.get("/ready").status_code == 200
@@ -547,7 +530,7 @@ def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
             other.begin(asked, learn=True, domain=None)
         assert (late.value.status, late.value.code) == (503, "stopping")
         assert not job.is_left.is_set()
-        other.cut()
+        other.cancel_all()
         text, why = await told(job)
         assert why is not None
         assert why.status == 503
@@ -670,7 +653,7 @@ def test_a_chat_may_hold_tool_calls_and_null_content(service: Service, client: T
     assert response.json()["choices"][0]["message"]["content"] == expected
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = "{{ messages[1].tool_calls[0].function.arguments.x }}{{ messages[2].tool_call_id }}"
-    asked = Reader("tools", target_of(service), tokenizer, TOKENS).chat(body)
+    asked = RequestReader("tools", target_of(service), tokenizer, TOKENS).chat(body)
     assert tokenizer.decode(asked.prompt_ids) == "1c"
 
 
@@ -701,7 +684,7 @@ def test_a_last_message_of_the_assistant_is_continued_if_asked(service: Service)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}e{% endfor %}{{ 'P' if add_generation_prompt }}"
     )
-    reader = Reader("tiny", target_of(service), tokenizer, TOKENS)
+    reader = RequestReader("tiny", target_of(service), tokenizer, TOKENS)
     body = CHAT | {"messages": [*user("a"), {"role": "assistant", "content": "b"}]}
     for more, expected in (({}, "aebeP"), ({"continue_final_message": True, "add_generation_prompt": False}, "aeb")):
         assert TOKENIZER.decode(reader.chat(body | more).prompt_ids) == expected
@@ -719,7 +702,7 @@ def test_the_server_has_settings_of_the_chat_template_that_a_request_can_change(
         (models.tokenizer(), {"mark": "M"}, "has no chat template"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Reader("tiny", target_of(service), tokenizer, TOKENS, chat_template_kwargs=kwargs)
+            RequestReader("tiny", target_of(service), tokenizer, TOKENS, chat_template_kwargs=kwargs)
 
 
 def test_values_that_change_nothing_hold_whatever_the_target_says_by_itself(
@@ -746,49 +729,6 @@ def test_values_that_change_nothing_hold_whatever_the_target_says_by_itself(
     assert "min_p" not in service.reader.chat(body | {"min_p": None, "temperature": 1.0}).sampling
 
 
-def of_bytes(normalizer: Any = None, **added: Any) -> PreTrainedTokenizerFast:
-    """One token a byte, and two of 12 characters, of which one has to be normalized."""
-    backend = Tokenizer(kinds.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    backend.pre_tokenizer, backend.normalizer = pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer
-    backend.add_special_tokens([AddedToken("<|im_start|>", **added)])
-    backend.add_tokens([AddedToken("é" * 12, normalized=True)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_and_no_other(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = Reader("bytes", target_of(service), of_bytes(normalizers.NFC()), TOKENS)
-    monkeypatch.setattr(reader, "_vocab_size", 300)  # which its ids are looked at against
-    for text in ("<|im_start|>" * 255, "e\u0301" * 12 * 255, "é" * 12 * 255):
-        assert len(reader.completion({"prompt": text, "max_tokens": 1}).prompt_ids) == 255
-    with pytest.raises(ApiError, match="the prompt has 257 tokens"):
-        reader.completion({"prompt": "a" * 257})
-    reader._tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    monkeypatch.setattr(type(reader._tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("It was cut."))
-    for read, body in ((reader.completion, {"prompt": "a" * 3073}), (reader.chat, {"messages": user("a" * 3073)})):
-        with pytest.raises(ApiError, match="the prompt has 3073 characters, which do not fit") as long:
-            read(body)
-        assert long.value.code == "context_length_exceeded"
-
-
-def test_where_a_token_may_stand_for_any_length_nothing_is_refused_by_it() -> None:
-    assert most_characters(of_bytes()) == 12
-    spaces, words = of_bytes(), PreTrainedTokenizerFast(tokenizer_object=Tokenizer(kinds.WordLevel({"a": 0}, "a")))
-    kept = spaces.backend_tokenizer.pre_tokenizer
-    spaces.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), kept])
-    for tokenizer in (TOKENIZER, of_bytes(lstrip=True), of_bytes(rstrip=True), spaces, words, object()):
-        assert most_characters(tokenizer) is None
-    known = Tokenizer(kinds.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>"))
-    assert most_characters(PreTrainedTokenizerFast(tokenizer_object=known)) == 5
-    known.model.fuse_unk = True
-    assert most_characters(PreTrainedTokenizerFast(tokenizer_object=known)) is None
-    # Bytes that are missing are left out.
-    some = of_bytes().backend_tokenizer
-    some.model = kinds.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet())[:100])}, [])
-    assert most_characters(PreTrainedTokenizerFast(tokenizer_object=some)) is None
-
-
 def test_what_is_refused_is_shown_in_part(client: TestClient) -> None:
     response = client.post("/v1/completions", json={"prompt": "a", "model": "m" * 1000})
     assert len(response.json()["error"]["message"]) < 200
@@ -800,7 +740,7 @@ def test_what_is_refused_is_shown_in_part(client: TestClient) -> None:
             Counted.written += 1
             return "x"
 
-    assert len(shown([Counted()] * 1000)) <= 100
+    assert len(shorten([Counted()] * 1000)) <= 100
     assert Counted.written < 10
 
 
@@ -823,7 +763,7 @@ def test_a_chat_without_a_length_has_what_fits(service: Service, client: TestCli
 
 
 def test_bodies_that_are_none_and_addresses_that_are_none(client: TestClient) -> None:
-    for content, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b" " * (MOST_BODY_BYTES + 1), 413)):
+    for content, status in ((b"{", 400), (b"[]", 400), (b"\xff", 400), (b" " * (MAX_BODY_BYTES + 1), 413)):
         response = client.post("/v1/completions", content=content)
         assert response.status_code == status
         assert response.json()["error"].keys() == {"message", "type", "param", "code"}
@@ -844,13 +784,15 @@ def test_headers_are_looked_at(client: TestClient) -> None:
 
 
 def test_a_tokenizer_without_a_chat_template_and_rows_that_do_not_fit(service: Service) -> None:
-    reader = Reader("plain", target_of(service), models.tokenizer(), TOKENS)
+    reader = RequestReader("plain", target_of(service), models.tokenizer(), TOKENS)
     with pytest.raises(ApiError, match="has no chat template"):
         reader.chat(CHAT)
-    config = target_of(service).config.__class__(vocab_size=MOST_LOGIT_BYTES // 4)  # one row fits
+    config = target_of(service).config.__class__(vocab_size=MAX_LOGIT_BYTES // 4)  # one row fits
     wide = SimpleNamespace(config=config, generation_config=target_of(service).generation_config)
     with pytest.raises(ApiError, match="may be 1 at most with `logprobs`"):
-        Reader("wide", wide, models.tokenizer(), TOKENS).completion({"prompt": "a", "logprobs": 1, "max_tokens": 2})
+        RequestReader("wide", wide, models.tokenizer(), TOKENS).completion(
+            {"prompt": "a", "logprobs": 1, "max_tokens": 2}
+        )
 
 
 def test_what_fails_is_told_and_logged(
@@ -903,7 +845,7 @@ def test_without_a_key_it_is_for_this_machine_or_says_that_it_is_not(
 ) -> None:
     statuses = list[int]()
 
-    def looked_at(running: Running, app: Any, *, on_start: Any, **_: Any) -> None:
+    def looked_at(running: Listener, app: Any, *, on_start: Any, **_: Any) -> None:
         running._socket.close()
         on_start()
         on_start.__self__.join()  # the thread that loads
@@ -912,7 +854,7 @@ def test_without_a_key_it_is_for_this_machine_or_says_that_it_is_not(
         )
 
     monkeypatch.setattr("osd_hf.cli.serve.opened", lambda _: 1 / 0)
-    monkeypatch.setattr(Running, "run", looked_at)
+    monkeypatch.setattr(Listener, "run", looked_at)
     with pytest.raises(ZeroDivisionError):
         serve_command(read_arguments(ServeSettings, ["--bundled", "--port", "0", *flags], prog="osd-hf serve"))
     assert statuses == [status, 200]
@@ -934,7 +876,7 @@ def test_a_key_is_one_that_clients_can_send(key: str, tmp_path: Path) -> None:
 def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 
-    def stopped(running: Running, app: Any, *, on_start: Callable[[], object], **_: Any) -> None:
+    def stopped(running: Listener, app: Any, *, on_start: Callable[[], object], **_: Any) -> None:
         running._socket.close()
         on_start()
 
@@ -943,7 +885,7 @@ def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.Monk
         raise SystemExit(code)
 
     monkeypatch.setattr("osd_hf.cli.serve.opened", lambda _: gate.wait(LONG))
-    monkeypatch.setattr(Running, "run", stopped)
+    monkeypatch.setattr(Listener, "run", stopped)
     monkeypatch.setattr(os, "_exit", ended)
     with pytest.raises(SystemExit) as end:
         main(["serve", "--bundled", "--port", "0"])

@@ -84,7 +84,7 @@ def proxy_command(settings: ProxySettings) -> int:
     counts = ProxyCounts()
     by_url = {url: Upstream(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
     module: Any = importlib.import_module("osd_hf.server.listener")
-    running = module.Running(settings.host, settings.port)
+    running = module.Listener(settings.host, settings.port)
     reader = settings.read_target()[1]
     with settings.open_store() as store:  # by which what is wrong with it is told here
         writer = AnswerWriterProcess(reader, store)

@@ -110,7 +110,7 @@ def serve_command(settings: ServeSettings) -> int:
         settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn,
         chat_template_kwargs=settings.chat_template_kwargs,
     )  # fmt: skip
-    address = running.Running(settings.host, settings.port)
+    address = running.Listener(settings.host, settings.port)
     if key is None and not address.is_local:
         logger.warning(
             "Other machines can reach %s, and no key is asked for: give one by --api-key-file.", address.address

@@ -1,4 +1,4 @@
-"""A server as OpenAI's API has it: an assistant answers one request after another, and learns while it serves."""
+"""An OpenAI-compatible server: an assistant answers one request after another, and learns while it serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import hmac
 import json
 import logging
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -28,90 +27,124 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.errors import OSDError
 from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.models import unwrap
-from osd_hf.server.requests import ApiError, Asked, Reader, check_model, refuse, shown
-from osd_hf.server.responses import Answer, StopText, server_sent
+from osd_hf.server.openai_api import (
+    Answer,
+    ApiError,
+    CompletionRequest,
+    RequestReader,
+    StopText,
+    check_model,
+    event,
+    refuse,
+    shorten,
+)
 from osd_hf.utils.streaming import Rounds, Stop
 
+__all__ = ["Job", "Service", "make_app"]
+
+MAX_BODY_BYTES = 8 << 20
+MAX_CONCURRENT_READS = 2  # tokenizing a long body takes a processor
+MAX_DOMAINS = 64  # labels with statistics of their own, because clients choose them
+MAX_DOMAIN_CHARACTERS = 64
+LEARN_HEADER, DOMAIN_HEADER = "x-osd-learn", "x-osd-domain"
+
 logger = logging.getLogger(__name__)
-
-MOST_BODY_BYTES = 8 << 20
-MOST_READERS = 2  # bodies that are read at a time: long ones take a processor each, and memory
-MOST_DOMAINS = 64  # labels that are counted apart: clients name them
-LEARN, DOMAIN = "x-osd-learn", "x-osd-domain"  # headers
-
-MOST_CHARACTERS = 64  # of a label
+Update = str | ApiError | None  # a piece of text, an error, or the end of the answer
 
 
-def stopping() -> ApiError:
-    """What a request is answered that comes too late."""
+def stopping_error() -> ApiError:
+    """Return the error for requests that come while the server stops."""
     return ApiError(503, "The server is stopping. Send the request again, a little later.", code="stopping")
 
 
-def left() -> ApiError:
-    """What a client would be answered that is gone."""
+def client_left_error() -> ApiError:
+    """Return the error for a client that has left, which nobody reads."""
     return ApiError(499, "The client has left.")
 
 
 class Job:
-    """One request on its way. What its client is told next stands in `told`: a piece of text, `None` when the answer
-    is whole, or why there is none."""
+    """
+    A request that waits, is answered, or is learned from.
+
+    Attributes:
+        updates (`asyncio.Queue`): What the client gets next.
+        is_left (`threading.Event`): Set when nobody waits for the answer any more.
+        is_answered (`bool`): Whether the client has the answer. The draft may still learn from it.
+        future (`Future`): Done when the draft has learned, or when the job is canceled.
+    """
 
     def __init__(self, answer: Answer, learn: bool, domain: str | None) -> None:
-        self.answer, self.learn, self.domain = answer, learn, domain
-        self.told: asyncio.Queue[str | ApiError | None] = asyncio.Queue()
+        self.answer = answer
+        self.learn = learn
+        self.domain = domain
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()
         self.is_left = threading.Event()
-        self.is_answered = False  # it may be learned from still
-        self.future: Future[None] = Future()
+        self.is_answered = False
+        self.future: Future[None]
         self._loop = asyncio.get_running_loop()
 
-    def tell(self, news: str | ApiError | None) -> None:
-        """Tell the client, from any thread."""
-        self.is_answered = self.is_answered or not isinstance(news, str)
-        with contextlib.suppress(RuntimeError):  # of a loop that has ended, and nobody listens
-            self._loop.call_soon_threadsafe(self.told.put_nowait, news)
+    def send(self, update: Update) -> None:
+        """Send an update to the client, from any thread."""
+        self.is_answered = self.is_answered or not isinstance(update, str)
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self.updates.put_nowait, update)
 
-    def leave(self, why: ApiError) -> None:
-        """Answer no further, in the event loop: within a round, or never where it has not begun."""
+    def leave(self, reason: ApiError) -> None:
+        """Stop the job, in the event loop: within a round if it runs, at once if it waits."""
         self.is_left.set()
         self.future.cancel()
-        self.told.put_nowait(why)
+        self.updates.put_nowait(reason)
 
 
 class Service:
     """
-    Answers requests, one after another, by a thread of its own: the event loop only waits.
+    Answers requests one after another in a thread.
 
     Args:
-        name (`str`): The model that is served, as clients name it.
-        max_queue (`int`): Requests that may wait; further ones are refused.
-        max_new_tokens (`int`): Of an answer to a chat that says nothing of it.
+        name (`str`): Name of the served model.
+        max_queue (`int`): Maximum number of waiting requests; others are refused.
+        max_new_tokens (`int`): Maximum length of a chat's answer if the request does not say one.
         learn (`bool`, *optional*, defaults to `True`): Whether the draft learns from requests.
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
-            Settings of the chat template; those of a request go before them.
+            Arguments of the chat template; those of a request take precedence.
+
+    Attributes:
+        assistant (`OnlineAssistant`, *optional*): `None` while it is loaded.
+        jobs (`set[Job]`): The waiting requests, and the one that is answered or learned from.
+        num_reading (`int`): Requests whose bodies are being read.
     """
 
     def __init__(
-        self, name: str, *, max_queue: int, max_new_tokens: int, learn: bool = True,
+        self,
+        name: str,
+        *,
+        max_queue: int,
+        max_new_tokens: int,
+        learn: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        self.name, self.max_queue, self.learn = name, max_queue, learn
+    ) -> None:
+        self.name = name
+        self.max_queue = max_queue
+        self.learn = learn
+        self.assistant: OnlineAssistant | None = None
+        self.reader: RequestReader | None = None
+        self.is_stopping = False
+        self.jobs: set[Job] = set()
+        self.num_reading = 0
         self._template_kwargs = chat_template_kwargs
         self._max_new_tokens = max_new_tokens
-        self.assistant: OnlineAssistant | None = None
-        self.reader: Reader | None = None
-        self.is_stopping = False
-        self.jobs: set[Job] = set()  # those that wait, and the one that is answered or learned from
-        self.readers = 0  # requests that are being read, and are no jobs yet
-        self._line: deque[Job] = deque()  # those that wait
         self._domains: set[str] = set()
         self._worker = ThreadPoolExecutor(1, "osd_hf-answers")
 
     def open(self, assistant: OnlineAssistant) -> None:
-        """Serve this assistant, which has a tokenizer, from now on."""
-        self.reader = Reader(
-            self.name, unwrap(assistant.target), assistant.tokenizer, self._max_new_tokens,
+        """Start to serve an assistant, which must have a tokenizer."""
+        self.reader = RequestReader(
+            self.name,
+            unwrap(assistant.target),
+            assistant.tokenizer,
+            self._max_new_tokens,
             chat_template_kwargs=self._template_kwargs,
-        )  # fmt: skip
+        )
         self.assistant = assistant
 
     @property
@@ -120,112 +153,104 @@ class Service:
         return "stopping" if self.is_stopping else "loading" if self.assistant is None else "ready"
 
     def check(self) -> None:
-        """Raises ApiError where no request can begin now."""
+        """Raise ApiError if no request can be accepted now."""
         if self.state == "loading":
             raise ApiError(503, "The model is being loaded. Try again a little later.", code="loading")
         if self.state == "stopping":
-            raise stopping()
-        if self.readers + sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
+            raise stopping_error()
+        if self.num_reading + sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
             raise ApiError(503, f"{self.max_queue} requests are waiting. Try again a little later.", code="queue_full")
 
-    def begin(self, asked: Asked, *, learn: bool, domain: str | None) -> Job:
-        """Put a request into the line, in the event loop; raises ApiError where that cannot be."""
+    def begin(self, request: CompletionRequest, *, learn: bool, domain: str | None) -> Job:
+        """Queue a request, in the event loop; raises ApiError if it cannot be accepted."""
         self.check()
-        if domain is not None and domain not in self._domains:
-            if len(self._domains) < MOST_DOMAINS:
-                self._domains.add(domain)
-            else:
-                domain = None
         assert self.assistant is not None
+        if domain is not None and len(self._domains | {domain}) > MAX_DOMAINS:
+            domain = None
+        elif domain is not None:
+            self._domains.add(domain)
         config = unwrap(self.assistant.target).generation_config
-        job = Job(Answer(asked, self.assistant.tokenizer, config, self.name), learn and self.learn, domain)
+        job = Job(Answer(request, self.assistant.tokenizer, config, self.name), learn and self.learn, domain)
         self.jobs.add(job)
-        self._line.append(job)
-        job.future.add_done_callback(lambda _: self._forget(job))
-        self._worker.submit(self._answer_next)  # which does not hold the job: one that is left is let go of at once
+        job.future = self._worker.submit(self._answer, job)
+        job.future.add_done_callback(lambda _: self.jobs.discard(job))
         return job
 
-    def _forget(self, job: Job) -> None:
-        self.jobs.discard(job)
-        with contextlib.suppress(ValueError):
-            self._line.remove(job)
-
-    def _answer_next(self) -> None:
-        """Answer the first of those that wait, if there is one still, in the thread that does."""
-        try:
-            job = self._line.popleft()
-        except IndexError:
-            return
-        if job.future.set_running_or_notify_cancel():
-            try:
-                self._answer(job)
-            finally:
-                job.future.set_result(None)
-
     def _answer(self, job: Job) -> None:
-        """Answer a request, in the thread that does."""
+        """Answer a request, in the worker thread."""
         try:
             self._generate(job)
         except OSDError as error:
-            job.tell(ApiError(400, str(error)))
+            job.send(ApiError(400, str(error)))
         except Exception as error:
             logger.exception("A request failed.")
-            job.tell(ApiError(500, f"The request failed ({type(error).__name__}); the server's log says more."))
+            job.send(ApiError(500, f"The request failed ({type(error).__name__}); the server's log says more."))
 
     def _generate(self, job: Job) -> None:
-        assistant, answer, asked = self.assistant, job.answer, job.answer.asked
+        assistant, answer, request = self.assistant, job.answer, job.answer.request
         assert assistant is not None
-        target, tokenizer, ids = unwrap(assistant.target), assistant.tokenizer, torch.tensor([asked.prompt_ids])
-        needs_rows, is_seeded = asked.logprobs is not None, asked.seed is not None and asked.sampling["do_sample"]
+        target, tokenizer = unwrap(assistant.target), assistant.tokenizer
+        input_ids = torch.tensor([request.prompt_ids])
+        needs_logits = request.logprobs is not None
+        is_seeded = request.seed is not None and request.sampling["do_sample"]
 
-        def ended() -> None:
-            job.tell(answer.end())
-            if not needs_rows:
-                job.tell(None)  # whoever waits has the answer before the draft learns from it
+        def on_end() -> None:
+            job.send(answer.end())
+            if not needs_logits:
+                job.send(None)  # the client has the answer before the draft learns from it
 
         criteria = StoppingCriteriaList([Stop(job.is_left)])
-        if asked.stop:
-            start = 1 if target.config.is_encoder_decoder else ids.shape[1]
-            criteria.append(StopText(tokenizer, asked.stop, start))
-        more = {**asked.sampling, **pad_setting(target)}
-        if needs_rows:
-            more |= {"output_logits": True, "return_dict_in_generate": True}
+        if request.stop:
+            start = 1 if target.config.is_encoder_decoder else input_ids.shape[1]
+            criteria.append(StopText(tokenizer, request.stop, start))
+        settings = {**request.sampling, **pad_setting(target)}
+        if needs_logits:
+            settings |= {"output_logits": True, "return_dict_in_generate": True}
         if is_seeded:
-            torch.manual_seed(asked.seed)
-            more["num_assistant_tokens"] = 0  # with a draft, how much is drawn depends on what it has learned
+            torch.manual_seed(request.seed)
+            settings["num_assistant_tokens"] = 0  # with a draft, the number of draws depends on what it has learned
         try:
             output = assistant.generate(
-                ids, attention_mask=torch.ones_like(ids), domain=job.domain, learn=job.learn, owner=asked.owner,
-                streamer=Rounds(lambda new: job.tell(answer.push(new)), ended), stopping_criteria=criteria,
-                max_new_tokens=asked.max_new_tokens, **more,
-            )  # fmt: skip
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                domain=job.domain,
+                learn=job.learn,
+                owner=request.owner,
+                streamer=Rounds(lambda ids: job.send(answer.push(ids)), on_end),
+                stopping_criteria=criteria,
+                max_new_tokens=request.max_new_tokens,
+                **settings,
+            )
         finally:
             if is_seeded:
-                torch.seed()  # the next answers are not to follow from it
-        if needs_rows:
-            answer.tell_logprobs(output.logits)
-            job.tell(None)
+                torch.seed()  # later answers must not depend on it
+        if needs_logits:
+            answer.set_logprobs(output.logits)
+            job.send(None)
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- stopping ---------------------------------------------------------------------------------------------------
 
     def stop(self, seconds: float) -> None:
-        """Begin the end, in the event loop: nothing begins any more, and what is there has some seconds to end."""
+        """Refuse new requests, and cancel the others after some seconds; called in the event loop."""
         self.is_stopping = True
         if self.assistant is not None:
             self.assistant.pause()
-        asyncio.get_running_loop().call_later(seconds, self.cut)
+        asyncio.get_running_loop().call_later(seconds, self.cancel_all)
 
-    def cut(self) -> None:
-        """Leave all requests that are there, in the event loop."""
+    def cancel_all(self) -> None:
+        """Cancel all requests; called in the event loop."""
         for job in list(self.jobs):
-            job.leave(stopping())
+            job.leave(stopping_error())
 
     def close(self) -> None:
-        """Wait for the request that is ending, then for learning, and save the session where it is kept. Raises
-        LearnerError as [`~OnlineAssistant.close`] does."""
+        """
+        Wait for the running request and for learning, and save the session if it has a folder.
+
+        Raises:
+            LearnerError: see [`~OnlineAssistant.close`].
+        """
         for job in list(self.jobs):
             job.is_left.set()
-            job.future.cancel()
         self._worker.shutdown(cancel_futures=True)
         if self.assistant is not None:
             self.assistant.close()
@@ -234,12 +259,11 @@ class Service:
 # --- HTTP -----------------------------------------------------------------------------------------------------------
 
 
-class _Api:
-    """What is done at each address."""
-
+class _Endpoints:
     def __init__(self, service: Service, key: str | None) -> None:
-        self.service, self._key = service, key
-        self._reading = asyncio.Semaphore(MOST_READERS)
+        self.service = service
+        self._key = key
+        self._reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -250,61 +274,65 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        asked = request.path_params.get("name")
-        if asked:
-            check_model(asked, self.service.name)
+        name = request.path_params.get("name")
+        if name:
+            check_model(name, self.service.name)
         model = {"id": self.service.name, "object": "model", "created": 0, "owned_by": "osd_hf"}
-        return JSONResponse(model if asked else {"object": "list", "data": [model]})
+        return JSONResponse(model if name else {"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
-        return await self._answered(request, lambda reader, body: reader.chat(body))
+        return await self._complete(request, lambda reader, body: reader.chat(body))
 
     async def completion(self, request: Request) -> Response:
-        return await self._answered(request, lambda reader, body: reader.completion(body))
+        return await self._complete(request, lambda reader, body: reader.completion(body))
 
-    async def _answered(self, request: Request, read: Callable[[Reader, dict[str, Any]], Asked]) -> Response:
+    async def _complete(
+        self, request: Request, read: Callable[[RequestReader, dict[str, Any]], CompletionRequest]
+    ) -> Response:
         self._check_key(request)
         kind = request.headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != "application/json":  # what a web page may send to any address
-            message = f"The body must come as `content-type: application/json`, got {shown(kind)}."
+        if kind.partition(";")[0].strip().lower() != "application/json":  # a web page may send other types anywhere
+            message = f"The body must come as `content-type: application/json`, got {shorten(kind)}."
             raise ApiError(415, message, code="unsupported_media_type")
         self.service.check()
-        text = await _body(request)
-        learn, domain = request.headers.get(LEARN, "true").lower(), request.headers.get(DOMAIN) or None
+        body = await _read_body(request)
+        learn, domain = request.headers.get(LEARN_HEADER, "true").lower(), request.headers.get(DOMAIN_HEADER) or None
         if learn not in ("true", "false"):
-            refuse(LEARN, "must be true or false", learn)
-        if domain is not None and not (domain.isprintable() and len(domain) <= MOST_CHARACTERS):
-            refuse(DOMAIN, f"must have at most {MOST_CHARACTERS} characters", domain)
-        asked = await self._read(text, read)
-        job = self.service.begin(asked, learn=learn == "true", domain=domain)
-        watching, is_told_on = asyncio.create_task(_watch(request, job)), False
+            refuse(LEARN_HEADER, "must be true or false", learn)
+        if domain is not None and not (domain.isprintable() and len(domain) <= MAX_DOMAIN_CHARACTERS):
+            refuse(DOMAIN_HEADER, f"must have at most {MAX_DOMAIN_CHARACTERS} characters", domain)
+        completion_request = await self._read(body, read)
+        job = self.service.begin(completion_request, learn=learn == "true", domain=domain)
+        watch, is_streaming = asyncio.create_task(_watch(request, job)), False
         try:
-            told = await job.told.get()
-            if asked.is_stream and not isinstance(told, ApiError):  # what is wrong at once has its status
-                told_on, headers = _stream(job, told, watching), {"cache-control": "no-cache"}
-                is_told_on = True
-                return StreamingResponse(told_on, headers=headers, media_type="text/event-stream")
-            while isinstance(told, str):
-                told = await job.told.get()
+            update = await job.updates.get()
+            if completion_request.is_stream and not isinstance(update, ApiError):
+                is_streaming = True
+                headers = {"cache-control": "no-cache"}
+                return StreamingResponse(_stream(job, update, watch), headers=headers, media_type="text/event-stream")
+            while isinstance(update, str):
+                update = await job.updates.get()
         finally:
-            if not is_told_on:
-                watching.cancel()
-                job.leave(left())
-        if isinstance(told, ApiError):
-            raise told
-        return JSONResponse(job.answer.body)
+            if not is_streaming:
+                watch.cancel()
+                job.leave(client_left_error())
+        if isinstance(update, ApiError):
+            raise update
+        return JSONResponse(job.answer.body())
 
-    async def _read(self, text: bytearray, read: Callable[[Reader, dict[str, Any]], Asked]) -> Asked:
-        """What a body asks for, read in a thread: the event loop goes on. Raises ApiError."""
+    async def _read(
+        self, body: bytearray, read: Callable[[RequestReader, dict[str, Any]], CompletionRequest]
+    ) -> CompletionRequest:
+        """Read a body in a thread, because long prompts take time."""
         self.service.check()
         reader = self.service.reader
         assert reader is not None
-        self.service.readers += 1
+        self.service.num_reading += 1
         try:
             async with self._reading:
-                return await run_in_threadpool(lambda: read(reader, _parsed(text)))
+                return await run_in_threadpool(lambda: read(reader, _parse(body)))
         finally:
-            self.service.readers -= 1
+            self.service.num_reading -= 1
 
     def _check_key(self, request: Request) -> None:
         if self._key is None:
@@ -315,85 +343,92 @@ class _Api:
             raise ApiError(401, message, code="invalid_api_key")
 
 
-async def _body(request: Request) -> bytearray:
-    """The body of a request; raises ApiError where it is too long."""
-    text = bytearray()
+async def _read_body(request: Request) -> bytearray:
+    body = bytearray()
     async for part in request.stream():
-        text += part
-        if len(text) > MOST_BODY_BYTES:
-            raise ApiError(413, f"The body has more than {MOST_BODY_BYTES:,} bytes.", code="body_too_large")
-    return text
-
-
-def _parsed(text: bytearray) -> dict[str, Any]:
-    """The JSON object of a body; raises ApiError."""
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The body is no JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"The body must be a JSON object, got a {type(body).__name__}.")
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"The body has more than {MAX_BODY_BYTES:,} bytes.", code="body_too_large")
     return body
 
 
+def _parse(body: bytearray) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The body is no JSON: {error}.") from None
+    if not isinstance(parsed, dict):
+        raise ApiError(400, f"The body must be a JSON object, got a {type(parsed).__name__}.")
+    return parsed
+
+
 async def _watch(request: Request, job: Job) -> None:
-    """Leave the request when its client does."""
+    """Leave the job when its client leaves."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.leave(left())
+    job.leave(client_left_error())
 
 
-async def _stream(job: Job, told: str | ApiError | None, watching: asyncio.Task[None]) -> AsyncIterator[str]:
-    """The events of an answer while it grows, of which the first piece is there."""
+async def _stream(job: Job, update: Update, watch: asyncio.Task[None]) -> AsyncIterator[str]:
+    """Yield the events of an answer, whose first update has come."""
     answer = job.answer
     try:
-        yield answer.first()
-        while isinstance(told, str):
-            yield answer.event(told)
-            told = await job.told.get()
-        yield answer.last() if told is None else server_sent(told.body)
+        yield answer.first_event()
+        while isinstance(update, str):
+            yield answer.text_event(update)
+            update = await job.updates.get()
+        yield answer.last_events() if update is None else event(update.body)
     finally:
-        watching.cancel()
-        job.leave(left())
+        watch.cancel()
+        job.leave(client_left_error())
 
 
 def make_app(
     service: Service, *, api_key: str | None = None, hosts: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
     """
-    The application of a service.
+    Return the application of a service.
 
     Args:
-        service (`Service`): What answers; it may still be loading.
-        api_key (`str`, *optional*): What clients must send for everything under `/v1`.
-        hosts (`Sequence[str]`, *optional*): The names by which it may be addressed, as the header `host` says; any by
-            default. Without a key they keep out web pages whose own name leads to this machine.
-        routes (`Sequence[BaseRoute]`, *optional*): What else is served.
+        service (`Service`): Answers the requests; it may still be loading.
+        api_key (`str`, *optional*): Key that clients must send for everything under `/v1`.
+        hosts (`Sequence[str]`, *optional*):
+            Allowed values of the header `host`; any by default. Without a key, they keep out web pages whose name
+            leads to this machine (DNS rebinding).
+        routes (`Sequence[BaseRoute]`, *optional*): Other routes.
     """
-    api = _Api(service, api_key)
+    endpoints = _Endpoints(service, api_key)
 
-    def told(_: Request, error: Exception) -> Response:
+    def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 503 else None)
 
-    def unknown(request: Request, error: Exception) -> Response:
+    def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}."
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
-    def gone(_: Request, error: Exception) -> Response:
-        return JSONResponse(left().body, left().status)
+    def on_disconnect(_: Request, error: Exception) -> Response:
+        return JSONResponse(client_left_error().body, client_left_error().status)
 
-    def failed(_: Request, error: Exception) -> Response:
+    def on_failure(_: Request, error: Exception) -> Response:
         return JSONResponse(ApiError(500, f"The request failed ({type(error).__name__}).").body, 500)
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-            Route("/v1/completions", api.completion, methods=["POST"]),
-            Route("/v1/models", api.models), Route("/v1/models/{name:path}", api.models),
-            Route("/health", api.health), Route("/ready", api.ready), *routes,
+            Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+            Route("/v1/completions", endpoints.completion, methods=["POST"]),
+            Route("/v1/models", endpoints.models),
+            Route("/v1/models/{name:path}", endpoints.models),
+            Route("/health", endpoints.health),
+            Route("/ready", endpoints.ready),
+            *routes,
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)] if hosts else [],
-        exception_handlers={ApiError: told, HTTPException: unknown, ClientDisconnect: gone, Exception: failed},
-    )  # fmt: skip
+        exception_handlers={
+            ApiError: on_api_error,
+            HTTPException: on_http_error,
+            ClientDisconnect: on_disconnect,
+            Exception: on_failure,
+        },
+    )

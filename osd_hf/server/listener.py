@@ -1,4 +1,4 @@
-"""A web application at an address until a signal ends it: then nothing begins any more, and what runs may end."""
+"""Serve a web application until a signal ends it, and let running requests finish."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ import uvicorn
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["Running"]
+__all__ = ["Listener"]
 
 
-def nothing() -> None:
-    """Do nothing."""
+def _do_nothing() -> None:
+    pass
 
 
-class Running:
+class Listener:
     """
-    An address where an application is to be served. It is taken at once, so that one that cannot be had is refused
-    before models are loaded.
+    An address where an application will be served.
+
+    The address is bound at once, so that an error comes before models are loaded.
 
     Args:
-        host (`str`), port (`int`): Where to listen; port 0 is a free one.
+        host (`str`), port (`int`): Where to listen; port 0 selects a free one.
 
     Raises:
-        ConfigError: nobody can listen there.
+        ConfigError: the address cannot be bound.
+
+    Attributes:
+        address (`str`): The URL.
+        is_local (`bool`): Whether only this machine can connect.
     """
 
     def __init__(self, host: str, port: int) -> None:
         try:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-            self.is_local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback  # for this machine alone
+            self.is_local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
             self._socket = socket.create_server((str(place[0]), int(place[1])), family=family)
-            # For the connections that it accepts, too: the first event of a stream would wait for its client to
-            # confirm the headers, which takes 40 ms. asyncio sees to that for sockets of its own making alone.
+            # Also for accepted connections: otherwise the first event of a stream waits 40 ms until its client
+            # confirms the headers. asyncio sets it only for sockets that it makes.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError) as error:
             raise ConfigError(
@@ -52,42 +57,57 @@ class Running:
         self._server: _Server | None = None
 
     def run(
-        self, app: Any, *, shutdown_seconds: float, on_start: Callable[[], object] = nothing,
-        on_stop: Callable[[], object] = nothing,
-    ) -> None:  # fmt: skip
+        self,
+        app: Any,
+        *,
+        shutdown_seconds: float,
+        on_start: Callable[[], object] = _do_nothing,
+        on_stop: Callable[[], object] = _do_nothing,
+    ) -> None:
         """
-        Serve until SIGTERM, SIGINT or [`~Running.stop`], then return. Connections are accepted no more then; requests
-        that are running have some seconds to end, and are cancelled after that. A second signal cancels them at once.
-        In another thread than the main one no signal is heeded.
+        Serve until SIGTERM, SIGINT or [`~Listener.stop`].
+
+        Then no connections are accepted, running requests have some seconds to finish, and are canceled after that. A
+        second signal cancels them at once. Signals are only handled in the main thread.
 
         Args:
-            app (`Any`): An ASGI application, with a lifespan.
-            shutdown_seconds (`float`): What running requests have to end.
-            on_start (`Callable[[], object]`, *optional*): Called when the address answers, in the event loop.
-            on_stop (`Callable[[], object]`, *optional*): Called when the end begins, in the event loop. Should it fail
-                to say so, as nobody reads it any more, requests still have their time.
+            app (`Any`): An ASGI application with a lifespan.
+            shutdown_seconds (`float`): Time for running requests.
+            on_start (`Callable[[], object]`, *optional*): Called in the event loop when the address answers.
+            on_stop (`Callable[[], object]`, *optional*):
+                Called in the event loop when stopping begins. An `OSError` is ignored, such as that of a closed pipe.
         """
         config = uvicorn.Config(
-            app, lifespan="on", ws="none", log_config=None, access_log=False, server_header=False,
-            proxy_headers=False,  # whose client is asked for nowhere
+            app,
+            lifespan="on",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=math.ceil(shutdown_seconds),
-        )  # fmt: skip
+        )
         self._server = _Server(config, on_start, on_stop)
         self._server.should_exit = self._is_stopped
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(self._server.serve(sockets=[self._socket]))
 
     def stop(self) -> None:
-        """End as a signal does, from any thread, also before it has begun."""
+        """Stop as after a signal, from any thread, also before [`~Listener.run`]."""
         self._is_stopped = True
         if self._server is not None:
             self._server.should_exit = True
+
+    def close(self) -> None:
+        """Release the address without serving."""
+        self._socket.close()
 
 
 class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], object], on_stop: Callable[[], object]) -> None:
         super().__init__(config)
-        self._on_start, self._on_stop = on_start, on_stop
+        self._on_start = on_start
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -99,6 +119,6 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn's own raises the signal again in the end, by which the process would end, and not well.
+        # uvicorn's own method raises the signal again in the end, so the process would not exit with code 0.
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes: the figures of an assistant, of a proxy's counts, and of a learner (extra `serve`)."""
+"""Figures of an assistant, a proxy, and a learner for Prometheus (extra `serve`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:  # an extra
 __all__ = ["assistant_metrics", "learner_metrics", "metrics_route", "metrics_text", "proxy_metrics", "serve_metrics"]
 
 NO_DOMAIN = "(none)"  # of requests without a label
-RECENT = 128  # requests of a learner whose acceptance is shown
+RECENT_REQUESTS = 128  # of a learner, for its acceptance
 OUTCOMES = ("promoted", "kept back", "dropped", "rolled back")
 
 Source = Callable[[], "Iterable[Metric]"]
 Samples = Iterable[tuple[tuple[str, ...], float | None]]
 
-# What a proxy counts, with the label of those that are counted apart.
-PROXY = {
+# Counts of a proxy: the help text, and the label of a count with several values.
+PROXY_COUNTS = {
     "requests": ("Requests that clients have sent.", None),
     "collected": ("Answers that were kept to learn from.", None),
     "left_out": ("Answers that cannot be learned from, by reason.", "reason"),
-    "dropped": ("Answers that were not kept as the queue of the collector was full.", None),
+    "dropped": ("Answers that were not kept because too many waited, or because the store failed.", None),
     "engine_errors": ("Requests that an engine has answered with an error, or not at all.", None),
     "retries": ("Requests that were sent again, to another engine or without what was added.", None),
     "bytes": ("Bytes of the answers that were passed on.", None),
@@ -39,16 +39,15 @@ PROXY = {
 }
 
 
-# --- giving ---------------------------------------------------------------------------------------------------------
+# --- exposition -----------------------------------------------------------------------------------------------------
 
 
 def metrics_text(*sources: Source) -> bytes:
     """
-    The figures of now, in Prometheus' text format.
+    Return the current figures in Prometheus' text format.
 
     Args:
-        sources (`Callable[[], Iterable[Metric]]`):
-            Such as `partial(assistant_metrics, assistant)`; asked anew each time.
+        sources (`Callable[[], Iterable[Metric]]`): Functions such as `partial(assistant_metrics, assistant)`.
 
     Raises:
         ConfigError: the extra `serve` is not installed.
@@ -60,8 +59,7 @@ def metrics_text(*sources: Source) -> bytes:
 
 
 def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
-    """The `starlette.routing.Route` that answers a scrape; takes the arguments of [`metrics_text`]. Its endpoint runs
-    in a thread, so that no request waits for it."""
+    """Return the `starlette.routing.Route` that answers scrapes in a thread; see [`metrics_text`]."""
     registry = _registry(sources)
     from prometheus_client.exposition import choose_encoder
     from starlette.requests import Request
@@ -78,10 +76,13 @@ def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
 @contextlib.contextmanager
 def serve_metrics(port: int, *sources: Source, host: str = "127.0.0.1") -> Iterator[int]:
     """
-    Answer scrapes inside, by a thread of its own; yields the port, a free one where 0 is asked for.
+    Answer scrapes in a thread, inside a `with` block.
+
+    Args:
+        port (`int`): Port to listen at; 0 selects a free one. The block gets the port.
 
     Raises:
-        ConfigError: the extra `serve` is not installed, or the port cannot be had.
+        ConfigError: the extra `serve` is not installed, or the port cannot be bound.
     """
     registry = _registry(sources)
     from prometheus_client import start_http_server
@@ -100,9 +101,7 @@ def serve_metrics(port: int, *sources: Source, host: str = "127.0.0.1") -> Itera
         thread.join()
 
 
-class _Reading:
-    """A source as a registry takes it."""
-
+class _Collector:
     def __init__(self, source: Source) -> None:
         self.collect = source
 
@@ -114,15 +113,15 @@ def _registry(sources: Iterable[Source]) -> CollectorRegistry:
         raise ConfigError('Metrics need prometheus-client: pip install "osd-hf[serve]".') from error
     registry = CollectorRegistry()
     for source in sources:
-        registry.register(_Reading(source))
+        registry.register(_Collector(source))
     return registry
 
 
-# --- what is told ---------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def assistant_metrics(assistant: Any) -> Iterator[Metric]:
-    """Acceptance, tokens, versions and learning of an [`OnlineAssistant`]."""
+    """Yield acceptance, tokens, versions and learning of an [`OnlineAssistant`]."""
     stats, by_domain = assistant.stats, assistant.stats_by_domain
     by_key = {domain or NO_DOMAIN: of_it for domain, of_it in by_domain.items()}
     for name, help, field in (
@@ -163,14 +162,13 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
 
 def proxy_metrics(counts: Mapping[str, float | Mapping[str, float]]) -> Iterator[Metric]:
     """
-    The counts of a proxy.
+    Yield the counts of a proxy.
 
     Args:
-        counts (`Mapping[str, float | Mapping[str, float]]`):
-            Name -> count; or name -> reason -> count, as for `left_out`.
+        counts (`Mapping`): Numbers by name, or by name and reason.
     """
     for name, count in counts.items():
-        help, label = PROXY.get(name, (f"What the proxy counts as {name}.", "kind"))
+        help, label = PROXY_COUNTS.get(name, (f"What the proxy counts as {name}.", "kind"))
         if isinstance(count, Mapping):
             rows: Samples = [((str(kind),), number) for kind, number in dict(count).items()]
             yield _counter(f"osd_hf_proxy_{name}", help, rows, label or "kind")
@@ -179,7 +177,7 @@ def proxy_metrics(counts: Mapping[str, float | Mapping[str, float]]) -> Iterator
 
 
 def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
-    """Requests, versions and acceptance of what learns from stores."""
+    """Yield requests, versions and acceptance of a [`StoreLearner`]."""
     requests = "Requests that were learned from, or judged by, since the session began."
     yield _counter("osd_hf_learner_requests", requests, [((), learner.requests)])
     yield _counter("osd_hf_learner_tokens", "Tokens of their answers.", [((), learner.tokens)])
@@ -187,10 +185,10 @@ def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
     help = "Requests that cannot be learned from, by reason."
     yield _counter("osd_hf_learner_left_out", help, [((why,), n) for why, n in left_out.items()], "reason")
     recent = {
-        name: sum(list(stats)[-RECENT:], AcceptanceStats())
+        name: sum(list(stats)[-RECENT_REQUESTS:], AcceptanceStats())
         for name, stats in (("learned", learner.learned), ("frozen", learner.frozen))
     }
-    help = f"Accepted over examined tokens on the newest {RECENT} requests"
+    help = f"Accepted over examined tokens on the newest {RECENT_REQUESTS} requests"
     yield from _acceptance("osd_hf_learner", help, recent, "draft")
     numbers = {NO_DOMAIN: learner.versions.number}
     numbers |= {facts["decision"]["domain"] or NO_DOMAIN: facts["version"] for facts in list(learner.published)}
@@ -228,7 +226,7 @@ def _gauge(name: str, help: str, samples: Samples, *labels: str) -> Any:
 
 
 def _filled(family: Any, samples: Samples) -> Any:
-    """With the samples that there are: what is not known yet is left out."""
+    """Add the known samples to a family."""
     for key, value in samples:
         if value is not None and not math.isnan(value):
             family.add_metric(key, float(value))
