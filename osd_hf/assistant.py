@@ -35,13 +35,13 @@ from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.live_learning import LiveLearning
 from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.models import (
+    align_vocab,
     check_learner,
     check_pair,
     common_tokenizer,
     input_device,
     is_peft,
     load_named,
-    of_one_size,
     uncompiled,
     unwrap,
     vocab_size_of,
@@ -133,7 +133,7 @@ class OnlineAssistant:
         warn_of_order(unwrap(self.target), unwrap(source))
         check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
-        source = of_one_size(source, unwrap(self.target), tokenizer)
+        source = align_vocab(source, unwrap(self.target), tokenizer)
         self.router = as_router(router)
         per_domain = self.router is not None
         has_adapter = is_peft(source) and not per_domain

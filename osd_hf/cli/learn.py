@@ -37,7 +37,7 @@ from osd_hf.evaluation.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push, check_visibility
 from osd_hf.learning.updater import make_accelerator
-from osd_hf.models import load_config, load_model, load_pair, load_tokenizer, of_one_size
+from osd_hf.models import align_vocab, load_config, load_model, load_pair, load_tokenizer
 from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
 from osd_hf.utils.report import provenance
@@ -167,7 +167,7 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
         target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
         if settings.rescore:
             target = load_model(settings.target, **settings.target_loading)
-        draft = of_one_size(load_model(settings.draft, **settings.draft_loading), target)
+        draft = align_vocab(load_model(settings.draft, **settings.draft_loading), target)
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:
         target, draft, tokenizer = load_pair(**settings.loading)

@@ -19,7 +19,7 @@ from osd_hf.decoding.forward import compiles_draft
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.evaluate import answered
 from osd_hf.hub.cards import EvaluationSet, hub_id
-from osd_hf.models import check_pair, common_tokenizer, device_clock, input_device, merged, of_one_size, unwrap
+from osd_hf.models import align_vocab, check_pair, common_tokenizer, device_clock, input_device, merged, unwrap
 from osd_hf.replay import replay_each
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency
 from osd_hf.target_version import target_version
@@ -205,7 +205,7 @@ def _fitted(name: str, draft: Any, target: Any, tokenizer: Any) -> Any:
         draft = merged(draft)
         check_pair(unwrap(target), unwrap(draft))
         common_tokenizer(tokenizer, unwrap(target), unwrap(draft))
-        return of_one_size(draft, unwrap(target), tokenizer)
+        return align_vocab(draft, unwrap(target), tokenizer)
     except (UnsupportedModelError, VocabularyMismatchError) as error:
         raise type(error)(f"The draft {name!r} cannot be compared. {error}") from error
 
