@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "data").mkdir()
     for name in ("gsm8k", "spider", "finance_alpaca", "code_search_net_python"):
         row = ROWS[name]
-        rows = [json.dumps(row(f"what is {i} and {i + 1}?")) for i in range(40)]
+        rows = [json.dumps(row(f"what is {i} and {i + 1}?")) for i in range(640 if name == "finance_alpaca" else 40)]
         (folder / f"data/{name}.jsonl").write_text("\n".join(rows))
     return folder
 
