@@ -157,7 +157,7 @@ def latency(device: str, sizes: Sizes) -> Found:
     target, draft = random_pair(*sizes.middle, device=device, dtype=sizes.dtype)
     found: Found = {}
     for strategy in ("manual", "spread", "interval", "idle"):
-        config = OnlineConfig(num_assistant_tokens=K, update_strategy=strategy, min_effort=1.0)
+        config = OnlineConfig(num_assistant_tokens=K, update_strategy=strategy)
         seconds, waits = [], []
         with OnlineAssistant(target, draft, None, config) as assistant:
             assistant.warm_up(PROMPT + sizes.waited_tokens)

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
-    EARLIER_RULE,
     MAX_NEW_TOKENS,
     TEMPLATES,
     K,
@@ -59,9 +58,7 @@ from osd_hf.speedup import expected_block_efficiency
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "draft alone": {"candidates": "draft"},
-    "full effort": {"min_effort": 1.0},
     "not learning": {"update_strategy": "manual"},
-    "before": {**EARLIER_RULE, "min_effort": 1.0},  # its steps and batches, in the present code
 }
 BLOCK = 50  # requests resampled together
 BANDWIDTH, FLOPS, TARGET, DRAFT = 3.35e12, 4e14, 8e9, 0.6e9  # bytes/s and FLOP/s of the model, parameters

@@ -38,17 +38,6 @@ TEMPLATES = {
     "code_search_net_python": "Write Python: {func_documentation_string:.300}",
     "finance_alpaca": "{instruction}",
 }
-QUOTING_TEMPLATES = {"dialogsum": "Summarize the dialogue.\n{document}"}  # whose answers quote the prompt
-# The order in which streams go through them.
-DATASETS = ("gsm8k", "spider", "finance_alpaca", "code_search_net_python")
-REPLAY_RULES: dict[str, dict[str, Any]] = {
-    "with replay": {}, "without replay": {"replay_fraction": 0.0, "batch_size": 8},
-}  # fmt: skip
-# What was the default before `frontier.py`: whole updates, on about five times as many positions.
-EARLIER_RULE: dict[str, Any] = {
-    "update_strategy": "interval", "steps_per_update": 8, "batch_size": 32, "batch_positions": None,
-    "learning_rate": 1e-3,
-}  # fmt: skip
 RESULTS = Path(os.environ.get("OSD_HF_RESULTS", Path(__file__).parent / "results"))
 MAX_NEW_TOKENS = 96
 K = 5  # drafted tokens per round, in all figures that are compared
@@ -105,7 +94,7 @@ def chosen(name: str, n: int, seed: int) -> list[dict[str, Any]]:
 
 def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
     """Token ids of `n` prompts drawn at random (seeded) from a data set, each as one user turn."""
-    template = (TEMPLATES | QUOTING_TEMPLATES)[name]
+    template = TEMPLATES[name]
     turns = [[{"role": "user", "content": template.format(**row)}] for row in chosen(name, n, seed)]
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
 
@@ -156,12 +145,6 @@ def recorded_chats(folder: Path, target: Any, tokenizer: Any, max_new_tokens: in
             said = tokenizer.decode(trace.completion_ids, skip_special_tokens=True)
             chat += [{"role": "assistant", "content": said}, {"role": "user", "content": row["turns"][1]}]
     return [trace for both in zip(*turns, strict=True) for trace in both]
-
-
-def rotate(traces: dict[str, list[Trace]], segment: int, n: int) -> list[Trace]:
-    """A stream of `n` requests that changes the data set every `segment` requests; each goes on where it was left."""
-    names, left = list(traces), {name: iter(those) for name, those in traces.items()}
-    return [next(left[names[i // segment % len(names)]]) for i in range(n)]
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Loop:
             "learn", "--draft", lab / "draft", "--target", lab / "target", "--store", store,
             "--output-dir", folder / "versions", *(text for way in to for text in ("--deploy", way)),
             *(["--by-domain"] if self.has_own_drafts else []), "--watch-requests", args.watch,
-            "--publish-seconds", 10, "--poll-seconds", 0.5, "--mixed-precision", "bf16", "--threads", 1,
+            "--publish-seconds", 10, "--poll-seconds", 0.5, "--threads", 1,
             "--seed", args.seed, "--metrics-port", self._port, "--json", folder / "learn.json",
         ]  # fmt: skip
 

@@ -2,7 +2,7 @@
 What acceptance costs: alpha gained against what the learner takes, by rule, on recorded traffic.
 
     OSD_HF_DATA=... python recipes/frontier.py                                   # all rules, 4 data sets, seed 0
-    OSD_HF_DATA=... python recipes/frontier.py --rules default before --seeds 0 1 2
+    OSD_HF_DATA=... python recipes/frontier.py --rules default "rule alone" --seeds 0 1 2
     OSD_HF_DATA=... python recipes/frontier.py --requests 16 --rules default --datasets gsm8k     # smoke
 
 Each rule changes the default in the fields that it names; most are run as whole updates without the gate, so that
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from common import (
-    EARLIER_RULE,
     RESULTS,
     TEMPLATES,
     K,
@@ -46,13 +45,8 @@ RULE: dict[str, Any] = {"update_strategy": "interval", "gate": False}
 RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "rule alone": RULE,
-    # The rule of the versions before this experiment.
-    "before": {**RULE, **EARLIER_RULE},
-    "always full": {"min_effort": 1.0},
     "steps / 2": {**RULE, "steps_per_update": 5},
     "steps x2": {**RULE, "steps_per_update": 18},
-    "batches / 2, steps x2": {**RULE, "batch_positions": 240, "steps_per_update": 18},
-    "batches x2, steps / 2": {**RULE, "batch_positions": 960, "batch_size": 32, "steps_per_update": 5},
     "half replayed": {**RULE, "replay_fraction": 0.5},
     "nothing replayed": {**RULE, "replay_fraction": 0.0},
     "rate / 2": {**RULE, "learning_rate": 1.5e-3},
@@ -120,7 +114,7 @@ def plot(rows: list[dict[str, Any]], report: str) -> None:
         for axis, name in zip(axes[0], names, strict=True):
             for r in (r for r in rows if r["dataset"] == name):
                 point = r["learner_seconds_per_request"] * 1e3, r["alpha"]
-                color = {"default": "C3", "rule alone": "C1", "before": "C2"}.get(r["rule"], "C0")
+                color = {"default": "C3", "rule alone": "C1"}.get(r["rule"], "C0")
                 axis.scatter(*point, color=color, s=60 if color != "C0" else 18)
                 axis.annotate(r["rule"], point, fontsize=6, xytext=(3, 2), textcoords="offset points")
             axis.set(title=name, xlabel="learner, processor ms a request", xscale="log")

@@ -73,9 +73,7 @@ def ceiling(
     """The best held-out alpha of the same draft after many epochs over the same traces, by rate and epoch."""
     best: dict[str, Any] = {"alpha": 0.0}
     for rate in rates:
-        config = OnlineConfig(
-            learning_rate=rate, batch_size=16, batch_positions=None, replay_fraction=1.0, weight_average=0.99
-        )
+        config = OnlineConfig(learning_rate=rate, batch_size=16, replay_fraction=1.0, weight_average=0.99)
         learner, copied = Updater(draft, config), copy.deepcopy(draft)
         learner.buffer.extend(traces)
         per_epoch = max(len(traces) // config.batch_size, 1)

@@ -86,7 +86,7 @@ ROUTES = ("keywords", "object", "default", "file")
 ENTRIES = ("generate", "chat", "attached")
 DRAFTS: dict[str, dict[str, Any]] = {
     "k = 3": {"num_assistant_tokens": 3, "candidates": "draft"}, "auto": {}, "text": {"candidates": "text"},
-    "stock": {"drafting": "stock", "num_assistant_tokens": 3}, "k = 0": {"num_assistant_tokens": 3},
+    "k = 0": {"num_assistant_tokens": 3},
 }  # fmt: skip
 CONTEXTS = (
     "plain", "no_grad", "inference_mode", "autocast bfloat16", "autocast float16", "default float64",

@@ -3,7 +3,6 @@ A policy in training: how soon a draft goes stale, what following it is worth, a
 
     OSD_HF_DATA=... python recipes/rollouts.py --steps 60 --seeds 0 1 2                        # lab pair, gsm8k
     OSD_HF_DATA=... python recipes/rollouts.py --task sft                                      # spider from the middle
-    OSD_HF_DATA=... python recipes/rollouts.py --rates 1e-5 1e-3 --temperatures 0.7 1 --parts staleness
     python recipes/rollouts.py --pair bundled --noise 0.1                                      # bundled pair, sql
     python recipes/rollouts.py --pair bundled --steps 2 --prompts 2 --generations 2 --max-new-tokens 8 # smoke
 
@@ -18,12 +17,6 @@ forward of the policy, seconds of generating with what learning takes, and of th
 step, greedy answers with and without a draft are compared. Sampled rollouts of two ways are other ones, so rewards are
 compared as curves. With one thread seconds are the processor's, of all threads of this process: what else runs hardly
 matters. With several they are seconds of the clock: let nothing else run on the machine.
-
-`staleness`: the rollouts of one training, recorded, are replayed in their order to drafts that learn (k = 5, expected
-acceptance, each rollout before it is learned from): the draft as it came; one taught before the training by rollouts
-of the policy as it was, and frozen; learning from rows of the newest policy; of so many policies before it, too; and
-of these, but scored anew by each new policy. Processor seconds of learning, of scoring anew (one forward of the policy
-over each answer), and of the fingerprint by which policies are told apart stand beside.
 """
 
 from __future__ import annotations
@@ -33,7 +26,6 @@ import itertools
 import re
 import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,28 +33,22 @@ import common
 import numpy as np
 import torch
 from bundled_prompts import check_answer, first_examples
-from common import K, drawing, kept, make_parser, pooled, processor_seconds, processor_timed, run_facts, write_report
+from common import drawing, kept, make_parser, run_facts, write_report
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant, Trace
+from osd_hf import OnlineConfig, RolloutAssistant
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
-from osd_hf.decoding.hook import rescore
 from osd_hf.models import Pair, unwrap
-from osd_hf.replay import replay_each
-from osd_hf.rollouts import DEFAULTS
-from osd_hf.simulate import serve_recorded
-from osd_hf.target_version import fingerprint
 
 WAYS: dict[str, OnlineConfig | None] = {
     "alone": None,
     "past text": OnlineConfig(candidates="text", update_strategy="manual"),
     "frozen draft": OnlineConfig(candidates="draft", update_strategy="manual"),
-    "draft that learns": replace(DEFAULTS, candidates="draft"),
-    "all": DEFAULTS,
+    "draft that learns": OnlineConfig(candidates="draft"),
+    "all": OnlineConfig(),
 }
-LAGS = (0, 1, 4, 16)
 ANSWERS = ("answer", "query", "output", "whole_func_string")  # columns of the data sets
 NUMBER = re.compile(r"-?\d[\d,]*\.?\d*")
 Row = dict[str, Any]
@@ -226,84 +212,6 @@ def mean(values: list[Any]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-# --- staleness ------------------------------------------------------------------------------------------------------
-
-
-class Rescored(TrainerCallback):  # type: ignore[misc]
-    """Before the rollouts of each step, those of so many policies before are scored anew by the policy as it is."""
-
-    def __init__(self, store: CorrectionStore, lag: int, *, at_end: bool) -> None:
-        self.store, self.lag, self.at_end = store, lag, at_end
-        self.seconds, self.fingerprints = 0.0, list[float]()
-        self.begins: list[int] = []  # requests before each step
-        self.anew: list[list[Trace]] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if not self.at_end:
-            self.score(unwrap(model))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if self.at_end:
-            self.score(unwrap(model))
-
-    def score(self, policy: Any) -> None:
-        names, found, known = list[str](), list[Trace](), list(self.store)
-        self.fingerprints.append(processor_seconds(lambda: names.append(fingerprint(policy))))
-        versions = [version for version in dict.fromkeys(t.target for t in known) if version not in names][-self.lag :]
-        those = [trace for trace in known if trace.target in versions]
-        self.seconds += processor_seconds(lambda: found.extend(rescore(policy, those)))
-        self.begins.append(len(known))
-        self.anew.append(found)
-
-
-def staleness(pair: Pair, seed: int, rate: float, args: Any) -> Row:
-    """One training that is recorded, and what drafts would have scored on its rollouts."""
-    store, config = CorrectionStore(), OnlineConfig(num_assistant_tokens=K, seed=seed)
-    recorder = RolloutAssistant(pair.draft, replace(config, update_strategy="manual"), store=store)
-    again = Rescored(store, args.anew, at_end=args.task == "sft")
-    asked = [Asked(pair, held_out(args), args, each_step=True)] * (args.task == "sft")
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(pair, seed, rate, args, [recorder, again, *asked], folder)
-        trainer.train()
-    history, traces = [entry for entry in trainer.state.log_history if "loss" in entry], list(store)
-    steps = [traces[a:b] for a, b in itertools.pairwise([*again.begins, len(traces)])]
-    warm = taught(pair.draft, steps[:1] * args.warm, config)[1]
-    ways = {
-        "as it came": [pooled(replay_each(pair.draft, those, K)) for those in steps],
-        "taught before, frozen": [pooled(replay_each(warm, those, K)) for those in steps],
-    }
-    seconds = {"scoring anew": again.seconds, "fingerprints": sum(again.fingerprints)}
-    for lag in LAGS:
-        name = f"and of {lag} policies before" if lag else "rows of the newest policy"
-        ways[name], _, seconds[name] = taught(pair.draft, steps, replace(config, target_lag=lag))
-    name = f"{args.anew} policies before scored anew"
-    ways[name], _, seconds[name] = taught(pair.draft, steps, replace(config, target_lag=args.anew), again.anew)
-    return {
-        "seed": seed, "rate": rate, "temperature": args.temperature, "ways": ways, "processor_seconds": seconds,
-        "requests": len(traces), "policies": len({trace.target for trace in traces}),
-        "entropy": [entry.get("entropy") for entry in history], "reward": [e.get("reward") for e in history],
-    }  # fmt: skip
-
-
-def taught(
-    draft: Any, steps: list[list[Trace]], config: OnlineConfig, anew: list[list[Trace]] | None = None
-) -> tuple[list[float], Any, float]:
-    """Acceptance of each step's rollouts by a draft that learns from them; the draft; and what learning took."""
-    learner, alphas = processor_timed(draft, config), list[float]()
-    lesson = learner.lessons[None]
-    for number, those in enumerate(steps):
-        if anew is not None:
-            lesson.meet(those[0].target)
-            older = {trace for trace in (*lesson.pending, *lesson.buffer) if trace.target != lesson.target}
-            for trace in older.intersection(lesson.pending):
-                lesson.pending.remove(trace)
-            lesson.buffer.discard(older)
-            lesson.buffer.extend(anew[number])
-        moments = serve_recorded(learner, those, K)
-        alphas.append(pooled([moment[1] for moment in moments if isinstance(moment, tuple)]))
-    return alphas, learner.drafts.model(None), learner.seconds
-
-
 # --- all of it ------------------------------------------------------------------------------------------------------
 
 
@@ -324,8 +232,6 @@ def plot(name: str, report: Row) -> None:
                 windows = [runs[:, max(i - 4, 0) : i + 1] for i in range(runs.shape[1])]
                 means = [float(np.nanmean(w)) if np.isfinite(w).any() else np.nan for w in windows]
                 lines.setdefault(label, {})[way] = means
-    for row in report.get("staleness", ())[:1]:
-        lines[f"alpha by replay of the same rollouts, k = {K}"] = row["ways"]
     with drawing(name, 1, len(lines), figsize=(6 * len(lines), 4.2)) as (_, (axes,)):
         for axis, (label, ways) in zip(axes, lines.items(), strict=True):
             for way, values in ways.items():
@@ -342,7 +248,6 @@ def main() -> None:
     parser.add_argument("--task", choices=["grpo", "sft"], default="grpo")
     parser.add_argument("--domain", help=f"a data set of the lab pair, or one of {', '.join(DOMAINS)}: gsm8k, sql")
     parser.add_argument("--then", help="with --task sft, that of the second half: spider, finance")
-    parser.add_argument("--parts", nargs="+", choices=["live", "staleness"], default=["live", "staleness"])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="alone is always among them")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -352,8 +257,6 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=4, help="for each prompt")
     parser.add_argument("--dataset", type=int, default=64, help="prompts; an epoch is as many")
     parser.add_argument("--asked", type=int, default=8, help="held-out prompts that are asked beside")
-    parser.add_argument("--anew", type=int, default=4, help="earlier policies whose rollouts are scored anew")
-    parser.add_argument("--warm", type=int, default=4, help="passes over the first rollout of a draft taught before")
     parser.add_argument("--max-new-tokens", type=int, default=common.MAX_NEW_TOKENS)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -366,22 +269,14 @@ def main() -> None:
     for rate, seed, temperature in itertools.product(args.rates, args.seeds, args.temperatures):
         args.temperature = temperature
         case = args.traces / "rollouts" / f"{shape}-{rate:g}-{temperature:g}-seed{seed}"
-        if "live" in args.parts:
-            part = report.setdefault("live", {"rows": [], "compared": []})
-            ways = dict.fromkeys(["alone", *args.ways])
-            rows = [
-                kept(case.with_name(f"{case.name}-{way}.json"), partial(live, pair, way, seed, rate, args))
-                for way in ways
-            ]
-            part["compared"].append({"rate": rate, "seed": seed, "ways": compared(rows, seed, rate)})
-            part["rows"] += [{k: v for k, v in row.items() if k != "greedy"} for row in rows]
-            print(part["compared"][-1], flush=True)
-        if "staleness" in args.parts:
-            found = kept(case.with_name(f"{case.name}-staleness.json"), partial(staleness, pair, seed, rate, args))
-            report.setdefault("staleness", []).append(found)
-            halves = {way: mean(alphas[len(alphas) // 2 :]) for way, alphas in found["ways"].items()}
-            print({"rate": rate, "seed": seed, "temperature": temperature, "alpha, last half": halves,
-                   "processor_seconds": found["processor_seconds"]}, flush=True)  # fmt: skip
+        part = report.setdefault("live", {"rows": [], "compared": []})
+        ways = dict.fromkeys(["alone", *args.ways])
+        rows = [
+            kept(case.with_name(f"{case.name}-{way}.json"), partial(live, pair, way, seed, rate, args)) for way in ways
+        ]
+        part["compared"].append({"rate": rate, "seed": seed, "ways": compared(rows, seed, rate)})
+        part["rows"] += [{k: v for k, v in row.items() if k != "greedy"} for row in rows]
+        print(part["compared"][-1], flush=True)
         settings = {name: str(value) for name, value in vars(args).items() if name not in ("traces", "temperature")}
         write_report(args.name, {"settings": settings, **report}, seed=seed, **run_facts(started))
     plot(args.name, report)

@@ -265,7 +265,7 @@ def main() -> None:
         counters["static"], reports["static"] = asked(args, engine, folder / "later.jsonl", folder / "later-static")
         learn = osd_hf(
             "learn", "--store", folder / "store", "--output-dir", versions, *models, "--threads", 1, "--seed",
-            args.seed, "--num-requests", args.requests, "--publish-seconds", 10, "--mixed-precision", "bf16",
+            args.seed, "--num-requests", args.requests, "--publish-seconds", 10,
             "--json", folder / "learn.json",
         )  # fmt: skip
         learning, began = subprocess.Popen(learn), time.perf_counter()

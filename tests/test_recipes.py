@@ -34,7 +34,7 @@ SMOKES = {
     ],
     "rollouts": [
         *("--pair", "lab", "--steps", "2", "--prompts", "2", "--generations", "2", "--dataset", "4", "--asked", "2"),
-        *("--max-new-tokens", "4", "--warm", "1", "--ways", "all", "--threads", "1"),
+        *("--max-new-tokens", "4", "--ways", "all", "--threads", "1"),
     ],
     "proxy_cost": ["--url", "{engine}", "--smoke"],
     "proxy_cost --paced": ["--paced", "--smoke"],
@@ -94,7 +94,6 @@ def test_a_recipe_runs_its_smallest_form(
     if name == "rollouts":
         [row] = report["live"]["compared"]
         assert [way["greedy_identical"] for way in row["ways"].values()] == [True, True]
-        assert {len(alphas) for alphas in report["staleness"][0]["ways"].values()} == {2}
     if name == "proxy_chaos":
         assert (report["exit_code"], report["kept"]) == (0, report["kept_as_said"])
         seen = {what for row in report["table"] for when in ("during", "after") for what in row[when]}
