@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError
 from osd_hf.trace import DraftRound, Trace
-from osd_hf.utils.disk import in_child, renewing
 from osd_hf.utils.plots import alpha_figure
 
 MOST_REQUESTS = 1024  # whose counts are kept one by one
@@ -395,7 +394,6 @@ class Tally:
         self._by_domain: dict[str | None, AcceptanceStats] = {}
         self._recent = AcceptanceStats()
         self._lock = threading.Lock()
-        in_child(self, renewing(_lock=threading.Lock))
 
     def add(self, domain: str | None, stats: AcceptanceStats) -> None:
         """Count one request."""

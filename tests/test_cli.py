@@ -240,7 +240,7 @@ def test_replay_takes_the_newest_of_a_domain(pair, store, traces, capsys):
     ("arguments", "message"),
     [
         (["--store", "nowhere"], "There is no store at nowhere"),
-        (["--store", "{foreign}"], "is no store of this package"),
+        (["--store", "{foreign}"], "is not a store of this package"),
         (["--store", "{store}", "--domain", "poetry"], "no recordings to replay; its domains: math, sql"),
         (["--store", "{store}", "--num-requests", "0"], "--num-requests must be at least 1"),
         (["--store", "{store}", "--cost", "-1"], "c must be finite and at least 0"),

@@ -12,15 +12,17 @@ from typing import Any
 import models
 import pytest
 import torch
+from waiting import LONG
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.cli.run import open_folder, serve
 from osd_hf.engines.collect import LogReader
 from osd_hf.engines.versions import VersionFolder
+from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.utils import disk as module
-from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, wait_for_lock, write_whole
+from osd_hf.utils.disk import hold_lock, make_private_folder, new_private_file, wait_for_lock, write_whole
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs modes and locks of POSIX")
 CONFIG = OnlineConfig(
@@ -247,46 +249,43 @@ def test_a_folder_that_cannot_be_opened_or_synced_is_written_to_all_the_same(
 # --- locks ----------------------------------------------------------------------------------------------------------
 
 
-@posix
-def test_a_lock_is_waited_for_until_patience_ends_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_lock_is_awaited_and_the_wait_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held, now = wait_for_lock(tmp_path / "lock", 1.0), [0.0]
-    assert isinstance(held, FileLock)
-
-    def rest(seconds: float) -> None:
-        now[0] += seconds
-
+    monkeypatch.setattr(module, "LOG_WAIT_SECONDS", 0.1)
+    held = wait_for_lock(tmp_path / "lock", 1.0)
     with pytest.raises(TimeoutError, match="another process holds"):
-        wait_for_lock(tmp_path / "lock", 5.0, clock=lambda: now[0], rest=rest)
-    assert now[0] > 5
-
-    assert caplog.text.count("Waiting for another process") == 1
-    with pytest.raises(TimeoutError):
-        wait_for_lock(tmp_path / "lock", 0.0, rest=rest)
-    assert caplog.text.count("Waiting for another process") == 1
-
-    def let_go(seconds: float) -> None:
-        held.close()
-        held.close()
-
-    again = wait_for_lock(tmp_path / "lock", 1.0, rest=let_go)
-    assert again is not None
-    again.close()
+        wait_for_lock(tmp_path / "lock", 0.0)
+    assert "Waiting" not in caplog.text
+    with pytest.raises(TimeoutError, match="another process holds"):
+        wait_for_lock(tmp_path / "lock", 0.2)
+    assert caplog.text.count("Waiting up to 0 s for another process") == 1
+    with pytest.raises(ConfigError, match="in use"):
+        hold_lock(tmp_path / "lock", "in use")
+    threading.Thread(target=held.release).start()
+    again = wait_for_lock(tmp_path / "lock", LONG)
+    assert again.is_locked
+    again.release()
+    hold_lock(tmp_path / "lock", "in use").release()
 
 
 @posix
-def test_a_file_system_without_locks_is_written_to_all_the_same(
+def test_a_file_system_without_locks_can_be_written_but_not_shared(
     tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(95, "Operation not supported")
+    import fcntl
 
-    monkeypatch.setattr(module.fcntl, "flock", flock)
-    assert wait_for_lock(tmp_path / "lock", 1.0) is None
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
     write_session(tmp_path / "session", traces)
     (state,) = (tmp_path / "session").glob("state-*")
     assert (tmp_path / "session" / "CURRENT").read_text() == state.name
+    write_store(tmp_path / "store", traces)
+    assert len(CorrectionStore(tmp_path / "store")) == len(traces)
+    with pytest.raises(ConfigError, match="in use"):
+        hold_lock(tmp_path / "lock", "in use")
 
 
 @posix

@@ -27,7 +27,7 @@ from osd_hf.learning import session as session_module
 from osd_hf.learning.lesson import Lesson
 from osd_hf.learning.updater import Updater
 from osd_hf.store import folder as shards
-from osd_hf.utils.disk import lock_file
+from osd_hf.utils.disk import wait_for_lock
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(num_assistant_tokens=5, update_strategy="interval",
@@ -256,8 +256,7 @@ def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
     alone = answers(target.generate, range(9))
     assistant = OnlineAssistant(target, draft, config=replace(CONFIG, autosave_interval=1), autosave=tmp_path)
     monkeypatch.setattr(live_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
-    held = lock_file(tmp_path / session_module.LOCK, wait=True)
-    assert held is not None
+    held = wait_for_lock(tmp_path / session_module.LOCK, 0.0)
     found = answers(assistant.generate, range(3))
     assert assistant._live.saving is not None
     assistant._live.saving.join(LONG)  # long before the patience of a save that was asked for ends
@@ -265,7 +264,7 @@ def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
     assistant._live.saving.join(LONG)
     assert "the next autosave tries again" in caplog.text
     assert not session_module.has_session(tmp_path)
-    held.close()
+    held.release()
     found += answers(assistant.generate, range(6, 9))
     assistant._live.saving.join(LONG)
     assert found == alone

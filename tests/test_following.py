@@ -208,7 +208,7 @@ def test_a_store_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
     assert named(follower.take(3)) == [("w", 0)]
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.png").touch()
-    with pytest.raises(StoreError, match="is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         StoreFollower([tmp_path / "photos"])
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_shard_is_left_out_and_said(
         found += drained(follower)
     assert numbers(found, "a-0") == [0, 1, 4, 5, 6]
     assert numbers(found, "b-0") == [0, 1]
-    assert [record.message.startswith("Left out: ") for record in caplog.records] == [True]
+    assert [record.message.startswith("Skipped") for record in caplog.records] == [True]
     assert len(follower.left_out) == 1
 
 
@@ -293,7 +293,7 @@ def test_a_damaged_request_is_left_out_and_counted_and_its_shard_is_read(
     assert numbers(drained(again), "a-0") == [4]
     assert follower.left_out == {"that cannot be read": 1}
     assert again.left_out == {}
-    assert [record.message.startswith("Left out: 1 ") for record in caplog.records] == [True]
+    assert [record.message.startswith("Skipped 1 ") for record in caplog.records] == [True]
 
 
 def test_a_shard_that_can_be_read_a_moment_later_is_not_left_out(writers: Writers, tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(writers: Writers, tmp_p
     stores = {path: path.with_name(f"{path.name}-away") for path in follower.paths}
     for path, away in stores.items():
         path.rename(away)
-    for _ in range(module_of_following.ATTEMPTS - 1):
+    for _ in range(module_of_following.MAX_ATTEMPTS - 1):
         assert follower.take(9) == []
         assert follower.is_waiting
     for path, away in stores.items():
@@ -625,7 +625,7 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(writers: Writers, tmp_p
     for path, away in stores.items():
         path.rename(away)
     with pytest.raises(StoreError):
-        for _ in range(module_of_following.ATTEMPTS):
+        for _ in range(module_of_following.MAX_ATTEMPTS):
             follower.take(9)
 
 

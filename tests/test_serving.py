@@ -19,7 +19,7 @@ from osd_hf.cli.main import main
 from osd_hf.cli.run import Served, report_on, serve
 from osd_hf.learning import session
 from osd_hf.prompts import Prompt, encode_prompts, encode_turn
-from osd_hf.utils.disk import lock_file
+from osd_hf.utils.disk import wait_for_lock
 
 REQUESTS, NEW_TOKENS = 14, 8
 LEARNING = [  # without the gate each update is a version
@@ -393,10 +393,10 @@ def test_two_processes_do_not_serve_into_one_folder(pair, prompts, straight, tmp
     folder = tmp_path / "run"
     shutil.copytree(straight, folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    lock = lock_file(folder / ".run.lock", wait=True)  # as of another process
+    lock = wait_for_lock(folder / ".run.lock", 0.0)  # as of another process
     assert main(arguments(pair, prompts, folder, "--resume")) == 2
     assert "Another process serves into" in capsys.readouterr().err
-    lock.close()
+    lock.release()
     changed = {path for path in before if path.read_bytes() != before[path]}
     assert changed <= {folder / "settings.json"}
 

@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import load_session
 from osd_hf.learning.updater import Updater
-from osd_hf.utils.disk import lock_file
+from osd_hf.utils.disk import wait_for_lock
 
 CONFIG = OnlineConfig(
     num_assistant_tokens=5,
@@ -139,7 +138,7 @@ class Killed(BaseException):
 # What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, four
 # files, their folder and the folder around it are synced before the pointer.
 STEPS = (
-    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
+    ("mkdir", 2), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
     ("fsync", 4), ("fsync", 5), ("fsync", 6), ("write_whole", 1), ("fsync", 7), ("replace", 1), ("rmtree", 1),
 )  # fmt: skip
 
@@ -307,11 +306,9 @@ def test_a_second_saver_waits_for_the_first(
     savers: list[threading.Thread] = []
 
     def waiting(path: Path, seconds: float) -> Any:
-        def rest(seconds: float) -> None:
+        if savers:
             waits.set()
-            time.sleep(seconds)
-
-        return wait(path, seconds, rest=rest)
+        return wait(path, seconds)
 
     def overtaken(path: Path, data: bytes) -> None:
         if not savers:
@@ -343,11 +340,10 @@ def test_a_pointer_that_is_no_text_is_refused_by_name_and_replaced_by_the_next_s
 def test_a_saver_that_never_ends_is_told(tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     save_session(tmp_path, learner(traces, 1), {"version": 1})
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
-    lock = lock_file(tmp_path / module.LOCK, wait=True)
-    assert lock is not None
+    lock = wait_for_lock(tmp_path / module.LOCK, 0.0)
     with pytest.raises(StateError, match="another process holds"):
         save_session(tmp_path, learner(traces, 2), {"version": 2})
-    lock.close()
+    lock.release()
     assert load_session(tmp_path, learner(traces, 0))["version"] == 1
 
 
@@ -364,7 +360,8 @@ def test_a_reader_whose_state_is_deleted_reads_the_next_and_at_last_makes_savers
         if reads <= module.ATTEMPTS + 1:
             save_session(tmp_path, saved[reads % 2], {"version": reads % 2, "reads": reads})
         else:
-            assert lock_file(tmp_path / module.LOCK, wait=False) is None
+            with pytest.raises(TimeoutError):
+                wait_for_lock(tmp_path / module.LOCK, 0.0)
         return read(directory, folder)
 
     monkeypatch.setattr(module, "_read_state", overtaken)

@@ -1036,7 +1036,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         (["--keep", "1"], "At least 2 versions are kept"),
         (["--target", ""], "--draft and --target go together"),
         (["--learning-rate", "-1"], "`learning_rate` must be a positive number"),
-        (["--store", "{tmp}/out"], "is no store"),
+        (["--store", "{tmp}/out"], "is not a store"),
     ],
 )
 def test_bad_flags_are_refused(

@@ -366,8 +366,7 @@ def _alone(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock is not None:
-            lock.close()
+        lock.release()
 
 
 def _save(assistant: OnlineAssistant, journal: Any, folder: Path) -> None:

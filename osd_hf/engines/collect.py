@@ -331,7 +331,7 @@ class LogReader:
         """Close the log, and let others read it for the same place."""
         self._file.close()
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
 
 
 def collect_log(

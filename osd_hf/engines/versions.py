@@ -301,8 +301,7 @@ class VersionFolder:
         """Let another process publish here."""
         for folder in self._domains.values():
             folder.close()
-        if self._lock is not None:
-            self._lock.close()
+        self._lock.release()
 
 
 def _remove(path: Path) -> None:

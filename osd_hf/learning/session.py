@@ -21,14 +21,21 @@ from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.weights import learning_context
 from osd_hf.store.arrow import table_to_traces, traces_to_table
-from osd_hf.utils.disk import FileLock, make_private_folder, new_private_file, sync_folder, wait_for_lock, write_whole
+from osd_hf.utils.disk import (
+    make_private_folder,
+    new_private_file,
+    open_privately,
+    sync_folder,
+    wait_for_lock,
+    write_whole,
+)
 
 __all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]
 
 FORMAT = 6
 UPDATES_BETWEEN_SAVES = 8  # of a session that saves itself
 POINTER = "CURRENT"
-LOCK = ".CURRENT.lock"
+LOCK, NOTE = ".CURRENT.lock", ".CURRENT.unfinished"
 STATE = re.compile(r"state-[0-9a-f]{12,32}")
 UNFINISHED_POINTER = re.compile(r"\.CURRENT-[0-9a-f]{8}\.tmp")
 PATIENCE_SECONDS = 300.0  # with another process that saves to the same folder
@@ -66,12 +73,10 @@ def save_session(
         try:
             make_private_folder(directory)
             lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
-            if lock is not None:
-                stack.callback(lock.close)
+            stack.callback(lock.release)
             try:
                 old = _pointed(directory)
-                if lock is not None:
-                    _note_unfinished(directory, lock, name, old)
+                _note_unfinished(directory, name, old)
                 _write(folder, learner, facts, router)
                 sync_folder(directory)
                 write_whole(directory / POINTER, name.encode())
@@ -86,9 +91,9 @@ def save_session(
                 f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
             ) from error
         _delete(directory, old)
-        if lock is not None and (old is None or not (directory / old).exists()):
+        if old is None or not (directory / old).exists():
             with contextlib.suppress(OSError):  # the new state is no longer unfinished
-                os.ftruncate(lock.descriptor, 0)
+                (directory / NOTE).unlink()
 
 
 def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router: dict[str, Any] | None) -> None:
@@ -111,14 +116,15 @@ def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router:
     sync_folder(folder)
 
 
-def _note_unfinished(directory: Path, lock: FileLock, name: str, old: str | None) -> None:
-    """Note in the lock file, before a state is made, that it will take the place of the old one; what a killed process
-    has noted so is deleted, and nothing else in the folder ever is."""
-    for left in os.pread(lock.descriptor, 1 << 12, 0).decode(errors="replace").split():
-        if left != old:
-            _delete(directory, left)
-    os.ftruncate(lock.descriptor, 0)
-    os.pwrite(lock.descriptor, f"{name} {old or ''}".encode(), 0)
+def _note_unfinished(directory: Path, name: str, old: str | None) -> None:
+    """Note, before a state is written, that it will replace the old one. States that a killed process has noted are
+    deleted; nothing else in the folder is."""
+    with contextlib.suppress(FileNotFoundError):
+        for noted in (directory / NOTE).read_text(errors="replace").split():
+            if noted != old:
+                _delete(directory, noted)
+    with open(directory / NOTE, "w", opener=open_privately) as file:
+        file.write(f"{name} {old or ''}")
     for file in directory.iterdir():
         if UNFINISHED_POINTER.fullmatch(file.name):
             file.unlink(missing_ok=True)
@@ -148,7 +154,7 @@ def check_pointer(directory: Path) -> None:
     if has_session(directory):
         return
     try:
-        begun = (directory / LOCK).read_text(errors="replace").split()
+        begun = (directory / NOTE).read_text(errors="replace").split()
     except OSError:
         begun = []
     # A second name is that of a state that stood.
@@ -208,8 +214,7 @@ def _read(directory: Path) -> dict[str, Any]:
                     raise
             if attempt == ATTEMPTS:
                 with contextlib.suppress(OSError):  # a folder that may only be read
-                    if (lock := wait_for_lock(directory / LOCK, PATIENCE_SECONDS)) is not None:
-                        stack.callback(lock.close)
+                    stack.callback(wait_for_lock(directory / LOCK, PATIENCE_SECONDS).release)
         raise AssertionError
 
 

@@ -1,4 +1,4 @@
-"""The folder of a store on disk: a subfolder of Parquet shards per writer, written whole, that anybody may follow."""
+"""The folder of a store on disk: one subfolder of Parquet shards per writer. Other processes can follow it."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ from osd_hf.store.arrow import (
     traces_to_table,
 )
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import FileLock, is_open_to_others, lock_file, make_private_folder, sync_folder, write_whole
+from osd_hf.utils.disk import FileLock, is_open_to_others, make_private_folder, sync_folder, wait_for_lock, write_whole
 
 __all__ = ["Folder", "Shard", "StoreFollower", "list_shards", "open_store", "read_from", "store_errors"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# A leading dot hides the marker, the locks and the unfinished files from `datasets.load_dataset`.
+# A leading dot hides the marker, locks, and unfinished files from `datasets.load_dataset`.
 MARKER_NAME = ".osd_hf_store.json"
 MARKER = {"format": "osd_hf correction store", "version": 1}
 LOCK_NAME = ".lock"
-WRITER = re.compile(r"\d{8}T\d{6}-\d+-[0-9a-f]{8}")  # names that nobody else gives: only what has them is deleted
+# Only files and folders with these names are deleted.
+WRITER = re.compile(r"\d{8}T\d{6}-\d+-[0-9a-f]{8}")
 SHARD = re.compile(r"shard-\d{6,}\.parquet")
 UNFINISHED = re.compile(r"\.shard-\d{6,}-[0-9a-f]+\.tmp")
-GROUP_BYTES = 1 << 20  # of array data in one row group, the unit that `sample` reads and caches
+GROUP_BYTES = 1 << 20  # array data in one row group, the unit that `sample` reads and caches
 CACHE_BYTES = 64 << 20
-ATTEMPTS = 5  # at a shard that cannot be read before a follower leaves it out
+MAX_ATTEMPTS = 5  # a follower skips a shard that it could not read so many times
 
 
 @contextlib.contextmanager
@@ -61,12 +62,15 @@ def store_errors(action: str, path: Path) -> Iterator[None]:
 
 
 class Shard:
-    """What is kept in memory of a finished shard, in the order of its rows."""
+    """The facts about a finished shard that are kept in memory, in the order of its rows."""
 
     def __init__(
         self, path: str, nbytes: int, times: NDArray[np.float64], domains: list[str | None], group_sizes: list[int]
     ) -> None:
-        self.path, self.nbytes, self.times, self.domains = path, nbytes, times, domains
+        self.path = path
+        self.nbytes = nbytes
+        self.times = times
+        self.domains = domains
         self.group_starts = np.cumsum([0, *group_sizes[:-1]])
         self.oldest = float(times.min(initial=math.inf))
 
@@ -75,39 +79,39 @@ class Shard:
 
     @property
     def is_written_here(self) -> bool:
-        """Whether a store wrote it; what somebody else has put there is theirs."""
+        """Whether a store wrote the shard. Other files are never deleted."""
         folder, name = os.path.split(self.path)
         return bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
 
 
 def list_shards(store: Path) -> list[str]:
-    """Paths of the finished shards of all writers, sorted by writer and number."""
+    """Return the paths of the finished shards of all writers, sorted by writer and number."""
     paths: list[str] = []
     with store_errors("list the store", store):
         for writer in sorted(entry.path for entry in os.scandir(store) if entry.is_dir()):
-            with contextlib.suppress(FileNotFoundError):  # swept by another writer
+            with contextlib.suppress(FileNotFoundError):  # deleted by another writer
                 names = sorted(n for n in os.listdir(writer) if n.endswith(".parquet") and not n.startswith("."))
                 paths += [os.path.join(writer, name) for name in names]
     return paths
 
 
 def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
-    """What `extract` takes from a shard's file, or `None` where it was deleted since the store was listed."""
+    """Return the result of `extract` on a shard's file, or `None` if the shard was deleted meanwhile."""
     try:
         with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
             if missing := [name for name in SCHEMA.names if name not in (*file.schema_arrow.names, *LATER)]:
-                raise StoreError(f"{path} is no shard of this store: it lacks {', '.join(missing)}")
+                raise StoreError(f"{path} is not a shard of this store: it lacks {', '.join(missing)}")
             return extract(file)
     except FileNotFoundError:
         return None
     except (OSError, pa.ArrowException) as error:
         raise StoreError(
-            f"the shard {path} cannot be read: {error}. Move it out of the store to go on without it"
+            f"the shard {path} cannot be read: {error}. Move it out of the store to continue without it"
         ) from error
 
 
 def open_store(path: Path) -> None:
-    """Make a folder a store where it is new, and refuse one that is none; raises StoreError."""
+    """Turn a new or empty folder into a store; raises StoreError for a folder that is not a store."""
     marker = path / MARKER_NAME
     with store_errors("open the store", path):
         if path.exists() and not path.is_dir():
@@ -115,10 +119,10 @@ def open_store(path: Path) -> None:
         make_private_folder(path)
         if not marker.exists():
             found = sorted(p.name for p in path.iterdir() if not p.name.startswith(MARKER_NAME[:-5]))
-            if found and not marker.exists():  # asked again: another process may have begun the store meanwhile
+            if found and not marker.exists():  # checked again, as another process may have created the store
                 shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
                 raise StoreError(
-                    f"{path} is no store of this package: it holds {shown} and no {MARKER_NAME}. Give the path "
+                    f"{path} is not a store of this package: it contains {shown} and no {MARKER_NAME}. Give the path "
                     "of a new or empty folder, or of an existing store"
                 )
             if not found:
@@ -131,7 +135,7 @@ def open_store(path: Path) -> None:
             f"{marker} cannot be read: {error}. If the folder is a store, restore the file as {json.dumps(MARKER)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != MARKER["format"]:
-        raise StoreError(f"{marker} is not the marker of a store: it holds {str(content)[:80]}")
+        raise StoreError(f"{marker} is not the marker of a store: it contains {str(content)[:80]}")
     if content.get("version") != MARKER["version"]:
         raise StoreError(
             f"the store in {path} has version {content.get('version')}, this package reads version "
@@ -140,7 +144,7 @@ def open_store(path: Path) -> None:
 
 
 class Folder:
-    """Shards of all writers of one store. Not thread-safe but for `read`."""
+    """Shards of all writers of one store. Only `read` is thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,14 +153,16 @@ class Folder:
         self.own_count = 0
         self.written_nbytes = 0
         self.lock: FileLock | None = None
-        self.forget_cache()
+        self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
+        self.cache_nbytes = 0
+        self.cache_lock = threading.Lock()
         open_store(path)
         self.marker_nbytes = (path / MARKER_NAME).stat().st_size
         self.refresh()
-        self._warn_of_readers()
+        self._warn_about_readers()
 
-    def _warn_of_readers(self) -> None:
-        """Say once that other users of this machine can read a store, as they can where it was copied."""
+    def _warn_about_readers(self) -> None:
+        """Warn if other users of this machine can read the store, for example after it was copied."""
         folders = {os.path.dirname(path) for path in self.shards}
         with contextlib.suppress(OSError):
             if is_open_to_others(self.path) and any(is_open_to_others(Path(folder)) for folder in folders):
@@ -165,14 +171,8 @@ class Folder:
                     self.path, self.path,
                 )  # fmt: skip
 
-    def forget_cache(self) -> None:
-        """Begin with an empty cache and a lock that nobody holds."""
-        self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
-        self.cache_nbytes = 0
-        self.cache_lock = threading.Lock()
-
     def refresh(self) -> None:
-        """Learn which shards the other writers added and deleted."""
+        """Find the shards that other writers have added and deleted."""
         found = ((path, self.shards.get(path) or self._index(path)) for path in list_shards(self.path))
         self.shards = {path: shard for path, shard in found if shard is not None}
         self._tally()
@@ -184,7 +184,8 @@ class Folder:
     def _index(self, path: str) -> Shard | None:
         def extract(file: Any) -> Shard:
             columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict()
-            times = np.array(columns["created_at_seconds"], np.float64)
+            # The clock of the writer may have been wrong.
+            times = np.minimum(np.array(columns["created_at_seconds"], np.float64), os.stat(path).st_mtime)
             domains = [domain and sys.intern(domain) for domain in columns["domain"]]
             group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
             return Shard(path, os.path.getsize(path), times, domains, group_sizes)
@@ -192,7 +193,7 @@ class Folder:
         return read_from(path, extract)
 
     def read(self, shard: Shard, row: int) -> Trace | None:
-        """One trace, or `None` where its shard was deleted meanwhile."""
+        """Return one trace, or `None` if its shard was deleted meanwhile."""
         group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
         key = (shard.path, group)
         with self.cache_lock:
@@ -209,7 +210,7 @@ class Folder:
             return self.cache[key][row - int(shard.group_starts[group])]
 
     def start_writing(self) -> None:
-        """Make this process its own folder, and tidy up after writers that died."""
+        """Create a folder for this process, and clean up after dead writers."""
         if self.own is not None:
             return
         with store_errors("write to the store", self.path):
@@ -220,11 +221,10 @@ class Folder:
                 own.mkdir(0o700)
                 with contextlib.suppress(OSError):
                     sync_folder(self.path)
-                self.lock = lock_file(own / LOCK_NAME, wait=True)
-                if (own / LOCK_NAME).exists() or self.lock is None:
+                # The sweep of another writer may delete the folder before it is locked.
+                with contextlib.suppress(FileNotFoundError, TimeoutError):
+                    self.lock = wait_for_lock(own / LOCK_NAME, 1.0)
                     self.own = own
-                else:  # another writer's sweep came between the folder and its lock
-                    self.stop_writing()
 
     def write(self, traces: Sequence[Trace]) -> None:
         self.start_writing()
@@ -245,7 +245,7 @@ class Folder:
         self._tally()
 
     def delete(self, shard: Shard) -> None:
-        """Delete a shard, unless somebody else has put it there."""
+        """Delete a shard, unless it was not written by a store."""
         if not shard.is_written_here:
             return
         path = Path(shard.path)
@@ -256,47 +256,54 @@ class Folder:
 
     def stop_writing(self) -> None:
         if self.lock is not None:
-            self.lock.close()
+            self.lock.release()
         self.own = self.lock = None
         self.own_count = 0
 
     def _sweep(self) -> None:
-        """Delete unfinished files of dead writers, which hold no lock, and their folders where no shard is left."""
+        """Delete unfinished files of dead writers, which hold no lock, and their folders if no shard is left."""
         for writer in [p for p in self.path.iterdir() if p.is_dir() and WRITER.fullmatch(p.name)]:
+            if not (writer / LOCK_NAME).exists():
+                continue
             try:
-                lock = lock_file(writer / LOCK_NAME, wait=False)
-                if lock is None:
-                    continue
-                with contextlib.closing(lock):
-                    for file in writer.iterdir():
-                        if UNFINISHED.fullmatch(file.name):
-                            file.unlink()
-                    if {p.name for p in writer.iterdir()} == {LOCK_NAME}:
-                        (writer / LOCK_NAME).unlink()
-                        writer.rmdir()
-            except OSError as error:  # it may belong to another user; being untidy harms nobody
-                logger.debug("did not tidy up %s: %s", writer, error)
+                lock = wait_for_lock(writer / LOCK_NAME, 0.0)
+                try:
+                    if lock.is_locked:
+                        _clean_up(writer)
+                finally:
+                    lock.release()
+            except OSError as error:  # locked, or owned by another user
+                logger.debug("did not clean up %s: %s", writer, error)
+
+
+def _clean_up(writer: Path) -> None:
+    for file in writer.iterdir():
+        if UNFINISHED.fullmatch(file.name):
+            file.unlink()
+    if {path.name for path in writer.iterdir()} == {LOCK_NAME}:
+        (writer / LOCK_NAME).unlink()
+        writer.rmdir()
 
 
 def _origins(file: Any) -> list[dict[str, Any]]:
-    """By request: who answered what, and when; none where the shard does not say."""
+    """Return the target, domain, vocabulary, and time of each request, if the shard has them."""
     names = ["target", "domain", "vocab_size", "created_at_seconds"]
     return file.read(names, use_threads=False).to_pylist() if "target" in file.schema_arrow.names else []
 
 
 class StoreFollower:
     """
-    New requests of stores that other processes append to; each request of a finished shard is taken once.
+    Reader of new requests in stores that other processes append to. Each request of a finished shard is taken once.
 
     Args:
-        paths (`Sequence[Path]`): Folders of the stores; made where they are missing.
+        paths (`Sequence[Path]`): Folders of the stores, which are created if they are missing.
 
     Raises:
-        StoreError: a path is no store.
+        StoreError: A path is not a store.
 
     Attributes:
-        is_waiting (`bool`): Whether a shard could not be read just now, and is tried again later.
-        left_out (`Counter[str]`): Shards and requests that cannot be read, by reason.
+        is_waiting (`bool`): Whether a shard could not be read, and is tried again later.
+        left_out (`Counter[str]`): Skipped shards and requests by reason.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -305,28 +312,28 @@ class StoreFollower:
             open_store(path)
         self.is_waiting = False
         self.left_out: Counter[str] = Counter()
-        # Writer -> number of the shard to read next, and how many of its rows were taken. No two writers of any stores
-        # have one name.
+        # Writer -> number of the shard to read next, and number of its rows that were taken. Names of writers are
+        # unique across stores.
         self._taken: dict[str, tuple[int, int]] = {}
-        self._unread: list[tuple[int, str, str]] = []  # number, writer and path of each shard, in the order of reading
-        self._failed: Counter[str] = Counter()  # attempts by path; "" is the listing
-        self._open: tuple[str, list[Trace | None]] = ("", [])
+        self._unread: list[tuple[int, str, str]] = []  # number, writer, and path of each shard in reading order
+        self._failed: Counter[str] = Counter()  # attempts by path; "" means the list of shards
+        self._loaded: tuple[str, list[Trace | None]] = ("", [])
 
     def take(self, limit: int) -> list[Trace]:
         """
-        The next requests, those of each writer in their order; none where nothing new has come. A shard that again
-        and again cannot be read is left out, and the log says so: others come after it.
+        Return up to `limit` new requests, those of each writer in order. A shard that cannot be read after several
+        attempts is skipped and logged.
 
         Raises:
-            StoreError: a store cannot be listed, again and again.
+            StoreError: A store cannot be listed after several attempts.
         """
         if not self._unread:
-            self._unread = self._listed()
+            self._unread = self._list_unread()
         taken: list[Trace] = []
         while self._unread and len(taken) < limit:
             number, writer, path = self._unread[0]
             traces = self._load(path)
-            if traces is None:  # it is tried again at the next look, and later shards of its writer wait for it
+            if traces is None:  # tried again at the next call; later shards of this writer wait for it
                 self._unread = [shard for shard in self._unread if shard[1] != writer]
                 continue
             begin, first = self._taken.get(writer, (number, 0))
@@ -336,65 +343,66 @@ class StoreFollower:
             taken += readable
             if unreadable := len(part) - len(readable):
                 self.left_out["that cannot be read"] += unreadable
-                logger.warning("Left out: %d requests of %s that cannot be read.", unreadable, path)
-            is_done = first + len(part) >= len(traces)
-            self._taken[writer] = (number + 1, 0) if is_done else (number, first + len(part))
-            if is_done:
+                logger.warning("Skipped %d requests of %s that cannot be read.", unreadable, path)
+            is_finished = first + len(part) >= len(traces)
+            self._taken[writer] = (number + 1, 0) if is_finished else (number, first + len(part))
+            if is_finished:
                 del self._unread[0]
         return taken
 
     def targets(self, domain: str | None = None, vocab_size: int | None = None) -> dict[str, float]:
-        """The versions of the target that requests in the stores say, and when the newest request of each ended, in
-        Unix seconds; those of a label, and of a vocabulary, where these are named."""
+        """Return the target versions of the stored requests (of one domain and one vocabulary, if given) with the Unix
+        time of the newest request of each."""
         newest: dict[str, float] = {}
         for path in (path for store in self.paths for path in list_shards(store)):
-            with contextlib.suppress(StoreError):  # told where its requests are taken
+            with contextlib.suppress(StoreError):  # `take` reports it
                 for row in read_from(path, _origins) or ():
-                    is_meant = domain in (None, row["domain"]) and vocab_size in (None, row["vocab_size"])
-                    if is_meant and (version := row["target"]) is not None:
+                    is_selected = domain in (None, row["domain"]) and vocab_size in (None, row["vocab_size"])
+                    if is_selected and (version := row["target"]) is not None:
                         newest[version] = max(newest.get(version, -math.inf), row["created_at_seconds"])
         return newest
 
-    def _listed(self) -> list[tuple[int, str, str]]:
-        """The shards that are not read to their end; none where a store is away for a moment."""
+    def _list_unread(self) -> list[tuple[int, str, str]]:
+        """Return the shards that are not completely read; none if a store is temporarily unavailable."""
         try:
             paths = [Path(path) for store in self.paths for path in list_shards(store)]
         except StoreError as error:
             self._failed[""] += 1
-            if self._failed[""] == ATTEMPTS:
+            if self._failed[""] == MAX_ATTEMPTS:
                 raise
-            logger.warning("Tried again: %s.", error)
+            logger.warning("Trying again: %s.", error)
             self.is_waiting = True
             return []
-        self._failed[""], self.is_waiting = 0, False
+        self._failed[""] = 0
+        self.is_waiting = False
         numbered = [(re.search(r"(\d+)\.parquet$", path.name), path.parent.name, str(path)) for path in paths]
         shards = [(int(number[1]), writer, path) for number, writer, path in numbered if number is not None]
         return sorted(shard for shard in shards if shard[0] >= self._taken.get(shard[1], (0, 0))[0])
 
     def _load(self, path: str) -> list[Trace | None] | None:
-        """The requests of a shard, `None` for one that cannot be read; `None` where it should be tried again."""
-        if self._open[0] == path:
-            return self._open[1]
+        """Return the requests of a shard, with `None` for unreadable ones; `None` if it should be tried again."""
+        if self._loaded[0] == path:
+            return self._loaded[1]
         try:
             table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False))
-            self._open = (path, [] if table is None else readable_traces(table))
+            self._loaded = (path, [] if table is None else readable_traces(table))
         except (StoreError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
             self._failed[path] += 1
-            if self._failed[path] < ATTEMPTS:
+            if self._failed[path] < MAX_ATTEMPTS:
                 self.is_waiting = True
                 return None
-            logger.warning("Left out: %s.", error)
+            logger.warning("Skipped: %s.", error)
             del self._failed[path]
             self.left_out["of shards that cannot be read, counted by shard"] += 1
-            self._open = (path, [])
-        return self._open[1]
+            self._loaded = (path, [])
+        return self._loaded[1]
 
     def state_dict(self) -> dict[str, list[int]]:
-        """What has been taken, ready for JSON."""
+        """Return what was taken, ready for JSON."""
         return {writer: list(place) for writer, place in self._taken.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[int]], left_out: Mapping[str, int] | None = None) -> None:
-        """Go on after what was taken and left out."""
+        """Continue after the requests that were taken and skipped."""
         self._taken = {str(writer): (int(place[0]), int(place[1])) for writer, place in state.items()}
         self.left_out.update(left_out)
         self._unread.clear()

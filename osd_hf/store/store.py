@@ -1,4 +1,4 @@
-"""Keeps traces: in memory, or in a folder of Parquet shards that many processes write and read at once."""
+"""The store of traces: in memory, or in a folder of Parquet shards that many processes write and read at once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.store.arrow import SCHEMA, table_to_traces, traces_to_table
-from osd_hf.store.folder import Folder, Shard
+from osd_hf.store.folder import Folder
 from osd_hf.trace import Trace, misshapen
-from osd_hf.utils.disk import in_child
 
 if TYPE_CHECKING:
     import datasets
@@ -35,52 +34,11 @@ __all__ = ["CorrectionStore", "table_to_traces", "traces_to_table"]
 logger = logging.getLogger(__name__)
 
 FLUSH_BYTES = 32 << 20
-CREATED = attrgetter("created_at_seconds")  # by which traces are ordered
-HOLD_SECONDS = 3600.0  # for which a clock that leapt must go on before anything is deleted by it
-
-
-def _steady_seconds() -> float:
-    """Seconds that nobody sets, those in which the machine sleeps included where the system counts them."""
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()
-
-
-class _Calendar:
-    """
-    The time by which traces may be deleted. A wall clock may be set wrong for a while, and what was deleted by it does
-    not come back. So a leap of more than `most` seconds of the wall clock against a steady one counts only when the
-    wall clock has gone on from there for `hold` seconds; until then time goes on by the steady one.
-    """
-
-    def __init__(self, clock: Callable[[], float], steady: Callable[[], float], most: float, hold: float) -> None:
-        self.clock, self.steady, self.most, self.hold = clock, steady, most, hold
-        self._ahead = clock() - steady()  # of the wall clock, as it is believed
-        self._leapt: tuple[float, float] | None = None  # how far it is ahead since a leap, and when that was seen
-
-    def doubt(self, last: float) -> None:
-        """Take what the wall clock says now for a leap from the last time that is known for certain."""
-        self._leapt = (self._ahead, self.steady())
-        self._ahead = last - self.steady()
-        self.now()
-
-    def now(self) -> float:
-        at, wall = self.steady(), self.clock()
-        ahead = wall - at
-        if abs(ahead - self._ahead) > self.most:
-            if self._leapt is None or abs(ahead - self._leapt[0]) > self.most:
-                self._leapt = (ahead, at)
-                logger.warning(
-                    "The clock leapt by %.0f s; for %.0f s nothing is deleted by it.", ahead - self._ahead, self.hold
-                )
-            if at - self._leapt[1] < self.hold:
-                return min(wall, self._ahead + at)
-        self._ahead, self._leapt = ahead, None
-        return wall
+CREATION_TIME = attrgetter("created_at_seconds")
 
 
 class _Snapshot:
-    """Where the traces lay at one moment, oldest first, without those from before `cutoff`."""
+    """Places of the traces at one moment, oldest first, without traces created before `cutoff`."""
 
     def __init__(self, folder: Folder | None, tail: list[Trace], cutoff: float) -> None:
         self.folder = folder
@@ -108,38 +66,30 @@ class _Snapshot:
 
 class CorrectionStore:
     """
-    Traces, oldest first by `created_at_seconds`, bounded by bytes and by age. Safe to use from several threads.
+    Stored traces, oldest first by `created_at_seconds`, limited by bytes and age. Safe to use from several threads.
 
     With a path, each process that appends writes Parquet shards into its own folder below the path, and every process
-    sees all finished shards; `datasets.load_dataset("parquet", data_files=f"{path}/*/*.parquet")` reads them without
-    this package. A shard appears whole or not at all: a killed process loses at most its unflushed tail. The tail is
-    flushed when it is long or large, on `close`, and at the end of the program (a child of `multiprocessing` ends
-    without that, so it must close the store). After a fork the tail and the folder stay with the parent. An unpickled
-    store is another writer of the same folder.
+    reads all finished shards. `datasets.load_dataset("parquet", data_files=f"{path}/*/*.parquet")` reads them without
+    this package. A shard appears completely or not at all, so that a killed process loses at most its tail, the traces
+    that are not written yet. The tail is written when it is long or large, on `flush` and `close`, and at the end of
+    the program (a child of `multiprocessing` must close the store). After a fork, the parent keeps the tail and its
+    folder. An unpickled store is another writer of the same folder.
 
     Args:
-        path (`str` or `os.PathLike`, *optional*):
-            Folder of the store, made where it is missing. In memory without one.
+        path (`str` or `os.PathLike`, *optional*): Folder of the store. Without one, the store is in memory.
         max_bytes (`int`, *optional*):
-            Most bytes kept: array bytes in memory, and the sizes of all writers' files. Over it, the oldest traces
-            go; on disk, the oldest shards of any writer. Other processes' unflushed tails are not counted.
+            Maximum size: bytes of arrays in memory, or sizes of the files of all writers. Beyond it, the oldest traces
+            are deleted; on disk, the oldest shards of any writer. The tails of other processes are not counted.
         max_age_seconds (`float`, *optional*):
-            Traces created longer ago are not read, and each `append` or `flush` deletes them. A shard is deleted with
-            its oldest trace, and spans at most an eighth of this age. A time that lies in the future is not believed:
-            that of the append, or of the shard's file, counts. Nor is a clock that leaps by more than an eighth of the
-            age, against a clock that nobody sets or, on opening, against the newest shard: for an hour (or the age,
-            if shorter) it deletes nothing that would still be kept without the leap. A pause that long looks like a
-            leap: a process that ends sooner than an hour after opening deletes by the newest shard's time, until the
-            next opening.
-        flush_every (`int`, defaults to 256): Traces in a shard, at most.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.time`): Now, in Unix seconds.
-        steady (`Callable[[], float]`, *optional*):
-            Seconds of a clock that nobody sets, by which leaps are told; by default the system's where `clock` is, and
-            otherwise `clock`.
+            Older traces are not read, and each `append` and `flush` deletes them. A shard spans at most an eighth of
+            this age and is deleted with its oldest trace. A creation time in the future is replaced by the time of the
+            append, or by the time of the shard's file.
+        flush_every (`int`, defaults to 256): Maximum number of traces in a shard.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.time`): Returns the Unix time in seconds.
 
     Raises:
-        [`ConfigError`]: a limit that is not positive.
-        [`StoreError`]: the path is no store, or one that cannot be read.
+        ConfigError: A limit is not positive.
+        StoreError: The path is not a store or cannot be read.
     """
 
     def __init__(
@@ -150,7 +100,6 @@ class CorrectionStore:
         max_age_seconds: float | None = None,
         flush_every: int = 256,
         clock: Callable[[], float] = time.time,
-        steady: Callable[[], float] | None = None,
     ) -> None:
         limits = {"max_bytes": max_bytes, "max_age_seconds": max_age_seconds, "flush_every": flush_every}
         for name, value in limits.items():
@@ -161,64 +110,62 @@ class CorrectionStore:
         self.max_age_seconds = max_age_seconds
         self.flush_every = flush_every
         self.clock = clock
-        self.steady = steady or (_steady_seconds if clock is time.time else clock)
-        self._open()
+        self._open([])
 
-    def _open(self) -> None:
+    def _open(self, tail: list[Trace]) -> None:
+        self._process = os.getpid()
         self._lock = threading.RLock()
-        self._tail: list[Trace] = []
-        self._tail_nbytes = 0
+        self._tail = tail
+        self._tail_nbytes = sum(trace.nbytes for trace in tail)
         self._closed = False
         self._folder = None if self.path is None else Folder(self.path)
         self._age = math.inf if self.max_age_seconds is None else self.max_age_seconds
-        self._calendar = _Calendar(self.clock, self.steady, self._age / 8, min(HOLD_SECONDS, self._age))
-        if self._folder is not None and self.max_age_seconds is not None and self.steady is not self.clock:
-            # What was written just now may have been written by the clock that is in doubt.
-            before = self.clock() - self._calendar.hold
-            written = [at for shard in self._folder.shards.values() if (at := _written_at(shard)) <= before]
-            if written:
-                self._calendar.doubt(max(written))
-        in_child(self, CorrectionStore._leave_to_parent)
         _live_stores.add(self)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked process, leave the tail on its way to disk and a lock that a thread may hold to the parent."""
+        if self._process != os.getpid():
+            self._open([] if self._folder is not None else self._tail)
 
     def append(self, trace: Trace) -> None:
         """
-        Keep one trace.
+        Store one trace.
 
         Raises:
-            DataError: the trace's arrays do not fit together, or it has no finite time.
-            StoreError: the store is closed, or could not be written. In the latter case the trace is kept, and
-                written by a later flush.
+            DataError: The arrays of the trace do not fit together, or its time is not finite.
+            StoreError: The store is closed, or could not be written. In the latter case the trace is kept, and a later
+                flush writes it.
         """
-        # One bad trace in the tail would spoil every flush, so it is refused before it gets there.
-        if (wrong := misshapen(trace)) is not None:
-            raise DataError(wrong)
+        # One invalid trace in the tail would break every flush.
+        if (problem := misshapen(trace)) is not None:
+            raise DataError(problem)
         if not math.isfinite(trace.created_at_seconds):
             raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
         for what, name in (("domain", trace.domain), ("target", trace.target)):
             try:
                 (name or "").encode()
             except UnicodeEncodeError as error:
-                raise DataError(f"the {what} {name!r} is no valid Unicode") from error
+                raise DataError(f"the {what} {name!r} is not valid Unicode") from error
         if trace.created_at_seconds > self.clock() + self._age / 8:
             trace = replace(trace, created_at_seconds=self.clock())
+        self._leave_to_parent()
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
             try:
                 if self._folder is not None:
                     self._folder.start_writing()
-                    if self._tail and self._tail_is_long(trace):
+                    if self._tail and self._is_tail_full(trace):
                         self.flush()
             finally:
-                insort(self._tail, trace, key=CREATED)
+                insort(self._tail, trace, key=CREATION_TIME)
                 self._tail_nbytes += trace.nbytes
-                self._enforce()
+                self._enforce_limits()
             if self._folder is not None and len(self._tail) >= self.flush_every:
                 self.flush()
 
-    def _tail_is_long(self, trace: Trace) -> bool:
-        """Whether the tail should be flushed before `trace` joins it."""
+    def _is_tail_full(self, trace: Trace) -> bool:
+        """Return whether the tail must be written before `trace` is added."""
         limit = FLUSH_BYTES if self.max_bytes is None else min(FLUSH_BYTES, self.max_bytes // 8)
         if self._tail_nbytes + trace.nbytes > limit or len(self._tail) >= self.flush_every:
             return True
@@ -228,45 +175,41 @@ class CorrectionStore:
 
     def flush(self) -> None:
         """
-        Write the tail as one shard, and delete what is over the limits. In memory there is nothing to write.
+        Write the tail as one shard, and delete what exceeds the limits. A store in memory only applies its limits.
 
         Raises:
-            [`StoreError`]: it could not be written. Nothing is lost: the tail stays for a later flush.
+            StoreError: The shard could not be written. A later flush writes the tail.
         """
+        self._leave_to_parent()
         with self._lock:
             if self._folder is not None:
                 if self._tail:
                     self._folder.write(self._tail)
                     self._tail, self._tail_nbytes = [], 0
                 self._folder.refresh()
-                now, cutoff = self.clock(), self._calendar.now() - self._age
-                from_the_future = [s for s in self._folder.shards.values() if s.oldest > now]
-                for shard in [s for s in from_the_future if _written_at(s) < cutoff]:
-                    self._folder.delete(shard)
-            self._enforce()
+            self._enforce_limits()
 
-    def _enforce(self) -> None:
-        """Delete what is over the limits."""
-        cutoff = self._calendar.now() - self._age
-        self._drop(bisect_left(self._tail, cutoff, key=CREATED))
+    def _enforce_limits(self) -> None:
+        cutoff = self.clock() - self._age
+        self._drop(bisect_left(self._tail, cutoff, key=CREATION_TIME))
         if self._folder is not None and self._folder.oldest < cutoff:
             for shard in [s for s in self._folder.shards.values() if s.oldest < cutoff]:
                 self._folder.delete(shard)
         if self.max_bytes is None or self.nbytes <= self.max_bytes:
             return
         if self._folder is not None:
-            self._folder.refresh()  # other writers may have made room
+            self._folder.refresh()  # other writers may have deleted shards
             for shard in sorted(self._folder.shards.values(), key=lambda s: s.oldest):
                 if self.nbytes <= self.max_bytes:
                     return
                 self._folder.delete(shard)
-        over, dropped = self.nbytes - self.max_bytes, 0
-        while over > 0 and dropped < len(self._tail):
-            over -= self._tail[dropped].nbytes
+        excess, dropped = self.nbytes - self.max_bytes, 0
+        while excess > 0 and dropped < len(self._tail):
+            excess -= self._tail[dropped].nbytes
             dropped += 1
         self._drop(dropped)
         if not self._tail:
-            logger.warning("max_bytes=%d has no room for a single trace", self.max_bytes)
+            logger.warning("max_bytes=%d is too small for a single trace", self.max_bytes)
 
     def _drop(self, count: int) -> None:
         self._tail_nbytes -= sum(t.nbytes for t in self._tail[:count])
@@ -274,13 +217,13 @@ class CorrectionStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards known here, and of the arrays in memory."""
+        """Bytes of all known shards and of the arrays in memory."""
         with self._lock:
             return self._tail_nbytes + (0 if self._folder is None else self._folder.nbytes)
 
     @property
     def written_nbytes(self) -> int:
-        """Bytes of the shards that this process has written, whether they are still there or not."""
+        """Bytes of the shards that this process has written, including deleted ones."""
         with self._lock:
             return 0 if self._folder is None else self._folder.written_nbytes
 
@@ -294,7 +237,7 @@ class CorrectionStore:
         return len(self._snapshot().order)
 
     def __iter__(self) -> Iterator[Trace]:
-        """The traces of this moment; what is deleted meanwhile is left out."""
+        """Iterate over the traces of this moment. Traces that are deleted during the iteration are skipped."""
         snapshot = self._snapshot()
         return (t for i in snapshot.order.tolist() if (t := snapshot.load(i)) is not None)
 
@@ -307,16 +250,16 @@ class CorrectionStore:
         newest: int | None = None,
     ) -> list[Trace]:
         """
-        Different traces, drawn evenly.
+        Draw different traces with equal probability.
 
         Args:
-            n (`int`): How many; fewer come back where fewer exist.
-            rng (`np.random.Generator` or `int`, *optional*): Where the randomness comes from.
-            domain (`str`, *optional*), newest (`int`, *optional*):
-                Draw from this domain only, and from so many of the newest traces only, counted within the domain.
+            n (`int`): Number of traces; fewer are returned if fewer exist.
+            rng (`np.random.Generator` or `int`, *optional*): Source of randomness.
+            domain (`str`, *optional*): Draw from this domain only.
+            newest (`int`, *optional*): Draw from this number of newest traces only, counted within the domain.
 
         Raises:
-            [`ConfigError`]: `n` or `newest` is negative.
+            ConfigError: `n` or `newest` is negative.
         """
         for name, value in {"n": n, "newest": newest}.items():
             if value is not None and value < 0:
@@ -335,8 +278,8 @@ class CorrectionStore:
 
     def to_dataset(self) -> datasets.Dataset:
         """
-        All traces as a `datasets.Dataset` in memory, one row per trace, with the columns of the shards. A store larger
-        than memory is better read with `datasets.load_dataset`.
+        Return all traces as a `datasets.Dataset` in memory, one row per trace, with the columns of the shards. Use
+        `datasets.load_dataset` for a store that is larger than the memory.
         """
         import datasets
 
@@ -346,7 +289,8 @@ class CorrectionStore:
         return datasets.Dataset(pa.concat_tables(tables))
 
     def close(self) -> None:
-        """Flush; nothing can be appended afterwards. Reading goes on. Closing twice does nothing."""
+        """Write the tail. Afterwards nothing can be appended, and reading still works."""
+        self._leave_to_parent()
         with self._lock:
             if self._tail and not self._closed:
                 self.flush()
@@ -372,30 +316,15 @@ class CorrectionStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         tail = state.pop("_tail", [])
         self.__dict__.update(state)
-        self._open()
-        self._tail, self._tail_nbytes = tail, sum(t.nbytes for t in tail)
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: the tail is the parent's to write, and a lock may have been held by a thread there."""
-        self._lock = threading.RLock()
-        if self._folder is not None:
-            self._tail, self._tail_nbytes = [], 0
-            self._folder.forget_cache()
-            self._folder.stop_writing()
-
-
-def _written_at(shard: Shard) -> float:
-    """When a shard's file was written; -inf where it is gone."""
-    try:
-        return os.stat(shard.path).st_mtime
-    except OSError:
-        return -math.inf
+        self._open(tail)
 
 
 _live_stores: weakref.WeakSet[CorrectionStore] = weakref.WeakSet()
 
 
 def _close_quietly(store: CorrectionStore) -> None:
+    if store._process != os.getpid():
+        return  # the parent writes the tail
     try:
         store.close()
     except StoreError as error:

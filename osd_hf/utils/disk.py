@@ -1,4 +1,4 @@
-"""What outlasts a crash, a kill and a fork: files written whole and in private, locks between processes."""
+"""Files that are written completely and privately, and locks between processes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import os
 import secrets
 import stat
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import filelock
+from filelock import FileLock
+
 from osd_hf.errors import ConfigError
 
-if sys.platform != "win32":
-    import fcntl
-
 __all__ = [
-    "FileLock", "hold_lock", "in_child", "is_open_to_others", "lock_file", "make_private_folder", "new_private_file",
+    "FileLock", "hold_lock", "in_child", "is_open_to_others", "make_private_folder", "new_private_file",
     "open_privately", "renewing", "sync_folder", "sync_tree", "wait_for_lock", "write_whole",
 ]  # fmt: skip
 
-LOOK_SECONDS = 0.02  # between two looks at a lock that another process holds
-QUIET_SECONDS = 1.0  # of waiting for a lock before the log says so
-NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # what file systems say that sync no folders
+LOG_WAIT_SECONDS = 1.0
+NO_SYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems that cannot sync folders
+NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)  # of file systems without locks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,8 +65,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner enters, whatever the umask is. One that exists stays as it is; missing parents
-    are made for everybody to enter, and for nobody else to write."""
+    """Create a folder that only its owner can enter, independent of the umask. An existing folder is not changed.
+    Missing parents can be entered by everyone and written only by the owner."""
     missing = [folder, *folder.parents]
     while missing and missing[-1].is_dir():
         missing.pop()
@@ -76,20 +75,21 @@ def make_private_folder(folder: Path) -> None:
             os.mkdir(path, 0o700 if path == folder else 0o755)
             sync_folder(path.parent)
     if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is no folder")
+        raise NotADirectoryError(f"{folder} is not a folder")
 
 
 def open_privately(path: Any, flags: int) -> int:
-    """An opener for `open`: the file is its owner's alone before anything is written to it, whatever the umask is."""
+    """Open a file (as the `opener` of `open`) that only its owner can read from the beginning, independent of the
+    umask."""
     descriptor = os.open(path, flags, 0o600)
     if sys.platform != "win32" and flags & os.O_CREAT:
-        with contextlib.suppress(PermissionError):  # another user's
+        with contextlib.suppress(PermissionError):  # the file of another user
             os.fchmod(descriptor, 0o600)
     return descriptor
 
 
 def new_private_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    """A file to write that only its owner reads; on the disk when the block ends."""
+    """Open a file for writing that only its owner can read. The end of the block syncs it."""
     return _synced(open(path, "wb", opener=open_privately))
 
 
@@ -102,8 +102,8 @@ def _synced(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, data: Any, *, private: bool = True) -> None:
-    """Write bytes to a file so that readers see all of them or none, after a crash too. Only its owner reads the file,
-    unless `private=False`."""
+    """Write bytes to a file so that readers see all of them or none, even after a crash. Only the owner can read the
+    file, unless `private=False`."""
     temporary = path.with_name(f".{path.stem.lstrip('.')}-{secrets.token_hex(4)}.tmp")
     try:
         with _synced(open(temporary, "wb", opener=open_privately if private else None)) as file:
@@ -117,24 +117,24 @@ def write_whole(path: Path, data: Any, *, private: bool = True) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Let what was made, renamed or deleted in a folder outlast a loss of power, where its system can promise that."""
+    """Make created, renamed, and deleted entries of a folder survive a loss of power, if the system supports this."""
     if sys.platform == "win32":
         return
     try:
         folder = os.open(path, os.O_RDONLY)
-    except PermissionError:  # a folder that may be entered, or written, and not read
+    except PermissionError:  # a folder that may be entered or written, but not read
         return
     try:
         os.fsync(folder)
     except OSError as error:
-        if error.errno not in NO_SYNC:
+        if error.errno not in NO_SYNC_ERRORS:
             raise
     finally:
         os.close(folder)
 
 
 def sync_tree(folder: Path) -> None:
-    """Let all files of a folder, and of those in it, outlast a loss of power."""
+    """Make all files below a folder survive a loss of power."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as handle:
@@ -145,95 +145,54 @@ def sync_tree(folder: Path) -> None:
 
 
 def is_open_to_others(path: Path) -> bool:
-    """Whether users other than its owner may read a file, or enter a folder."""
+    """Return whether users other than the owner can read a file or enter a folder."""
     return sys.platform != "win32" and bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
 
 
 # --- locks ----------------------------------------------------------------------------------------------------------
 
 
-class FileLock:
-    """A lock between processes, held until it is closed or its process dies, however it dies. A forked child does not
-    hold it. The descriptor is that of the open file, locked."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._is_open, self._owner = True, os.getpid()
-        in_child(self, FileLock._leave_to_parent)
-
-    def close(self) -> None:
-        """Release the lock; a second time does nothing."""
-        # A child that forked a moment ago may have the file open still; what it does must not end its parent's lock.
-        if self._is_open and sys.platform != "win32" and os.getpid() == self._owner:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-        self._leave_to_parent()
-
-    def _leave_to_parent(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            os.close(self.descriptor)
-
-
-def _locked(path: Path, *, create: bool, wait: bool) -> FileLock | None:
-    """A lock on that file, `None` where its system has none; raises BlockingIOError for one that is held."""
-    if sys.platform == "win32":
-        return None
-    descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return FileLock(descriptor)
-
-
-def lock_file(path: Path, *, wait: bool) -> FileLock | None:
-    """A lock on that file. `None` where another process holds it, or where the system has no such locks: then no
-    writer is ever taken for dead."""
-    with contextlib.suppress(BlockingIOError):
-        return _locked(path, create=wait, wait=wait)
-    return None
-
-
-def hold_lock(path: Path, refusal: str) -> FileLock | None:
+def wait_for_lock(path: Path, seconds: float) -> FileLock:
     """
-    A lock on a file that is made where it is missing and that one process may hold; `None` on Windows.
+    Acquire a lock between processes, which ends with `release()` in any thread or with the process. It is not acquired
+    (see `is_locked`) if the file system has no locks.
+
+    Args:
+        path (`Path`): The file to lock. It is created if it is missing.
+        seconds (`float`): Maximum time to wait. A wait of more than one second is logged.
 
     Raises:
-        ConfigError: another process holds it, or the file system has no locks; its message is `refusal`.
-        OSError: the file cannot be made.
+        TimeoutError: Another process held the lock during this time.
+        OSError: The file cannot be created.
     """
-    path.touch(0o600)
-    lock = lock_file(path, wait=False)
-    if lock is None and os.name == "posix":
-        raise ConfigError(refusal)
+    lock = FileLock(path, mode=0o600, thread_local=False)
+    try:
+        try:
+            lock.acquire(timeout=min(seconds, LOG_WAIT_SECONDS))
+        except filelock.Timeout:
+            if seconds > LOG_WAIT_SECONDS:
+                logger.warning("Waiting up to %.0f s for another process that holds %s.", seconds, path)
+            lock.acquire(timeout=max(seconds - LOG_WAIT_SECONDS, 0.0))
+    except filelock.Timeout:
+        raise TimeoutError(f"another process holds {path}") from None
+    except OSError as error:
+        if error.errno not in NO_LOCK_ERRORS:
+            raise
     return lock
 
 
-def wait_for_lock(
-    path: Path, seconds: float, *, clock: Callable[[], float] = time.monotonic,
-    rest: Callable[[float], None] = time.sleep,
-) -> FileLock | None:  # fmt: skip
+def hold_lock(path: Path, refusal: str) -> FileLock:
     """
-    A lock on that file, made where it is missing, as soon as nobody else holds it; `None` where the system has no such
-    locks. A wait that takes longer than a moment is logged.
+    Acquire a lock without waiting.
 
     Raises:
-        TimeoutError: another process held it all the time. A dead process holds none; a stopped one does.
-        OSError: the file cannot be made.
+        ConfigError: Another process holds it, or the file system has no locks; its message is `refusal`.
+        OSError: The file cannot be created.
     """
-    begun, is_told = clock(), False
-    while True:
-        try:
-            return _locked(path, create=True, wait=False)
-        except BlockingIOError:
-            waited = clock() - begun
-            if waited > seconds:
-                raise TimeoutError(f"another process holds {path}") from None
-            if waited > QUIET_SECONDS and not is_told:
-                is_told = True
-                logger.warning("Waiting for another process that holds %s, up to %.0f s.", path, seconds)
-            rest(LOOK_SECONDS)
+    try:
+        lock = wait_for_lock(path, 0.0)
+    except TimeoutError:
+        raise ConfigError(refusal) from None
+    if not lock.is_locked:
+        raise ConfigError(refusal)
+    return lock
