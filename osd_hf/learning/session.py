@@ -123,8 +123,8 @@ def _note_unfinished(directory: Path, name: str, old: str | None) -> None:
         for noted in (directory / NOTE).read_text(errors="replace").split():
             if noted != old:
                 _delete(directory, noted)
-    with open(directory / NOTE, "w", opener=open_privately) as file:
-        file.write(f"{name} {old or ''}")
+    with open(directory / NOTE, "w", opener=open_privately) as note:
+        note.write(f"{name} {old or ''}")
     for file in directory.iterdir():
         if UNFINISHED_POINTER.fullmatch(file.name):
             file.unlink(missing_ok=True)
