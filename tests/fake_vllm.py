@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from osd_hf.engines.remote import Counts
+from osd_hf.engines.deploy import DraftCounts
 from osd_hf.engines.vllm_reload import weights_digest
 
 K = 5
@@ -28,10 +28,10 @@ def draws(rng: np.random.Generator, alpha: float, requests: int, spread: float =
     return np.stack([examined, rng.binomial(examined, own)], axis=1)
 
 
-def windows(rng: np.random.Generator, alpha: float, number: int, each: int = 10, **how: Any) -> list[Counts]:
+def windows(rng: np.random.Generator, alpha: float, number: int, each: int = 10, **how: Any) -> list[DraftCounts]:
     """So many windows of an engine."""
     found = draws(rng, alpha, number * each, **how).reshape(number, each, 2).sum(axis=1)
-    return [Counts(each, float(examined), float(accepted)) for examined, accepted in found]
+    return [DraftCounts(each, float(examined), float(accepted)) for examined, accepted in found]
 
 
 class FakeVLLM:

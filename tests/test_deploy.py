@@ -20,9 +20,7 @@ from fake_vllm import FakeVLLM, connecting, windows
 from safetensors.torch import save_file
 
 from osd_hf.engines import deploy as module
-from osd_hf.engines import remote
-from osd_hf.engines.deploy import Deployer, compared
-from osd_hf.engines.remote import Counts, Way, read_counts
+from osd_hf.engines.deploy import Deployer, DeployMethod, DraftCounts, compare_windows, read_counts, run_command
 from osd_hf.engines.versions import REJECTED, VersionFolder
 from osd_hf.engines.vllm_reload import Weights, weights_digest
 from osd_hf.errors import ConfigError, ServerError
@@ -34,10 +32,10 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell"
 # --- the rule -------------------------------------------------------------------------------------------------------
 
 
-def looked_at(before: list[Counts], after: list[Counts]) -> tuple[str, int]:
+def looked_at(before: list[DraftCounts], after: list[DraftCounts]) -> tuple[str, int]:
     """What is found first, asked after each window as a deployer does, and after how many."""
     for number in range(1, len(after) + 1):
-        change = compared(before, after[:number], WATCH)
+        change = compare_windows(before, after[:number], WATCH)
         if change is not None and change.outcome != "unclear":
             return change.outcome, number
     return "unclear", len(after)
@@ -59,24 +57,26 @@ def test_a_version_as_good_stays_and_a_fall_of_a_tenth_is_found(spread: float) -
 
 def test_tokens_of_one_answer_are_no_independent_evidence() -> None:
     # Windows that differ as much as these say less than their tokens: 0.6 and 0.5 may be chance.
-    before = [Counts(10, 400, accepted) for accepted in (120, 360) * 10]
-    after = [Counts(10, 400, accepted) for accepted in (60, 340) * 10]
-    change = compared(before, after, WATCH)
+    before = [DraftCounts(10, 400, accepted) for accepted in (120, 360) * 10]
+    after = [DraftCounts(10, 400, accepted) for accepted in (60, 340) * 10]
+    change = compare_windows(before, after, WATCH)
     assert change is not None
     assert (change.before, change.after, change.outcome) == (0.6, 0.5, "unclear")
     assert change.standard_error == pytest.approx(np.hypot(0.3, 0.35) / np.sqrt(19.5), rel=0.03)
-    even = compared([Counts(10, 400, 240)] * 20, [Counts(10, 400, 200)] * 20, WATCH)
+    even = compare_windows([DraftCounts(10, 400, 240)] * 20, [DraftCounts(10, 400, 200)] * 20, WATCH)
     assert even is not None
     assert even.outcome == "fell"
     assert even.standard_error == pytest.approx(np.sqrt((0.24 + 0.25) / 8000), rel=1e-3)  # that of a binomial
 
 
 def test_too_few_windows_say_nothing() -> None:
-    many, none = [Counts(10, 400, 240)] * 20, [Counts(10, 400, 0)]
-    assert compared(many, none * 2, WATCH) is None
-    assert compared([], none * 9, WATCH) is None
-    assert compared(many, [Counts(10, 0, 0)] * 9, WATCH) is None
-    assert compared([Counts(200, 8000, 4800)], none * 3, WATCH) is not None  # what an engine had counted before
+    many, none = [DraftCounts(10, 400, 240)] * 20, [DraftCounts(10, 400, 0)]
+    assert compare_windows(many, none * 2, WATCH) is None
+    assert compare_windows([], none * 9, WATCH) is None
+    assert compare_windows(many, [DraftCounts(10, 0, 0)] * 9, WATCH) is None
+    assert (
+        compare_windows([DraftCounts(200, 8000, 4800)], none * 3, WATCH) is not None
+    )  # what an engine had counted before
 
 
 def test_counters_are_read_as_vllm_writes_them() -> None:
@@ -93,7 +93,7 @@ vllm:request_success_total{engine="0",finished_reason="stop",model_name="a"} 7.0
 vllm:request_success_total{engine="0",finished_reason="length",model_name="a"} 4.0
 vllm:num_requests_running{engine="0",model_name="a"} 3.0
 """
-    assert read_counts(text) == Counts(11, 120 + 70 + 40, 130)
+    assert read_counts(text) == DraftCounts(11, 120 + 70 + 40, 130)
     assert read_counts("vllm:request_success_total 3\n") is None
 
 
@@ -136,9 +136,9 @@ def make(versions: VersionFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     """Makes deployers for these engines, by default by reloading."""
 
     def make(*engines: FakeVLLM, ways: Any = (), **settings: Any) -> tuple[Deployer, Now]:
-        monkeypatch.setattr(remote.httpx2, "Client", connecting(*engines))
+        monkeypatch.setattr(module.httpx2, "Client", connecting(*engines))
         now = Now()
-        ways = [Way.parse(text) for text in ways or [f"reload={engine.url}" for engine in engines]]
+        ways = [DeployMethod.parse(text) for text in ways or [f"reload={engine.url}" for engine in engines]]
         return Deployer(versions, ways, watch_requests=WATCH, load_seconds=50, stop=now, clock=now, **settings), now
 
     return make
@@ -203,7 +203,7 @@ def test_a_version_that_is_accepted_less_is_taken_back_everywhere_and_not_deploy
     assert (told["version"], told["serving"], told["outcome"]) == (1, 0, "rolled back")
     assert told["alpha_after"] < told["alpha_before"] - 0.05
     assert told["requests"] <= WATCH
-    assert "Version 1 is taken back, version 0 serves: acceptance went from 0." in caplog.text
+    assert "Version 1 is rolled back, version 0 serves: acceptance went from 0." in caplog.text
     [decision] = versions.take_rejections()
     assert (decision.version, decision.serving) == (1, 0)
     assert versions.take_rejections() == []
@@ -378,38 +378,18 @@ def test_another_process_compares_with_what_was_counted_before_it(
     assert [(each.outcome, each.serving) for each in again.decisions] == [("rolled back", 1)]
 
 
-def test_one_look_is_no_watch_however_many_requests_it_saw(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000", served=1000)
-    deployer, _ = make(engine)
-    poisoned = versions.publish(weights(1.0), {})
-    engine.alphas[weights_digest(poisoned)] = 0.4
-    deployer.look()
-    for _ in range(2):
-        engine.serve(10 * WATCH)
-        deployer.look()
-        assert deployer.decisions == []
-    engine.serve(10 * WATCH)
-    deployer.look()
-    assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
-
-
 def test_what_cannot_be_compared_does_not_stay(make: Any, versions: VersionFolder) -> None:
     engine = FakeVLLM("http://one:8000")
     deployer, _ = make(engine)
     poisoned = versions.publish(weights(1.0), {})
     engine.alphas[weights_digest(poisoned)] = 0.2
     deployer.look()
-    deployer.engines[0].before = []  # as of a journal that has lost it
+    deployer.engines[0].earlier_windows = []  # as of a journal that has lost it
     drive(deployer, engine, requests=WATCH)
     assert (engine.loads, deployer.decisions) == (["v000001", "v000000"], [])
     drive(deployer, engine, requests=WATCH)  # counted, and then tried again
     assert engine.loads == ["v000001", "v000000"] * 2
     assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
-
-
-def test_a_watch_of_too_few_requests_is_refused(versions: VersionFolder) -> None:
-    with pytest.raises(ConfigError, match="30 requests or more, got 29"):
-        Deployer(versions, [], watch_requests=29)
 
 
 def test_the_first_version_is_compared_with_what_the_engine_had_counted(make: Any, versions: VersionFolder) -> None:
@@ -488,7 +468,7 @@ def test_whatever_fails_is_told_and_tried_again(
     deployer, _ = make(engine)
     versions.publish(weights(1.0), {})
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(remote, "read_counts", lambda text: 1 / 0)
+        patch.setattr(module, "read_counts", lambda text: 1 / 0)
         deployer.look()
     assert "it is tried again" in caplog.text
     monkeypatch.setattr(module, "JOURNAL", "no/such/folder")
@@ -523,7 +503,7 @@ def test_the_draft_as_it_was_may_come_later_and_nothing_stays_that_fell(
 ) -> None:
     engine, later = FakeVLLM("http://one:8000", served=1000), VersionFolder(tmp_path / "later")
     make(engine)
-    deployer = Deployer(later, [Way.parse(f"reload={engine.url}")])
+    deployer = Deployer(later, [DeployMethod.parse(f"reload={engine.url}")])
     poisoned = later.publish(weights(1.0), {})
     engine.alphas[weights_digest(poisoned)] = 0.2
     with caplog.at_level(logging.WARNING):
@@ -587,7 +567,7 @@ def test_a_version_that_an_engine_cannot_load_is_taken_back(make: Any, versions:
         deployer.look()
     assert [(each.outcome, each.serving) for each in deployer.decisions[1:]] == [("rolled back", 1)]
     assert "has not loaded it 3 times: The command" in deployer.decisions[1].reason
-    assert deployer.engines[0].holds(versions.version(1))
+    assert deployer.engines[0].serves(versions.version(1))
     assert journal(versions)[-3:] == [("failed", 2), ("rolled back", 2), ("loaded", 1)]
 
 
@@ -684,7 +664,7 @@ def test_a_journal_does_not_grow_without_end(
     for value in (1.0, 2.0, 3.0):
         versions.publish(weights(value), {})
         drive(deployer, *engines, requests=WATCH // 2 + 50)
-    monkeypatch.setattr(module, "MOST_LINES", 2)
+    monkeypatch.setattr(module, "MAX_JOURNAL_LINES", 2)
     before = journal(versions)
     again, _ = make(*engines)
     after = journal(versions)
@@ -702,7 +682,7 @@ def test_an_engine_without_requests_is_not_waited_for(make: Any, versions: Versi
     versions.publish(weights(1.0), {})
     drive(deployer, engines[1], requests=50)
     assert [engine.loads for engine in engines] == [["v000001"], []]
-    now.now += remote.IDLE_SECONDS
+    now.now += module.IDLE_SECONDS
     deployer.look()
     assert [engine.loads for engine in engines] == [["v000001"], ["v000001"]]
 
@@ -771,7 +751,7 @@ def test_a_restart_that_fails_is_told_of(
 @posix
 def test_a_command_that_takes_too_long_is_ended() -> None:
     with pytest.raises(ServerError, match=r"did not end within 0\.01 s"):
-        remote._run("sleep 100", 0.01)
+        run_command("sleep 100", 0.01)
 
 
 def test_a_hook_is_told(make: Any, versions: VersionFolder) -> None:
@@ -801,15 +781,11 @@ def test_a_hook_is_told(make: Any, versions: VersionFolder) -> None:
 )
 def test_a_way_that_is_none_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
-        Way.parse(text)
+        DeployMethod.parse(text)
     assert "secret" not in str(raised.value)
-
-
-def test_a_way_may_be_of_a_domain() -> None:
-    assert Way.parse("a:b:restart=http://one:8000 run reload=x") == Way(
+    assert DeployMethod.parse("a:b:restart=http://one:8000 run reload=x") == DeployMethod(
         "restart", "http://one:8000", "run reload=x", "a:b"
     )
-    assert Way.parse(" reload=https://one ").domain is None
 
 
 # --- the extension --------------------------------------------------------------------------------------------------
@@ -843,10 +819,3 @@ def test_the_extension_is_imported_where_only_vllms_packages_are() -> None:
     )
     found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.startswith("FileNotFoundError")
-
-
-def test_the_client_of_an_engine_follows_no_proxy(monkeypatch: pytest.MonkeyPatch, versions: VersionFolder) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(remote.httpx2, "Client", lambda **how: asked.append(how) or httpx2.MockTransport)
-    Deployer(versions, [Way.parse("reload=http://one")])
-    assert asked[0]["trust_env"] is False

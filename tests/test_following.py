@@ -712,7 +712,7 @@ def test_a_folder_that_is_away_is_told_as_a_state_error(tmp_path: Path, versions
 
 def test_a_latest_that_is_no_pointer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("mine")
-    with pytest.raises(ConfigError, match="no pointer to a version"):
+    with pytest.raises(ConfigError, match="not a link to a version"):
         VersionFolder(tmp_path)
     assert (tmp_path / "latest").read_text() == "mine"
     (tmp_path / "latest").unlink()

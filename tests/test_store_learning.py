@@ -32,8 +32,8 @@ from osd_hf.cli import learn as learn_command
 from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
 from osd_hf.decoding.hook import record_traces, rescore
+from osd_hf.engines import deploy
 from osd_hf.engines import learn as module
-from osd_hf.engines import remote
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.engines.deploy import Deployer
 from osd_hf.engines.learn import StoreLearner
@@ -978,7 +978,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
 ) -> None:
     engine, report = FakeVLLM("http://engine:8000", seed=1), tmp_path / "report.json"
     engine.serve(1000)
-    monkeypatch.setattr(remote.httpx2, "Client", connecting(engine))
+    monkeypatch.setattr(deploy.httpx2, "Client", connecting(engine))
     flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
     flags += ["--once", "--json", str(report)]
     ran: list[float] = []

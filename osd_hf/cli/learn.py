@@ -28,10 +28,9 @@ from osd_hf.cli.flags import (
     stopping,
 )
 from osd_hf.config import OnlineConfig
-from osd_hf.engines.deploy import Deployer
+from osd_hf.engines.deploy import MIN_WATCHED_REQUESTS, Deployer, DeployMethod
 from osd_hf.engines.learn import StoreLearner
-from osd_hf.engines.remote import LEAST_REQUESTS, Way
-from osd_hf.engines.versions import PICTURE, VersionFolder, folder_name
+from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.evaluation.display import alpha_bar, plot_alpha, stats_interval
 from osd_hf.hub.cards import facts_of
@@ -90,12 +89,12 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
         update_strategy="an update is done as soon as its requests are there",
     )  # fmt: skip
 
-    def ways(self) -> dict[str | None, list[Way]]:
+    def ways(self) -> dict[str | None, list[DeployMethod]]:
         """The engines, by whose versions they get; raises ConfigError."""
         if not self.deploy and (given := self.changed("watch_requests", "deploy_seconds")):
             raise ConfigError(f"{given[0]} is for --deploy, which names engines.")
-        found: dict[str | None, list[Way]] = {}
-        for way in map(Way.parse, self.deploy or ()):
+        found: dict[str | None, list[DeployMethod]] = {}
+        for way in map(DeployMethod.parse, self.deploy or ()):
             if (way.domain is not None) != self.by_domain:
                 told = "LABEL: goes before the way with --by-domain" if self.by_domain else "is for --by-domain"
                 raise ConfigError(f"--deploy {way.domain or way.kind}: {told}.")
@@ -112,7 +111,7 @@ def learn_command(settings: LearnSettings) -> int:
     settings.fixed_k()
     settings.check_together("draft", "target")
     settings.check_counts("num_requests", "threads", "lora_rank")
-    settings.check_counts("watch_requests", least=LEAST_REQUESTS)
+    settings.check_counts("watch_requests", least=MIN_WATCHED_REQUESTS)
     if settings.changed("metrics_host") and settings.metrics_port is None:
         raise ConfigError("--metrics-host is for --metrics-port, which says where scrapes are answered.")
     if settings.by_domain and settings.repo_id is not None:
@@ -190,7 +189,7 @@ def _learner(settings: LearnSettings) -> tuple[StoreLearner, Path]:
 
 @contextlib.contextmanager
 def _deployers(
-    settings: LearnSettings, ways: dict[str | None, list[Way]], learner: StoreLearner
+    settings: LearnSettings, ways: dict[str | None, list[DeployMethod]], learner: StoreLearner
 ) -> Iterator[list[Deployer]]:
     """What looks after the engines, each in a thread of its own inside the block."""
     deployers = []
@@ -280,7 +279,7 @@ def _plot(learner: StoreLearner, folder: Path) -> None:
     if learner.learned:
         with contextlib.suppress(OSError):  # a picture is not worth ending for
             title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
-            plot_alpha(folder / PICTURE, _compared(learner), title=title)
+            plot_alpha(folder / PLOT, _compared(learner), title=title)
 
 
 def _report(learner: StoreLearner, deployers: Sequence[Deployer]) -> dict[str, Any]:

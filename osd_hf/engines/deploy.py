@@ -1,4 +1,4 @@
-"""Versions that deploy themselves: loaded into engines one after the other, watched there, and taken back."""
+"""Deploy draft versions: load them into engines one after the other, watch acceptance there, and roll back."""
 
 from __future__ import annotations
 
@@ -7,37 +7,101 @@ import json
 import logging
 import math
 import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import httpx2
 import numpy as np
 
 from osd_hf.acceptance import student
-from osd_hf.engines.remote import LEAST_REQUESTS, LEAST_WINDOWS, Counts, Engine, Way
-from osd_hf.engines.versions import JOURNAL, Published, VersionFolder
-from osd_hf.errors import ConfigError, ServerError, first_line
+from osd_hf.engines.completions import parse_address, vllm_counters
+from osd_hf.engines.versions import JOURNAL, PublishedVersion, VersionFolder
+from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
 from osd_hf.learning.gate import GateDecision
 from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import json_text
 
-__all__ = ["Deployer", "compared"]
+__all__ = [
+    "MIN_WATCHED_REQUESTS", "DeployMethod", "Deployer", "DraftCounts", "Engine", "compare_windows", "read_counts",
+]  # fmt: skip
+
+WINDOW_REQUESTS = 10  # requests that are counted together, because the tokens of an answer are not independent
+MIN_WINDOWS = 3  # with a version before it is judged
+MIN_WATCHED_REQUESTS = MIN_WINDOWS * WINDOW_REQUESTS
+HISTORY_FACTOR = 2  # a version is compared with this many times the requests of a watch
+LIMIT_STANDARD_ERRORS = 2.6  # at the end of a watch, for many windows; see `compare_windows`
+CONNECT_SECONDS = 10.0
+QUICK_SECONDS = 10.0  # timeout of requests that an engine answers at once
+RESET_SECONDS = 30.0
+RETRY_SECONDS = 30.0
+PAUSE_SECONDS = 1.0  # between two attempts at an engine that is not ready
+IDLE_SECONDS = 600.0  # without a request, after which the roll-out does not wait for an engine's counters
+MIN_POLL_SECONDS = 0.1
+MAX_LOAD_FAILURES = 3  # of a new version in an engine that had another one, after which it is rolled back
+MAX_JOURNAL_LINES = 1000  # kept when a process begins, besides decisions and the last line of each kind
+DECISIONS = ("kept", "rolled back")
+METHOD = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
+EXTENSION_HINT = (
+    " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload; its log "
+    "has more."
+)
+DRAFTS, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens"
+ACCEPTED_BY_POSITION, REQUESTS = f"{ACCEPTED}_per_pos", "request_success"
 
 logger = logging.getLogger(__name__)
 
-BEYOND_CHANCE = 2.6  # standard errors, of many windows, at the end of a watch; more before, see `compared`
-MOST_LINES = 1000  # of the journal, when a process begins, beside decisions and what came last to each engine
-DECISIONS = ("kept", "rolled back")
-LEAST_PAUSE = 0.1  # seconds between two looks
-MOST_FAILURES = 3  # loads of a new version into an engine that had another one, after which it is taken back
+
+# --- comparing ------------------------------------------------------------------------------------------------------
 
 
-# --- the rule -------------------------------------------------------------------------------------------------------
+class DraftCounts(NamedTuple):
+    """Requests that an engine answered, and draft tokens that it examined and accepted."""
+
+    requests: float
+    examined: float
+    accepted: float
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """Return the difference to earlier counts."""
+        return DraftCounts(*(now - then for now, then in zip(self, before, strict=True)))
+
+    def limited_to(self, requests: float) -> DraftCounts:
+        """Return counts with the same rates and at most so many requests."""
+        share = min(requests / self.requests, 1.0) if self.requests else 1.0
+        return DraftCounts(*(count * share for count in self))
 
 
-class Change(NamedTuple):
-    """Acceptance before and after, the standard error of their difference, and how many of these are beyond chance."""
+def read_counts(metrics: str) -> DraftCounts | None:
+    """
+    Read the counters of vLLM's `/metrics`, summed over its engines and models; `None` if it does not draft.
+
+    A round examines its first draft token, and each one after an accepted token: the number of rounds, plus the tokens
+    accepted at all positions but the last.
+    """
+    found = vllm_counters(metrics)
+    names = {name: name.partition("@") for name in found}
+    positions = {
+        int(at or 0): found[name] for name, (counter, _, at) in names.items() if counter == ACCEPTED_BY_POSITION
+    }
+    if DRAFTS not in found or not positions:
+        return None
+    last = max(positions)
+    examined = found[DRAFTS] + sum(count for position, count in positions.items() if position != last)
+    return DraftCounts(found.get(REQUESTS, 0.0), examined, found.get(ACCEPTED, 0.0))
+
+
+class AcceptanceChange(NamedTuple):
+    """Acceptance before and after, the standard error of the difference, and the limit in standard errors."""
 
     before: float
     after: float
@@ -46,36 +110,400 @@ class Change(NamedTuple):
 
     @property
     def outcome(self) -> Literal["fell", "rose", "unclear"]:
-        """What is beyond chance."""
-        gain, least = self.after - self.before, self.limit * self.standard_error
-        return "fell" if gain < -least else "rose" if gain > least else "unclear"
+        """Whether acceptance has changed beyond chance."""
+        gain, threshold = self.after - self.before, self.limit * self.standard_error
+        return "fell" if gain < -threshold else "rose" if gain > threshold else "unclear"
 
 
-def compared(before: Sequence[Counts], after: Sequence[Counts], watch_requests: int) -> Change | None:
+def compare_windows(
+    before: Sequence[DraftCounts], after: Sequence[DraftCounts], watch_requests: int
+) -> AcceptanceChange | None:
     """
-    How acceptance changed between two series of windows; `None` where they are too few.
+    Compare acceptance between two series of windows; `None` if there are too few.
 
-    Accepted tokens of a window are taken for binomial, spread out by a factor that how the windows of each side differ
-    among themselves tells (a quasi-binomial comparison): tokens of one answer go together, and requests differ. What
-    is beyond chance follows Student's distribution, by the number of windows. It is asked after each window, so that
-    more is needed early: the limit falls with the root of the requests seen (the boundary of O'Brien and Fleming).
+    Accepted tokens of a window are binomial with a dispersion that is estimated from the differences among the windows
+    of each side (a quasi-binomial comparison), because tokens of one answer depend on each other and requests differ.
+    The limit follows Student's distribution. As the comparison is repeated after each window, early looks need more:
+    the limit falls with the root of the requests seen (the boundary of O'Brien and Fleming).
     """
     sides = [np.array([w[1:] for w in side if w.examined > 0], float).reshape(-1, 2) for side in (before, after)]
-    freedom = sum(map(len, sides)) - 2
-    if not len(sides[0]) or len(sides[1]) < LEAST_WINDOWS or freedom < LEAST_WINDOWS - 1:
+    degrees_of_freedom = sum(map(len, sides)) - 2
+    if not len(sides[0]) or len(sides[1]) < MIN_WINDOWS or degrees_of_freedom < MIN_WINDOWS - 1:
         return None
     alphas, variances, squares = [], [], 0.0
     for examined, accepted in (side.T for side in sides):
         alpha = accepted.sum() / examined.sum()
-        smoothed = (accepted.sum() + 0.5) / (examined.sum() + 1)  # neither 0 nor 1, which would know no chance
-        spread = smoothed * (1 - smoothed)
-        squares += float(((accepted - alpha * examined) ** 2 / (examined * spread)).sum())
+        smoothed = (accepted.sum() + 0.5) / (examined.sum() + 1)  # neither 0 nor 1, whose variance would be 0
+        variance = smoothed * (1 - smoothed)
+        squares += float(((accepted - alpha * examined) ** 2 / (examined * variance)).sum())
         alphas.append(float(alpha))
-        variances.append(float(spread / examined.sum()))
-    dispersion = max(squares / freedom, 1.0)
+        variances.append(float(variance / examined.sum()))
+    dispersion = max(squares / degrees_of_freedom, 1.0)
     share = min(sum(window.requests for window in after) / watch_requests, 1.0)
-    limit = student(BEYOND_CHANCE / math.sqrt(share), freedom + 1)
-    return Change(alphas[0], alphas[1], math.sqrt(dispersion * sum(variances)), limit)
+    limit = student(LIMIT_STANDARD_ERRORS / math.sqrt(share), degrees_of_freedom + 1)
+    return AcceptanceChange(alphas[0], alphas[1], math.sqrt(dispersion * sum(variances)), limit)
+
+
+# --- one engine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeployMethod:
+    """
+    How versions are loaded into one engine.
+
+    Args:
+        kind (`str`): `"reload"`, `"restart"` or `"webhook"`.
+        url (`str`): Address of the engine, whose `/metrics` are read.
+        argument (`str`): The command of a restart, or the address of a webhook.
+        domain (`str`, *optional*): The domain whose versions are loaded.
+    """
+
+    kind: str
+    url: str
+    argument: str = ""
+    domain: str | None = None
+
+    @property
+    def engine_name(self) -> str:
+        """The engine's address, without user, password and `/v1`."""
+        return str(parse_address(self.url)[0]).rstrip("/").removesuffix("/v1")
+
+    @classmethod
+    def parse(cls, text: str) -> DeployMethod:
+        """
+        Parse `[DOMAIN:]reload=URL`, `[DOMAIN:]restart=URL COMMAND` or `[DOMAIN:]webhook=URL HOOK`.
+
+        Raises:
+            ConfigError: the text has another form.
+        """
+        found = METHOD.fullmatch(text.strip())
+        if found is None:
+            raise ConfigError(
+                f"--deploy takes reload=URL, 'restart=URL COMMAND' or 'webhook=URL HOOK', got {text.strip()!r}."
+            )
+        domain, kind, url, argument = found.groups()
+        needed = {"reload": "", "restart": "a command that starts it with {version}", "webhook": "the hook's address"}
+        if bool(argument) != bool(needed[kind]):
+            rule = f"needs {needed[kind]} after the engine's address" if needed[kind] else f"takes no {argument!r}"
+            raise ConfigError(f"--deploy {kind}={shown_address(url)} {rule}.")
+        try:
+            for address in (url, argument) if kind == "webhook" else (url,):
+                parse_address(address)
+        except ServerError as error:
+            raise ConfigError(f"--deploy: {error}") from None
+        return cls(kind, url, argument or "", domain)
+
+
+class UnreachableError(ServerError):
+    """Nothing could be sent to an address, which says nothing about a version."""
+
+
+class Engine:
+    """
+    An engine that versions are loaded into: what it serves, and what it counts.
+
+    Args:
+        method (`DeployMethod`): How to load versions.
+        watch_requests (`int`): Number of requests that a version is watched for.
+        load_seconds (`float`): Maximum time of a load.
+        stop (`threading.Event`), clock (`Callable[[], float]`): Ends waiting; returns the time in seconds.
+
+    Attributes:
+        digest (`str`, *optional*): Weights digest of the version that was loaded last, if any.
+        windows (`deque[DraftCounts]`), earlier_windows (`list[DraftCounts]`):
+            Counts with that version, and with the version before it.
+        counts_drafts (`bool`, *optional*): Whether the engine counts draft tokens; `None` before the first answer.
+        is_away (`bool`): Whether the last attempt to read the counters failed.
+        failed_digest (`str`, *optional*), num_failures (`int`):
+            The version that could not be loaded, and how often in a row the engine was reached and failed.
+    """
+
+    def __init__(
+        self,
+        method: DeployMethod,
+        watch_requests: int,
+        load_seconds: float,
+        stop: threading.Event,
+        clock: Callable[[], float],
+    ) -> None:
+        self.method = method
+        self.name = method.engine_name
+        self.digest: str | None = None
+        self.windows: deque[DraftCounts] = deque()
+        self.earlier_windows: list[DraftCounts] = []
+        self.counts_drafts: bool | None = None
+        self.is_away = False
+        self.failed_digest: str | None = None
+        self.num_failures = 0
+        self._watch_requests = watch_requests
+        self._load_seconds = load_seconds
+        self._stop = stop
+        self._clock = clock
+        self._http = httpx2.Client(timeout=httpx2.Timeout(load_seconds, connect=CONNECT_SECONDS), trust_env=False)
+        self._retry_at = -math.inf
+        self._is_known = True  # the engine surely serves `digest`, or what it started with
+        self._window_start: DraftCounts | None = None
+        self._counts_while_unknown: DraftCounts | None = None
+        self._has_own_history = True  # the counts since the engine's start are of what it serves
+        self._last_request_at = clock()
+        self._num_requests = 0.0
+
+    def serves(self, version: PublishedVersion) -> bool:
+        """Return whether the engine surely serves a version. It is assumed to start with version 0."""
+        return self._is_known and self.digest in (version.digest, None if version.number == 0 else version.digest)
+
+    def must_wait(self, version: PublishedVersion) -> bool:
+        """Return whether a load would fail or comes too early after a failure."""
+        is_gone = self.is_away and self.method.kind == "reload"  # the other methods may start an engine
+        return is_gone or (self.failed_digest == version.digest and self._clock() < self._retry_at)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether there are enough counts to compare a new version with, or never will be."""
+        num_requests = sum(window.requests for window in self.windows)
+        return self.counts_drafts is False or num_requests >= MIN_WATCHED_REQUESTS
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine can be reached and has had no request for long."""
+        return not self.is_away and self._clock() - self._last_request_at >= IDLE_SECONDS
+
+    # --- counting ---------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Read the counters, and end a window if there are enough requests."""
+        now = self._read_counters()
+        if self.is_away:
+            self._may_have_restarted()
+        if now is None:
+            return
+        if now.requests != self._num_requests:
+            self._last_request_at = self._clock()
+            self._num_requests = now.requests
+        if self._window_start is not None and min(now.since(self._window_start)) < 0:  # the engine has restarted
+            self._window_start = None
+            self._has_own_history = False
+            self._may_have_restarted()
+        self._counts_while_unknown = None if self._is_known else now
+        if self._is_known:
+            self._add_counts(now)
+
+    def _may_have_restarted(self) -> None:
+        if self.method.kind == "reload" and self.digest is not None:  # the other methods restore what was loaded
+            self._is_known = False
+
+    def _add_counts(self, now: DraftCounts) -> None:
+        if self._window_start is None:
+            if self._has_own_history and now.requests:
+                self.windows.append(now.limited_to(self._watch_requests))
+            self._window_start = now
+            self._has_own_history = False
+        elif (window := now.since(self._window_start)).requests >= WINDOW_REQUESTS:
+            self._window_start = now
+            self.windows.append(window)
+            needed = HISTORY_FACTOR * self._watch_requests
+            total = sum(window.requests for window in self.windows)
+            while len(self.windows) > MIN_WINDOWS and total - self.windows[0].requests >= needed:
+                total -= self.windows.popleft().requests
+
+    def _read_counters(self) -> DraftCounts | None:
+        """
+        Return the counts; `None` if the engine is away or does not count drafts.
+
+        An engine that has counted drafts before and does not now is away: another program may have its address.
+        """
+        was_away, self.is_away = self.is_away, True
+        try:
+            response = self._send("GET", self.method.url, "/metrics", timeout=QUICK_SECONDS)
+        except httpx2.HTTPError as error:
+            reason = first_line(error)
+        else:
+            is_page = "html" in response.headers.get("content-type", "")
+            now = read_counts(response.text) if response.status_code == 200 and not is_page else None
+            may_lack_counters = response.status_code in (200, 404) and not is_page and not self.counts_drafts
+            if now is not None or may_lack_counters:
+                if now is None and self.counts_drafts is None:
+                    logger.warning("%s counts no drafts at /metrics: versions are not watched there.", self.name)
+                self.is_away = False
+                self.counts_drafts = now is not None
+                return now
+            reason = f"status {response.status_code}{', no counters' if response.status_code == 200 else ''}"
+        if not was_away:
+            logger.warning("%s cannot be asked at /metrics, and is not watched until it can: %s.", self.name, reason)
+        return None
+
+    def set_version(self, digest: str | None, *, is_known: bool = True) -> None:
+        """Note which version the engine serves; its counts so far may be of another one."""
+        self.digest = digest
+        self._is_known = is_known
+        self._restart_counting()
+
+    def set_unknown(self) -> None:
+        """Note that the engine may serve any version."""
+        self._is_known = False
+        self._restart_counting()
+
+    def set_windows(self, windows: Iterable[DraftCounts]) -> None:
+        """Take over the counts of another process, with the version that the engine serves."""
+        self.windows = deque(windows)
+        self._has_own_history = False
+
+    def _restart_counting(self) -> None:
+        self._window_start = None
+        self._has_own_history = False
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def load(self, version: PublishedVersion, previous: PublishedVersion | None, *, is_new: bool) -> bool:
+        """
+        Load a version.
+
+        Args:
+            version (`PublishedVersion`): The version.
+            previous (`PublishedVersion`, *optional*): The version that serves elsewhere, for a webhook.
+            is_new (`bool`): Whether the version will be compared with the one before, or is that one.
+
+        Returns:
+            `bool`: Whether the engine did not serve it before.
+
+        Raises:
+            ServerError: the version was not loaded.
+        """
+        self._is_known = False  # a failed load may leave a mixture
+        try:
+            load = {"reload": self._reload, "restart": self._restart, "webhook": self._call_webhook}[self.method.kind]
+            has_changed = load(version, previous)
+        except ServerError as error:
+            num_failures = self.num_failures if self.failed_digest == version.digest else 0
+            self.failed_digest = version.digest
+            self.num_failures = num_failures + (not isinstance(error, UnreachableError))
+            self._retry_at = self._clock() + RETRY_SECONDS
+            self._restart_counting()
+            raise
+        self.failed_digest = None
+        self.num_failures = 0
+        self._last_request_at = self._clock()
+        if self.digest != version.digest:
+            if is_new:
+                self.earlier_windows = list(self.windows)
+                self.windows = deque()
+            else:
+                self.windows = deque(self.earlier_windows)
+                self.earlier_windows = []
+        elif not has_changed:  # the engine had not restarted
+            self._is_known = True
+            if self._counts_while_unknown is not None:
+                self._add_counts(self._counts_while_unknown)
+            return False
+        self.set_version(version.digest)
+        self._window_start = self._read_counters()
+        return True
+
+    def _reload(self, version: PublishedVersion, previous: PublishedVersion | None) -> bool:
+        body = {"method": "load_draft", "args": [str(version.path), version.digest]}
+        try:
+            results = [dict(each) for each in self._post(self.method.url, "/collective_rpc", body)["results"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{self.name} has not said what it has loaded.{EXTENSION_HINT}") from error
+        if failed := next((each["error"] for each in results if "error" in each), None):
+            raise ServerError(f"{self.name} has not loaded version {version.number}: {failed}.")
+        if {each.get("digest") for each in results} != {version.digest}:
+            raise ServerError(
+                f"{self.name} has loaded other weights than those of version {version.number}: their digest is "
+                f"{results[0].get('digest') if results else None}, not {version.digest}."
+            )
+        is_new = any(each.get("is_new", True) for each in results)
+        if is_new:
+            self._reset_prefix_cache()
+        return is_new
+
+    def _reset_prefix_cache(self) -> None:
+        """Drop the draft's cached prompts, which old weights computed. They would cost acceptance, never an answer."""
+        until, is_done = self._clock() + RESET_SECONDS, False
+        params = {"reset_running_requests": "true"}
+        while not is_done:
+            with contextlib.suppress(ServerError, AttributeError):
+                answer = self._post(self.method.url, "/reset_prefix_cache", timeout=QUICK_SECONDS, params=params)
+                is_done = bool(answer.get("success"))
+            if not is_done and (self._clock() >= until or self._stop.wait(PAUSE_SECONDS)):
+                logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
+                return
+
+    def _restart(self, version: PublishedVersion, previous: PublishedVersion | None) -> bool:
+        values = {"{version}": str(version.path), "{url}": self.name}
+        pattern = "|".join(map(re.escape, values))
+        command = re.sub(pattern, lambda found: shlex.quote(values[found[0]]), self.method.argument)
+        until = self._clock() + self._load_seconds
+        run_command(command, self._load_seconds)
+        while True:
+            with contextlib.suppress(httpx2.HTTPError):
+                if self._send("GET", self.method.url, "/health", timeout=QUICK_SECONDS).status_code == 200:
+                    return True
+            if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
+                raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
+
+    def _call_webhook(self, version: PublishedVersion, previous: PublishedVersion | None) -> bool:
+        body = {
+            "version": version.number,
+            "path": str(version.path),
+            "digest": version.digest,
+            "previous": None if previous is None else previous.number,
+            "engine": self.name,
+        }
+        self._post(self.method.argument, "", body)
+        return True
+
+    def _post(self, url: str, path: str, body: Any = None, **settings: Any) -> Any:
+        """Return the JSON of an answer, if it has any; raises ServerError."""
+        try:
+            response = self._send("POST", url, path, json=body, **settings)
+        except httpx2.HTTPError as error:
+            is_unreachable = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+            kind = UnreachableError if is_unreachable else ServerError
+            raise kind(f"{shown_address(url)} cannot be reached: {first_line(error)}.") from error
+        if not response.is_success:
+            message = f"{shown_address(url)} answered {path} with status {response.status_code}"
+            raise ServerError(f"{message}.{EXTENSION_HINT if path else ''}")
+        with contextlib.suppress(ValueError):
+            return response.json()
+        return None
+
+    def _send(self, method: str, url: str, path: str, **settings: Any) -> httpx2.Response:
+        address, user, password = parse_address(url)
+        auth = httpx2.BasicAuth(user, password) if user or password else None
+        full = str(address).rstrip("/").removesuffix("/v1") + path if path else str(address)
+        return self._http.request(method, full, auth=auth, **settings)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+
+def run_command(command: str, seconds: float) -> None:
+    """Run a user's shell command; raises ServerError if it fails or takes longer."""
+    with tempfile.TemporaryFile() as output:  # not a pipe, because programs that it starts may keep a pipe open
+        process = subprocess.Popen(
+            command,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                process.kill() if sys.platform == "win32" else os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise ServerError(f"The command {command!r} did not end within {seconds:g} s.") from None
+        if code:
+            output.seek(max(output.seek(0, os.SEEK_END) - 2000, 0))
+            lines = output.read().decode(errors="replace").strip().splitlines()
+            raise ServerError(
+                f"The command {command!r} ended with code {code}: {lines[-1] if lines else 'no output'}."
+            )
 
 
 # --- the roll-out ---------------------------------------------------------------------------------------------------
@@ -83,108 +511,129 @@ def compared(before: Sequence[Counts], after: Sequence[Counts], watch_requests: 
 
 class Deployer:
     """
-    Brings the version that `latest` points to into engines, one after the other, and watches it there over the next
-    requests: where fewer of its tokens are accepted than of the version before, by more than chance, that one is
-    loaded again, `latest` set back to it, and weights of that digest are never deployed again. A load that fails is
-    tried again later; of a new version, it holds up the engines after it, and the third failure takes it back. All is
-    told in the log and in `deploy.jsonl` beside the versions, from which another process goes on.
+    Loads the version that `latest` points to into engines, one after the other, and watches it there.
+
+    If significantly fewer tokens are accepted than with the version before, that one is loaded again, `latest` points
+    to it, and weights with that digest are never deployed again. A failed load is repeated later. A new version that
+    fails to load does not go to further engines, and is rolled back after the third failure. The log and the file
+    `deploy.jsonl` beside the versions record everything; another process continues from that file.
 
     Args:
-        versions (`VersionFolder`): What is published.
-        ways (`Sequence[Way]`): The engines, in the order of loading.
-        domain (`str`, *optional*): Whose versions, for decisions.
+        versions (`VersionFolder`): The published versions.
+        methods (`Sequence[DeployMethod]`): The engines, in the order of loading.
+        domain (`str`, *optional*): The domain of the versions, for decisions.
         watch_requests (`int`, *optional*, defaults to 200):
-            Requests after which a version stays, unless it was found better or worse before; at least 30.
-        load_seconds (`float`, *optional*, defaults to 600.0): The longest that a load into one engine may take.
-        stop (`threading.Event`, *optional*), clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            Ends waiting and [`~Deployer.run`]; seconds.
+            Number of requests after which a version is kept, if it is not clearly better or worse before; at least 30.
+        load_seconds (`float`, *optional*, defaults to 600.0): Maximum time of a load into one engine.
+        stop (`threading.Event`, *optional*): Ends [`~Deployer.run`] and waiting.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
 
     Raises:
-        ConfigError: a watch of too few requests.
+        ConfigError: `watch_requests` is too small.
 
     Attributes:
-        serving (`Published`, *optional*): What engines are to serve, watched to the end.
-        candidate (`Published`, *optional*): What is being loaded or watched in its place.
-        decisions (`list[GateDecision]`): Of this process, by numbers of versions.
+        serving (`PublishedVersion`, *optional*): The version that engines should serve.
+        candidate (`PublishedVersion`, *optional*): The version that is being loaded or watched in its place.
+        decisions (`list[GateDecision]`): Decisions of this process, with numbers of published versions.
     """
 
     def __init__(
-        self, versions: VersionFolder, ways: Sequence[Way], *, domain: str | None = None, watch_requests: int = 200,
-        load_seconds: float = 600.0, stop: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        if watch_requests < LEAST_REQUESTS:
-            raise ConfigError(f"A version is watched for {LEAST_REQUESTS} requests or more, got {watch_requests}.")
-        self.versions, self.domain, self.watch_requests = versions, domain, watch_requests
+        self,
+        versions: VersionFolder,
+        methods: Sequence[DeployMethod],
+        *,
+        domain: str | None = None,
+        watch_requests: int = 200,
+        load_seconds: float = 600.0,
+        stop: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if watch_requests < MIN_WATCHED_REQUESTS:
+            raise ConfigError(
+                f"A version is watched for {MIN_WATCHED_REQUESTS} requests or more, got {watch_requests}."
+            )
+        self.versions = versions
+        self.domain = domain
+        self.watch_requests = watch_requests
         self.stop = stop or threading.Event()
-        self.engines = [Engine(way, watch_requests, load_seconds, self.stop, clock) for way in ways]
-        self.serving: Published | None = None
-        self.candidate: Published | None = None
+        self.engines = [Engine(method, watch_requests, load_seconds, self.stop, clock) for method in methods]
+        self.serving: PublishedVersion | None = None
+        self.candidate: PublishedVersion | None = None
         self.decisions: list[GateDecision] = []
-        self._rejected: set[str] = set()  # digests
-        self._unwritten: list[str] = []  # lines of the journal
-        self._unmarked: list[GateDecision] = []  # rejections that are not on the disk yet
-        self._has_begun, self._is_stuck, self._failure = False, False, ""
-        self._looking = threading.Lock()
-        with contextlib.suppress(OSError):  # told at the first look
-            self._go_on()
+        self._rejected_digests: set[str] = set()
+        self._unwritten_lines: list[str] = []  # of the journal
+        self._unwritten_rejections: list[GateDecision] = []
+        self._has_read_journal = False
+        self._has_warned_no_start = False
+        self._failure = ""
+        self._lock = threading.Lock()
+        with contextlib.suppress(OSError):  # raised and logged at the first look
+            self._read_journal()
 
     def run(self, poll_seconds: float) -> None:
-        """Look at versions and engines until told to stop."""
-        while not self.stop.wait(max(poll_seconds, LEAST_PAUSE)):
+        """Call [`~Deployer.look`] regularly until stopped."""
+        while not self.stop.wait(max(poll_seconds, MIN_POLL_SECONDS)):
             self.look()
 
     def look(self) -> None:
-        """Read the engines' counters, decide about what is watched, and load what is to be loaded: a new version into
-        one more engine at most. What fails is told in the log once, and tried again at the next look. May be called
-        from several threads."""
-        with self._looking:
+        """
+        Read the counters, decide about the watched version, and load versions: a new one into one engine at most.
+
+        Failures are logged once and repeated at the next call. May be called from several threads.
+        """
+        with self._lock:
             try:
-                if not self._has_begun:
-                    self._go_on()
+                if not self._has_read_journal:
+                    self._read_journal()
                 for engine in self.engines:
                     engine.look()
-                self._choose()
-                self._decide()
+                self._choose_candidate()
+                self._judge_candidate()
                 self._roll_out()
                 self._write()
                 self._failure = ""
-            except Exception as error:  # whatever it is, learning must go on
+            except Exception as error:  # learning goes on whatever happens
                 if self._failure != (failure := f"{type(error).__name__}: {error}"):
                     logger.exception("Looking after the versions in engines failed; it is tried again.")
                 self._failure = failure
 
     def report(self) -> dict[str, Any]:
-        """What engines serve, what is watched, and what was decided; ready for JSON."""
+        """Return what engines serve, what is watched, and the decisions; ready for JSON."""
         serving, watched = (None if v is None else v.number for v in (self.serving, self.candidate))
         return {
-            "domain": self.domain, "engines": [engine.name for engine in self.engines], "serving": serving,
-            "watched": watched, "decisions": [decision.to_dict() for decision in self.decisions],
-        }  # fmt: skip
+            "domain": self.domain,
+            "engines": [engine.name for engine in self.engines],
+            "serving": serving,
+            "watched": watched,
+            "decisions": [decision.to_dict() for decision in self.decisions],
+        }
 
     def summary(self) -> str:
-        """The same in a line."""
-        found = self.report()
-        whose = "" if self.domain is None else f" of {self.domain!r}"
-        how = "waits for another command to watch it" if self.stop.is_set() else "is watched"
-        watched = "" if found["watched"] is None else f", version {found['watched']} {how}"
-        back = sum(decision.outcome == "rolled back" for decision in self.decisions)
-        engines = ", ".join(found["engines"])
-        return f"{engines}: version {found['serving'] or 0}{whose} serves{watched}; {back} taken back"
+        """Return the report in one line."""
+        report = self.report()
+        domain = "" if self.domain is None else f" of {self.domain!r}"
+        status = "waits for another command to watch it" if self.stop.is_set() else "is watched"
+        watched = "" if report["watched"] is None else f", version {report['watched']} {status}"
+        num_rollbacks = sum(decision.outcome == "rolled back" for decision in self.decisions)
+        engines = ", ".join(report["engines"])
+        return f"{engines}: version {report['serving'] or 0}{domain} serves{watched}; {num_rollbacks} rolled back"
 
     def close(self) -> None:
-        """Write down what was counted, and close the connections."""
+        """Write the counts to the journal, and close the connections."""
         self.stop.set()
-        if self._looking.acquire(blocking=False):  # otherwise a load is under way, and nobody waits for it
+        if self._lock.acquire(blocking=False):  # otherwise a load is under way, and nobody waits for it
             with contextlib.suppress(OSError):
-                if self._has_begun and (version := self.candidate or self.serving) is not None:
+                if self._has_read_journal and (version := self.candidate or self.serving) is not None:
                     self._note("closed", version, windows=self._windows())
                 self._write()
-            self._looking.release()
+            self._lock.release()
         for engine in self.engines:
             engine.close()
 
-    def _choose(self) -> None:
-        """Take the version that is pointed to for the next one, unless another one is in an engine already."""
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def _choose_candidate(self) -> None:
+        """Make the version that `latest` points to the candidate, unless an engine serves another candidate."""
         if self.serving is None:
             self.serving = self.versions.version(0)
             self._pin()
@@ -199,91 +648,97 @@ class Deployer:
         self.candidate = None
         if self.serving is not None and newest.digest == self.serving.digest:
             self.serving = newest  # the same weights
-        elif newest.digest not in self._rejected:
+        elif newest.digest not in self._rejected_digests:
             self.candidate = newest
         self._pin()
 
     def _pin(self) -> None:
         self.versions.pin(version.number for version in (self.serving, self.candidate) if version is not None)
 
-    # --- loading ----------------------------------------------------------------------------------------------------
-
     def _roll_out(self) -> None:
-        """Load what serves wherever it is not, whatever fails elsewhere, and a new version into one more engine."""
-        new, spreads = self.candidate, self._may_spread()
+        """Load the serving version wherever it is missing, and the candidate into one more engine."""
+        candidate, may_spread = self.candidate, self._may_spread()
         for engine in self.engines:
-            has_new = new is not None and new.digest in (engine.digest, engine.failed)
-            begins = spreads and not has_new and engine.is_measured and not engine.is_away
-            wanted = new if has_new or begins else self.serving
-            if wanted is None or engine.holds(wanted) or engine.must_wait(wanted):
+            has_candidate = candidate is not None and candidate.digest in (engine.digest, engine.failed_digest)
+            begins = may_spread and not has_candidate and engine.has_baseline and not engine.is_away
+            wanted = candidate if has_candidate or begins else self.serving
+            if wanted is None or engine.serves(wanted) or engine.must_wait(wanted):
                 continue
-            spreads = spreads and not begins
+            may_spread = may_spread and not begins
             self._load(engine, wanted)
-            if self.candidate is not new:  # it was taken back
+            if self.candidate is not candidate:  # it was rolled back
                 self._roll_out()
                 return
 
     def _may_spread(self) -> bool:
-        """Whether one more engine may get the version that is watched: nowhere has its load failed, and enough was
-        seen of it for a fall to be found. Nobody waits for engines without requests."""
-        if self.candidate is None or any(engine.failed == self.candidate.digest for engine in self.engines):
+        """Return whether one more engine may get the candidate: no load failed, and there are enough windows."""
+        if self.candidate is None or any(engine.failed_digest == self.candidate.digest for engine in self.engines):
             return False
-        on = [e for e in self.engines if e.digest == self.candidate.digest and e.counts_drafts is not False]
-        return sum(len(e.windows) for e in on) >= LEAST_WINDOWS or all(e.is_idle for e in on)
+        serving = [e for e in self.engines if e.digest == self.candidate.digest and e.counts_drafts is not False]
+        return sum(len(e.windows) for e in serving) >= MIN_WINDOWS or all(e.is_idle for e in serving)
 
-    def _load(self, engine: Engine, wanted: Published) -> None:
-        is_told, is_new, earlier = engine.failed == wanted.digest, wanted is self.candidate, engine.digest
+    def _load(self, engine: Engine, wanted: PublishedVersion) -> None:
+        had_failed = engine.failed_digest == wanted.digest
+        is_candidate, earlier = wanted is self.candidate, engine.digest
         try:
-            has_changed = engine.load(wanted, self.serving if is_new else None, is_new=is_new)
+            has_changed = engine.load(wanted, self.serving if is_candidate else None, is_new=is_candidate)
         except ServerError as error:
-            if not is_told:
+            if not had_failed:
                 logger.warning("Version %d was not loaded, and is tried again: %s", wanted.number, error)
                 self._note("failed", wanted, engine=engine.name, error=str(error))
-            is_hopeless = engine.failures >= MOST_FAILURES and earlier not in (None, wanted.digest)
-            if is_new and is_hopeless and self.serving is not None:
-                told = f"{engine.name} has not loaded it {engine.failures} times"
-                self._decided("rolled back", f"{told}: {first_line(error)}", 0, None)
+            is_hopeless = engine.num_failures >= MAX_LOAD_FAILURES and earlier not in (None, wanted.digest)
+            if is_candidate and is_hopeless and self.serving is not None:
+                reason = f"{engine.name} has not loaded it {engine.num_failures} times: {first_line(error)}"
+                self._decide("rolled back", reason, 0, None)
             return
         if has_changed:
             again = " again" if earlier == wanted.digest else ""
             logger.info("Loaded version %d into %s%s.", wanted.number, engine.name, again)
-            self._note("loaded", wanted, engine=engine.name, before=engine.before, windows=self._windows(engine))
+            before, windows = engine.earlier_windows, self._windows(engine)
+            self._note("loaded", wanted, engine=engine.name, before=before, windows=windows)
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
-    def _decide(self) -> None:
-        """Take the version that is watched back, or let it stay, where that is clear."""
+    def _judge_candidate(self) -> None:
+        """Keep the candidate or roll it back, if its acceptance is clear."""
         if self.candidate is None:
             return
-        on = [engine for engine in self.engines if engine.digest == self.candidate.digest]
-        both = [engine for engine in on if engine.before and engine.windows]
-        requests = round(sum(window.requests for engine in on for window in engine.windows))
-        change = compared(
-            [w for e in both for w in e.before], [w for e in both for w in e.windows], self.watch_requests
-        )
-        if len(on) == len(self.engines) and all(engine.counts_drafts is False for engine in on):
-            self._decided("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
+        engines = [engine for engine in self.engines if engine.digest == self.candidate.digest]
+        comparable = [engine for engine in engines if engine.earlier_windows and engine.windows]
+        num_requests = round(sum(window.requests for engine in engines for window in engine.windows))
+        before = [window for engine in comparable for window in engine.earlier_windows]
+        after = [window for engine in comparable for window in engine.windows]
+        change = compare_windows(before, after, self.watch_requests)
+        if len(engines) == len(self.engines) and all(engine.counts_drafts is False for engine in engines):
+            self._decide("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
         elif change is None:
-            if requests >= self.watch_requests and self.serving is not None and not any(e.before for e in on):
-                logger.info("Version %d has nothing to be compared with: version %d is loaded again, and counted.",
-                            self.candidate.number, self.serving.number)  # fmt: skip
+            has_no_baseline = not any(engine.earlier_windows for engine in engines)
+            if num_requests >= self.watch_requests and self.serving is not None and has_no_baseline:
+                logger.info(
+                    "Version %d has nothing to be compared with: version %d is loaded again, and counted.",
+                    self.candidate.number,
+                    self.serving.number,
+                )
                 self.candidate = None
-            return
-        elif change.outcome != "unclear" or requests >= self.watch_requests:
-            told = (
+        elif change.outcome != "unclear" or num_requests >= self.watch_requests:
+            reason = (
                 f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
-                f"{change.standard_error:.3f}, over {requests} requests"
+                f"{change.standard_error:.3f}, over {num_requests} requests"
             )
             if change.outcome != "fell":
-                self._decided("promoted", told, requests, change)
+                self._decide("promoted", reason, num_requests, change)
             elif self.serving is not None:
-                self._decided("rolled back", told, requests, change)
-            elif not self._is_stuck:
-                self._is_stuck = True
-                logger.warning("Version %d: %s, and there is no version to go back to.", self.candidate.number, told)
+                self._decide("rolled back", reason, num_requests, change)
+            elif not self._has_warned_no_start:
+                self._has_warned_no_start = True
+                logger.warning("Version %d: %s, and there is no version to go back to.", self.candidate.number, reason)
 
-    def _decided(
-        self, outcome: Literal["promoted", "rolled back"], reason: str, requests: int, change: Change | None
+    def _decide(
+        self,
+        outcome: Literal["promoted", "rolled back"],
+        reason: str,
+        num_requests: int,
+        change: AcceptanceChange | None,
     ) -> None:
         assert self.candidate is not None
         version, serving = self.candidate, self.candidate
@@ -291,103 +746,104 @@ class Deployer:
             assert self.serving is not None
             serving = self.serving
         figures = (None, None, None) if change is None else change[:3]
-        decision = GateDecision(outcome, version.number, serving.number, self.domain, reason, requests, *figures)
+        decision = GateDecision(outcome, version.number, serving.number, self.domain, reason, num_requests, *figures)
         self.decisions.append(decision)
         if outcome == "rolled back":
-            logger.warning("Version %d is taken back, version %d serves: %s.", version.number, serving.number, reason)
-            self._rejected.add(version.digest)
-            self._unmarked.append(decision)
+            logger.warning("Version %d is rolled back, version %d serves: %s.", version.number, serving.number, reason)
+            self._rejected_digests.add(version.digest)
+            self._unwritten_rejections.append(decision)
             self._note(outcome, version, **decision.to_dict())
         else:
             logger.info("Version %d stays: %s.", version.number, reason)
             for engine in self.engines:
-                engine.before = []
+                engine.earlier_windows = []
             self._note("kept", version, **decision.to_dict(), windows=self._windows())
-        self.serving, self.candidate = serving, None
-        with contextlib.suppress(OSError):  # it is tried again, and told, at the end of each look
+        self.serving = serving
+        self.candidate = None
+        with contextlib.suppress(OSError):  # repeated and logged at the end of each look
             self._write()
         self._pin()
 
     # --- the journal ------------------------------------------------------------------------------------------------
 
     def _windows(self, *engines: Engine) -> dict[str, Any]:
-        """What engines have counted with what they hold, by their names."""
+        """Return the counts of engines with the version that they serve, by name."""
         return {e.name: {"digest": e.digest, "windows": list(e.windows)} for e in engines or self.engines}
 
-    def _note(self, event: str, version: Published, /, **facts: Any) -> None:
-        line = {"at_seconds": time.time(), "event": event, **facts, "version": version.number,
-                "digest": version.digest}  # fmt: skip
-        self._unwritten.append(json_text(line) + "\n")
+    def _note(self, event: str, version: PublishedVersion, /, **facts: Any) -> None:
+        line = {"at_seconds": time.time(), "event": event, **facts}
+        self._unwritten_lines.append(json_text({**line, "version": version.number, "digest": version.digest}) + "\n")
 
     def _write(self) -> None:
-        """Bring to the disk what is not there yet; raises OSError where it does not take all, which is kept."""
-        failed = None
+        """Write rejections and journal lines; raises OSError, and keeps what could not be written."""
+        failure = None
         try:
-            while self._unmarked:
-                self.versions.reject(self._unmarked[0])
-                del self._unmarked[0]
+            while self._unwritten_rejections:
+                self.versions.reject(self._unwritten_rejections[0])
+                del self._unwritten_rejections[0]
         except OSError as error:
-            failed = error
-        if self._unwritten:
+            failure = error
+        if self._unwritten_lines:
             with (self.versions.path / JOURNAL).open("ab+") as file:
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # half a line, of a full disk or of a process that was killed
+                    if file.read(1) != b"\n":  # a full disk or a killed process left half a line
                         file.write(b"\n")
-                file.write("".join(self._unwritten).encode())
-            self._unwritten.clear()
-        if failed is not None:
-            raise failed
+                file.write("".join(self._unwritten_lines).encode())
+            self._unwritten_lines.clear()
+        if failure is not None:
+            raise failure
 
-    def _go_on(self) -> None:
-        """Begin where the journal ends, which is made shorter; raises OSError where it cannot be read."""
+    def _read_journal(self) -> None:
+        """Restore the state from the journal, and shorten it; raises OSError."""
         journal, lines = self.versions.path / JOURNAL, list[dict[str, Any]]()
         for text in journal.read_text(errors="replace").splitlines() if journal.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, of a process that was killed
+            with contextlib.suppress(ValueError, TypeError):  # half a line
                 line = json.loads(text)
                 if "event" in line and "digest" in line:
                     lines.append(line)
-        self._rejected |= self.versions.rejected()
+        self._rejected_digests |= self.versions.rejected()
         self.serving = self.versions.version(0)
         for line in lines:
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._noted(line)
+                self._replay(line)
         newest = self.versions.newest()
-        if newest is not None and self.serving is not None and newest.digest in self._rejected - {self.serving.digest}:
-            told = "it was taken back before"  # and the process ended before the disk said so
-            self._unmarked.append(GateDecision("rolled back", newest.number, self.serving.number, self.domain, told))
-        if len(lines) > MOST_LINES:
+        serving = self.serving
+        if newest and serving and newest.digest in self._rejected_digests - {serving.digest}:
+            # A process was killed before it set `latest` back.
+            reason = "it was rolled back before"
+            decision = GateDecision("rolled back", newest.number, serving.number, self.domain, reason)
+            self._unwritten_rejections.append(decision)
+        if len(lines) > MAX_JOURNAL_LINES:
             last = {id(line) for line in {(line["event"], line.get("engine")): line for line in lines}.values()}
-            kept = [line for line in lines[:-MOST_LINES] if id(line) in last or line["event"] in DECISIONS]
-            kept = [line if id(line) in last else {**line, "windows": {}} for line in kept] + lines[-MOST_LINES:]
+            kept = [line for line in lines[:-MAX_JOURNAL_LINES] if id(line) in last or line["event"] in DECISIONS]
+            kept = [line if id(line) in last else {**line, "windows": {}} for line in kept]
+            text = "".join(json_text(line) + "\n" for line in kept + lines[-MAX_JOURNAL_LINES:])
             with contextlib.suppress(OSError):
-                write_whole(journal, "".join(json_text(line) + "\n" for line in kept).encode(), private=False)
-        self._has_begun = True
+                write_whole(journal, text.encode(), private=False)
+        self._has_read_journal = True
         self._pin()
 
-    def _noted(self, line: Mapping[str, Any]) -> None:
+    def _replay(self, line: Mapping[str, Any]) -> None:
         event, version = line["event"], self.versions.version(int(line["version"]))
+        is_serving = self.serving is not None and line["digest"] == self.serving.digest
         if event == "rolled back":
-            self._rejected.add(line["digest"])
+            self._rejected_digests.add(line["digest"])
             self.candidate = None
         elif event == "kept":
             self.candidate = None
             self.serving = version or self.serving
-        elif (
-            event == "loaded"
-            and version is not None
-            and (self.serving is None or line["digest"] != self.serving.digest)
-        ):
+        elif event == "loaded" and version is not None and not is_serving:
             self.candidate = version
-        counted = line.get("windows", {})
+        windows = line.get("windows", {})
         for engine in self.engines:
             if event == "kept":
-                engine.before = []
+                engine.earlier_windows = []
             if event == "loaded" and engine.name == line["engine"]:
-                # It may have started anew since; other ways than reloading start what was loaded last.
-                engine.held(line["digest"], is_sure=engine.way.kind != "reload")
-                engine.before = [Counts(*window) for window in line["before"]]
+                # A reloaded engine may have restarted since; the other methods restore what was loaded last.
+                engine.set_version(line["digest"], is_known=engine.method.kind != "reload")
+                engine.earlier_windows = [DraftCounts(*window) for window in line["before"]]
             if event == "failed" and engine.name == line["engine"]:
-                engine.doubted()
-            if (own := counted.get(engine.name)) is not None and own["digest"] == engine.digest:
-                engine.remember(Counts(*window) for window in own["windows"])
+                engine.set_unknown()
+            if (own := windows.get(engine.name)) is not None and own["digest"] == engine.digest:
+                engine.set_windows(DraftCounts(*window) for window in own["windows"])

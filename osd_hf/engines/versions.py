@@ -1,4 +1,4 @@
-"""Published versions of a draft: whole folders with a pointer to the newest, by domain where each has a draft."""
+"""Published draft versions: whole folders and a link to the newest one."""
 
 from __future__ import annotations
 
@@ -22,83 +22,84 @@ from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree
 from osd_hf.utils.report import make_folder, write_report
 
 __all__ = [
-    "FACTS",
-    "JOURNAL",
-    "LATEST",
-    "PICTURE",
-    "REJECTED",
-    "Published",
-    "VersionFolder",
-    "folder_name",
+    "FACTS", "JOURNAL", "LATEST", "PLOT", "REJECTED", "PublishedVersion", "VersionFolder", "folder_name",
     "latest_version",
-]
+]  # fmt: skip
 
 LATEST = "latest"
 FACTS = "version.json"
 REJECTED = "REJECTED.json"
-JOURNAL, PICTURE = "deploy.jsonl", "alpha.png"  # that lie beside the versions
-LEAST_KEPT = 2  # the newest, and the one that an engine may be loading just now
+JOURNAL, PLOT = "deploy.jsonl", "alpha.png"  # files beside the versions
+MIN_KEPT = 2  # the newest version, and the one that an engine may be loading
 LOCK = ".publisher.lock"
 VERSION = re.compile(r"v(\d{6,})")
-UNFINISHED = re.compile(rf"\.(v\d{{6,}}|{LATEST})-[0-9a-f]+\.tmp")  # names that nobody else gives
-TAKEN = re.compile(rf"{VERSION.pattern}|{LATEST}|{re.escape(JOURNAL)}|{re.escape(PICTURE)}", re.IGNORECASE)
-LONGEST_NAME = 200  # bytes, of a folder
+UNFINISHED = re.compile(rf"\.(v\d{{6,}}|{LATEST})-[0-9a-f]+\.tmp")
+RESERVED = re.compile(rf"{VERSION.pattern}|{LATEST}|{re.escape(JOURNAL)}|{re.escape(PLOT)}", re.IGNORECASE)
+MAX_NAME_BYTES = 200
 
 
-class Published(NamedTuple):
-    """A published version: its number, its folder, and the digest of its weights."""
+class PublishedVersion(NamedTuple):
+    """The number, the folder, and the weights digest of a published version."""
 
     number: int
     path: Path
     digest: str
 
     @classmethod
-    def at(cls, folder: Path) -> Published:
-        """The version in a folder; raises OSError and ValueError where there is none, or it is not whole."""
+    def at(cls, folder: Path) -> PublishedVersion:
+        """Read the version in a folder; raises OSError or ValueError if there is none."""
         try:
             facts = json.loads((folder / FACTS).read_text())
             return cls(int(facts["version"]), folder, str(facts.get("digest") or weights_digest(folder)))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / FACTS} tells of no version") from error
+            raise ValueError(f"{folder / FACTS} does not describe a version") from error
 
 
 def latest_version(path: Path) -> Path | None:
-    """Folder of the version that the pointer in a folder of versions names; `None` where there is none."""
+    """Return the folder that the link in a folder of versions points to, if there is one."""
     link = path / LATEST
     return link.resolve() if link.exists() else None
 
 
 def folder_name(domain: str) -> str | None:
-    """What the folder of a domain is called: its label, with what is no letter, digit, `-`, `_`, `~` or inner dot as
-    `%` and its code, and the first letter of what lies beside the versions; `None` for one that is too long."""
+    """
+    Return the name of a domain's folder, or `None` if it would be too long.
+
+    Special characters become `%` and their code, also the first letter of a name that versions use.
+    """
     name = quote(domain, safe="") or "%"
-    if name.startswith(".") or TAKEN.fullmatch(name):
+    if name.startswith(".") or RESERVED.fullmatch(name):
         name = f"%{ord(name[0]):02X}{name[1:]}"
-    return name if len(name) <= LONGEST_NAME else None
+    return name if len(name) <= MAX_NAME_BYTES else None
 
 
 class VersionFolder:
     """
-    Published versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest. A reader finds whole
-    versions only: each is written under a hidden name, synced and renamed, and the link is replaced after that. Other
-    files in the folder stay as they are: a version of ours is known by its `version.json`. `v000000` is the draft as
-    it was, where something is to be gone back to. May be used from several threads.
+    Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one.
+
+    Readers only find whole versions: each one is written to a hidden folder, synced, and renamed; then the link is
+    replaced. `v000000` is the original draft, for rollbacks. Other files in the folder stay unchanged: versions are
+    recognized by their `version.json`. Methods may be called from several threads.
 
     Args:
-        path (`Path`): Folder of the versions, made where it is missing.
-        keep (`int`, *optional*, defaults to 5): Newest versions kept, at least 2; others as long as they are `pinned`.
+        path (`Path`): Folder of the versions; it is created if it is missing.
+        keep (`int`, *optional*, defaults to 5): Number of the newest versions that are kept, at least 2.
 
     Raises:
-        ConfigError: it cannot be written, another process publishes there, or `latest` is something else there.
+        ConfigError: the folder cannot be written, another process publishes there, or `latest` is not a link.
+
+    Attributes:
+        pinned (`frozenset[int]`): Numbers of versions that are kept as well.
     """
 
     def __init__(self, path: Path, *, keep: int = 5) -> None:
-        if keep < LEAST_KEPT:
-            raise ConfigError(f"At least {LEAST_KEPT} versions are kept, as one may just be read, got {keep}.")
-        self.path, self.keep = path.expanduser().absolute(), keep
-        self.pinned: frozenset[int] = frozenset()  # numbers that somebody may go back to
+        if keep < MIN_KEPT:
+            raise ConfigError(f"At least {MIN_KEPT} versions are kept, because one may just be read, got {keep}.")
+        self.path = path.expanduser().absolute()
+        self.keep = keep
+        self.pinned: frozenset[int] = frozenset()
         self._rejections: list[GateDecision] = []
-        self._unfinished: dict[GateDecision, int] = {}  # and the newest version when they came
+        self._unfinished: dict[GateDecision, int] = {}  # unfinished rejections, and the newest version at their time
         self._domains: dict[str, VersionFolder] = {}
         self._busy = threading.RLock()
         make_folder(self.path)
@@ -113,23 +114,28 @@ class VersionFolder:
         pointer = self.path / LATEST
         if os.path.lexists(pointer) and not pointer.is_symlink():
             self.close()
-            raise ConfigError(f"{pointer} is no pointer to a version. Choose another folder, or move it away.")
+            raise ConfigError(f"{pointer} is not a link to a version. Choose another folder, or move it away.")
         for entry in sorted(self.path.iterdir()):
             if not UNFINISHED.fullmatch(entry.name):
                 continue
-            # A publisher was killed before the version had its name, or before the pointer followed.
+            # A publisher was killed before the version had its name, or before the link was replaced.
             if entry.name.startswith(f".{LATEST}") and (entry / FACTS).is_file() and not (entry / REJECTED).exists():
                 with contextlib.suppress(OSError):
                     os.replace(entry, pointer)
             _remove(entry)
         good = [number for number in self._numbers() if not (self._folder(number) / REJECTED).exists()]
-        if good and self._pointed is None:  # one that somebody set back stays
+        if good and self._pointed is None:  # a link that a user has set back stays
             with contextlib.suppress(OSError):
                 self._point(good[-1])
 
     def of(self, domain: str | None) -> VersionFolder:
-        """The versions of a domain, in a folder of its own below this one; of `None`, this one. Raises ConfigError for
-        a name that is too long, and StateError where its folder cannot be used now."""
+        """
+        Return the versions of a domain, which are in a subfolder; for `None`, return this folder.
+
+        Raises:
+            ConfigError: the name is too long.
+            StateError: the subfolder cannot be used now.
+        """
         if domain is None:
             return self
         if domain not in self._domains:
@@ -146,19 +152,26 @@ class VersionFolder:
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any], *, is_start: bool = False) -> Path:
         """
-        Publish the next version, which `write` writes into a folder that does not exist yet, and return its folder.
-        The facts are kept beside it in `version.json`, with its number and the digest of its weights. The start is
-        `v000000`, and pointed to where nothing else is.
+        Publish the next version.
+
+        Args:
+            write (`Callable[[Path], object]`): Writes the version to a folder that does not exist yet.
+            facts (`dict`): Content of `version.json`, besides the number and the digest of the weights.
+            is_start (`bool`, *optional*, defaults to `False`):
+                Whether this is `v000000`, which `latest` only points to if there is no other version.
+
+        Returns:
+            `Path`: The folder of the version.
 
         Raises:
-            StateError: it cannot be written; the versions before it, and the pointer, stay as they are.
+            StateError: the version cannot be written. Earlier versions and the link stay unchanged.
         """
         with self._busy:
             try:
                 number = 0 if is_start else self.number + 1
             except OSError as error:
                 raise StateError(f"The folder {self.path} cannot be read: {error}.") from error
-            while os.path.lexists(self._folder(number)):  # somebody else's
+            while os.path.lexists(self._folder(number)):  # of another program
                 number += 1
             unfinished, link = self._hidden(f"v{number:06d}"), self._hidden(LATEST)
             points = not is_start or self._pointed is None
@@ -170,20 +183,20 @@ class VersionFolder:
                     known["digest"] = weights_digest(unfinished)
                 write_report(unfinished / FACTS, known)
                 sync_tree(unfinished)
-                if points:  # before the version is there: a publisher that is killed in between leaves it to the next
+                if points:  # before the rename, so that the next publisher can finish if this one is killed in between
                     os.symlink(self._folder(number).name, link, target_is_directory=True)
                 os.replace(unfinished, self._folder(number))
-                with contextlib.suppress(OSError):  # before the pointer names it; what is amiss is told below
+                with contextlib.suppress(OSError):  # a lasting failure is raised below
                     sync_folder(self.path)
                 try:
                     if points:
                         os.replace(link, self.path / LATEST)
                         sync_folder(self.path)
                 except BaseException:
-                    if self._pointed != number:  # nobody is ever told of it
+                    if self._pointed != number:
                         _remove(self._folder(number))
                     raise
-            except Exception as error:  # safetensors and tokenizers report a full disk as errors of many kinds
+            except Exception as error:  # safetensors and tokenizers raise many types on a full disk
                 raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
             finally:
                 _remove(unfinished)
@@ -194,47 +207,50 @@ class VersionFolder:
             return self._folder(number)
 
     def _sweep(self, number: int) -> None:
-        """Remove old versions, but not this one."""
+        """Remove old versions, but not `number`."""
         old_numbers: list[int] = []
         with contextlib.suppress(OSError):
             old_numbers = self._numbers()[: -self.keep]
         for old in filter(self._is_ours, old_numbers):
             if old not in self.pinned and old != number:
-                with contextlib.suppress(OSError):  # by its name nobody finds half of it
+                with contextlib.suppress(OSError):  # renamed first, so that nobody reads half a version
                     os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
                     _remove(gone)
 
     def reject(self, decision: GateDecision) -> None:
-        """Point to the version that serves in place of one that was rolled back, mark that one with `REJECTED.json`,
-        and let [`~VersionFolder.take_rejections`] tell of it, once. Raises OSError where the disk does not take it;
-        the next call of the same goes on."""
+        """
+        Roll back a version: point to the one that serves instead, and mark the rejected one with `REJECTED.json`.
+
+        Raises:
+            OSError: the disk failed. Calling again with the same decision continues.
+        """
         with self._busy:
             if decision not in self._unfinished:
                 self._rejections.append(decision)
                 self._unfinished[decision] = decision.version
                 self._unfinished[decision] = max(self.number, decision.version)
             pointed = self._pointed
-            if pointed is None or pointed <= self._unfinished[decision]:  # otherwise a later version is there by now
+            if pointed is None or pointed <= self._unfinished[decision]:  # otherwise there is a later version by now
                 self._point(decision.serving)
-            with contextlib.suppress(FileNotFoundError):  # it is gone already
+            with contextlib.suppress(FileNotFoundError):  # it was removed
                 at = {"rejected_at_seconds": time.time()}
                 write_report(self._folder(decision.version) / REJECTED, decision.to_dict() | at)
             del self._unfinished[decision]
 
     def rejected(self) -> set[str]:
-        """Digests of the versions here that were rolled back; raises OSError."""
+        """Return the digests of the versions that were rolled back; raises OSError."""
         with self._busy:
             marked = [number for number in self._numbers() if (self._folder(number) / REJECTED).exists()]
             return {found.digest for found in map(self.version, marked) if found is not None}
 
     def take_rejections(self) -> list[GateDecision]:
-        """What was rolled back since the last call, also of domains, by the numbers of versions here."""
+        """Return the rollbacks since the last call, also those of domains."""
         with self._busy:
             taken, self._rejections = self._rejections, []
             return sum((folder.take_rejections() for folder in self._domains.values()), taken)
 
     def pin(self, numbers: Iterable[int]) -> None:
-        """Keep these versions, and none but these, however old they get."""
+        """Replace the set of old versions that are kept."""
         with self._busy:
             self.pinned = frozenset(numbers)
 
@@ -253,33 +269,33 @@ class VersionFolder:
     def _folder(self, number: int) -> Path:
         return self.path / f"v{number:06d}"
 
-    # --- what is there ----------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
-        """Number of the newest version; 0 where there is none."""
+        """Number of the newest version, or 0."""
         return max(self._numbers(), default=0)
 
     @property
     def latest(self) -> Path | None:
-        """Folder of the version that the pointer names; `None` where there is none."""
+        """Folder of the version that `latest` points to, if there is one."""
         return latest_version(self.path)
 
-    def version(self, number: int) -> Published | None:
-        """The version of that number; `None` where it is not there any more."""
+    def version(self, number: int) -> PublishedVersion | None:
+        """Return a version by its number, if it is still there."""
         with contextlib.suppress(OSError, ValueError):
-            return Published.at(self._folder(number))
+            return PublishedVersion.at(self._folder(number))
         return None
 
-    def newest(self) -> Published | None:
-        """The version that the pointer names; `None` where there is none."""
+    def newest(self) -> PublishedVersion | None:
+        """Return the version that `latest` points to, if there is one."""
         with self._busy:
             number = self._pointed
             return None if number is None else self.version(number)
 
     @property
     def _pointed(self) -> int | None:
-        """Number of the version that the pointer names; `None` where it names none."""
+        """Number of the version that `latest` points to."""
         with contextlib.suppress(OSError):
             name = VERSION.fullmatch(os.readlink(self.path / LATEST))
             if name is not None and int(name[1]) in self._numbers():
@@ -291,14 +307,14 @@ class VersionFolder:
         return sorted(int(name[1]) for name in names if name is not None and (self.path / name[0] / FACTS).is_file())
 
     def _is_ours(self, number: int) -> bool:
-        """Whether a version was published here, and is no folder of somebody else's by such a name."""
+        """Return whether this class published the version; another program may use such a name."""
         try:
             return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def close(self) -> None:
-        """Let another process publish here."""
+        """Release the lock, so that another process can publish here."""
         for folder in self._domains.values():
             folder.close()
         self._lock.release()
