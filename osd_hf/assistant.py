@@ -580,7 +580,7 @@ class OnlineAssistant:
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
         """Push a draft, adapters merged, with the tokenizer and a card without figures, which `osd-hf push` measures.
-        Takes the arguments of `osd_hf.hub.push_folder`: private unless `private=False`."""
+        Takes the arguments of `osd_hf.hub.push.push_folder`: private unless `private=False`."""
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
         facts = replace(facts, target_version=self._drafts.taught_for(domain))

@@ -407,8 +407,10 @@ def test_an_assistant_pushes_its_draft_and_nothing_of_a_request(here: FakeHub) -
         ids = models.prompt(6)
         assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
         assert assistant.push_to_hub("me/draft").endswith("/me/draft")
+        assert not here.public
+        assistant.push_to_hub("me/open", private=False)
+    assert here.public == {("model", "me/open")}
     repo = here.repos["model", "me/draft"]
-    assert not here.public
     assert set(repo) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
     assert json.loads(repo["generation_config.json"])["num_assistant_tokens"] == 3
     assert "- requests served: 1" in repo["README.md"].decode()
@@ -466,7 +468,7 @@ def test_a_store_goes_up_by_its_own_call_as_a_data_set(here: FakeHub, tmp_path: 
     (tmp_path / "README.md").write_bytes(repo["README.md"])
     card = DatasetCard.load(tmp_path / "README.md")
     assert card.data.license == "mit"
-    assert "It holds the text of the requests" in card.text
+    assert "It contains the text of the requests" in card.text
     assert "sums" in card.text
 
 
@@ -477,28 +479,11 @@ def test_a_store_does_not_go_to_a_public_data_set_unless_it_is_asked_for(here: F
         target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
     here.repos["dataset", "me/corrections"] = {}
     here.public.add(("dataset", "me/corrections"))
+    with pytest.raises(ConfigError, match="nothing to publish"):
+        push_store(CorrectionStore(), "me/corrections", license="mit", token=TOKEN)
     with pytest.raises(ConfigError, match="is open to everybody.*The store stays as it is"):
         push_store(CorrectionStore(tmp_path / "store"), "me/corrections", license="mit")
     assert here.repos["dataset", "me/corrections"] == {}
-
-
-def test_an_assistant_pushes_to_a_private_repo(here: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    uploaded: list[Any] = []
-    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, **kwargs: uploaded.append(kwargs))
-    target, draft = models.pair()
-    with OnlineAssistant(
-        target, draft, config=OnlineConfig(update_strategy="interval", num_assistant_tokens=3)
-    ) as assistant:
-        assistant.push_to_hub("me/draft")
-        assert not here.public
-        assistant.push_to_hub("me/open", private=False)
-        assert here.public == {("model", "me/open")}
-    assert [kwargs["repo_id"] for kwargs in uploaded] == ["me/draft", "me/open"]
-
-
-def test_an_empty_store_is_not_published() -> None:
-    with pytest.raises(ConfigError, match="nothing to publish"):
-        push_store(CorrectionStore(), "me/corrections", license="mit", token=TOKEN)
 
 
 # --- for an engine --------------------------------------------------------------------------------------------------
@@ -533,7 +518,7 @@ def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.M
     other = models.build("llama", seed=3)
     monkeypatch.setattr(engines, "load_model", lambda *args, **kwargs: other)
     draft = models.build("llama", seed=1)
-    with pytest.raises(StateError, match="differs from the draft by"):
+    with pytest.raises(StateError, match="differs from the original by"):
         export_to_vllm(tmp_path / "out", draft, models.build("llama"), models.tokenizer())
 
 
