@@ -100,7 +100,7 @@ class LearnSettings(DraftRevision, TargetLoading, Learning, Reporting):
                 raise ConfigError(f"--deploy {way.domain or way.kind}: {told}.")
             if way.domain is not None and folder_name(way.domain) is None:
                 raise ConfigError(f"--deploy {way.domain[:40]}...: the label is too long for the name of a folder.")
-            if any(way.engine_name == other.name for those in found.values() for other in those):
+            if any(way.engine_name == other.engine_name for those in found.values() for other in those):
                 raise ConfigError("--deploy names one engine twice: it can serve one draft, loaded in one way.")
             found.setdefault(way.domain, []).append(way)
         return found
