@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from osd_hf.acceptance import MOST_REQUESTS
+from osd_hf.acceptance import MAX_REQUESTS
 from osd_hf.chunked_loss import SampledTail
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.batch import first_columns, grown
@@ -293,7 +293,7 @@ def _of_requests(
         Part("gate: logits", replayed * FP32 * config.gate, "trial"),
         Part("replay buffer", drafts * config.buffer_size * trace, place="host"),
         Part("past text", EARLIER_TEXT_BYTES * config.reads_text, place="host"),
-        Part("counts", MOST_REQUESTS * 2 * 16, place="host"),
+        Part("counts", MAX_REQUESTS * 2 * 16, place="host"),
     ]
 
 

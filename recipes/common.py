@@ -226,7 +226,7 @@ def last_share(stats: list[AcceptanceStats] | tuple[AcceptanceStats, ...], share
 
 def gain(before: AcceptanceStats, after: AcceptanceStats) -> dict[str, Any]:
     """How much alpha rose, with its 95% interval."""
-    return {"gain": after.alpha - before.alpha, "gain_interval": list(alpha_gain_interval(before, after))}
+    return {"gain": after.alpha - before.alpha, "gain_interval": list(alpha_gain_interval([before], [after]))}
 
 
 def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:

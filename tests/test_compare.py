@@ -98,7 +98,7 @@ def test_all_drafts_are_scored_on_one_answer_of_the_target_a_prompt(
     totals = found.scores.totals
     over = pairs["target", "draft"]
     assert over["gain"] == 1.0 - totals["draft"].alpha
-    assert tuple(over["gain_interval"]) == pytest.approx(alpha_gain_interval(totals["draft"], totals["target"]))
+    assert tuple(over["gain_interval"]) == pytest.approx(alpha_gain_interval([totals["draft"]], [totals["target"]]))
 
 
 def stats(*accepted: int) -> list[AcceptanceStats]:

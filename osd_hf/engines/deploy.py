@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import httpx2
 import numpy as np
 
-from osd_hf.acceptance import student
+from osd_hf.acceptance import student_quantile
 from osd_hf.engines.completions import parse_address, vllm_counters
 from osd_hf.engines.versions import JOURNAL, PublishedVersion, VersionFolder
 from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
@@ -140,7 +140,7 @@ def compare_windows(
         variances.append(float(variance / examined.sum()))
     dispersion = max(squares / degrees_of_freedom, 1.0)
     share = min(sum(window.requests for window in after) / watch_requests, 1.0)
-    limit = student(LIMIT_STANDARD_ERRORS / math.sqrt(share), degrees_of_freedom + 1)
+    limit = student_quantile(LIMIT_STANDARD_ERRORS / math.sqrt(share), degrees_of_freedom + 1)
     return AcceptanceChange(alphas[0], alphas[1], math.sqrt(dispersion * sum(variances)), limit)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from osd_hf.acceptance import student
+from osd_hf.acceptance import student_quantile
 from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, vllm_counters
 from osd_hf.errors import ConfigError, ServerError
 from osd_hf.models import eos_ids
@@ -247,7 +247,7 @@ class Fit:
         """Half of the 99.9% interval of the ratio, by its standard error over windows."""
         n = len(self.rounds)
         residuals = (self.counted - self.ratio * self.rounds) / max(self.rounds.mean(), 1.0)
-        return student(SURE, n) * float(np.std(residuals, ddof=1)) / math.sqrt(n)
+        return student_quantile(SURE, n) * float(np.std(residuals, ddof=1)) / math.sqrt(n)
 
     @property
     def margin(self) -> float:

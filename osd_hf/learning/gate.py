@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from osd_hf.acceptance import AcceptanceStats, paired_gain, student
+from osd_hf.acceptance import AcceptanceStats, paired_gain, student_quantile
 from osd_hf.trace import Trace
 
 __all__ = ["GateDecision", "judge", "regressed"]
@@ -105,7 +105,7 @@ def regressed(
     if len(after) < LEAST_SERVED:
         return None
     gain, error = paired_gain(before, after)
-    limit = student(ROLL_BACK, len(after))
+    limit = student_quantile(ROLL_BACK, len(after))
     if math.isnan(gain) or gain + limit * error >= 0:
         return None
     reason = (

@@ -1,3 +1,5 @@
+"""The cost model of speculative decoding."""
+
 import math
 
 import numpy as np
