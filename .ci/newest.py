@@ -1,6 +1,6 @@
-"""Tells where constraints.txt no longer pins the newest version that pyproject.toml allows, and exits with 1 then.
+"""Check whether constraints.txt pins the newest versions that pyproject.toml allows (`make newest`).
 
-Asks the package index, so no test calls it: `make newest`.
+The exit code is 1 if not. No test calls this script, because it asks the package index.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def newest(requirement: Requirement) -> Version:
-    """The newest release on the index within a requirement's bounds; for this Python, by pip's own choice of files."""
+    """Return the newest release on the index within the bounds of a requirement that pip would install here."""
     command = [sys.executable, "-m", "pip", "index", "versions", requirement.name]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     versions = answer.split("Available versions:")[1].splitlines()[0].split(",")
@@ -30,7 +30,7 @@ def main() -> int:
     behind = 0
     for requirement in map(Requirement, listed):
         if requirement.name in pins and (there := newest(requirement)) > Version(pins[requirement.name]):
-            print(f"{requirement.name}: {pins[requirement.name]} is tested, {there} is there")
+            print(f"{requirement.name}: {pins[requirement.name]} is tested, {there} is available")
             behind += 1
     if not behind:
         print("constraints.txt pins the newest versions that pyproject.toml allows")
