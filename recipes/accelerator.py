@@ -1,20 +1,18 @@
-"""
-What only an accelerator can show: exactness, memory beside its plan, latency while learning, captured and compiled
-drafts beside eager ones, the cost model, and draft vocabularies, in shapes that are served there.
+"""Measure what needs an accelerator, with the shapes of an 8B target and a 0.6B draft.
 
-    python recipes/accelerator.py              # some ten minutes on one H100; shapes of 8B take 35 GB
-    python recipes/accelerator.py --smoke      # tiny shapes on the CPU: nothing is compiled, no time is set
+    python recipes/accelerator.py              # about ten minutes on one H100; shapes of 8B take 35 GB
+    python recipes/accelerator.py --smoke      # tiny shapes on the CPU, without compilation
 
-exactness   bundled pair, learning between requests, in float32 and bfloat16: how many answers are the target's own; by
-            how little the target preferred its token where others part from it
-memory      a draft that learns beside a large target: bytes between updates and at most, beside `memory_plan`
-latency     requests to a middle-sized pair, by `update_strategy`: seconds of a request, and until its first token
-speed       large shapes at controlled acceptance: drafts eager, captured as graphs and compiled, the target compiled
-            as well, beside the target alone, eager and as transformers compiles it, and the cost model
-vocabulary  a token through the large pair's draft, with its whole head and with restricted ones
+exactness   bundled pair, learning between requests, in float32 and bfloat16: identical answers, and the gap at the
+            first different token of the others
+memory      a learning draft with a large target: bytes between updates and at most, against `memory_plan`
+latency     requests to a middle-sized pair, by `update_strategy`: seconds per request and until its first token
+speed       large shapes with controlled acceptance: eager, captured, and compiled drafts, compiled targets, the target
+            alone (eager and compiled by transformers), and the cost model
+vocabulary  a token of the large draft with the full and with restricted output heads
 
-No data set and no network is needed. Each part has a time of its own; one that fails, or runs out of it, is reported
-with its error, and the others go on. The exit code is 0 where all of them held.
+No data set and no network is needed. A part that fails or exceeds its time limit is reported with its error. The exit
+code is 0 if all parts succeed.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run: shapes of `osd_hf.evaluation.controlled`, their dtype, and how much of it."""
+    """Sizes of a run: shapes of the models, their dtype, and the number of requests."""
 
     large: tuple[str, str] = ("8b", "0.6b")
     middle: tuple[str, str] = ("1.5b", "160m")
@@ -73,13 +71,13 @@ SMOKE = Sizes(TINY, TINY, torch.float32, 2, 6, 9, 6, 1, (128,), compiles=False)
 
 
 def prompts(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens."""
+    """Return prompts of random tokens."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(PROMPT)] for _ in range(number)]
 
 
 def asked(ids: list[int], device: str, new_tokens: int) -> dict[str, Any]:
-    """The arguments of `generate`."""
+    """Return the arguments of `generate`."""
     tensor, settings = greedy(ids, new_tokens, device)
     return {"inputs": tensor, **settings}
 
@@ -141,7 +139,7 @@ def memory(device: str, sizes: Sizes) -> Found:
 
 
 class FirstToken(BaseStreamer):
-    """Notes when the first token behind the prompt came."""
+    """Records the time of the first new token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -250,7 +248,7 @@ PARTS: dict[str, tuple[Callable[[str, Sizes], Found], int]] = {
 
 
 class OutOfTimeError(BaseException):
-    """Not an `Exception`: serving and learning would keep such a one from costing an answer, and go on."""
+    """Raised at the time limit. Not an `Exception`, because the assistant would catch that and go on."""
 
 
 @contextlib.contextmanager
@@ -268,7 +266,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 class Said(logging.Handler):
-    """Keeps what the package warns of, and what it has captured and compiled."""
+    """Records warnings, captures, and compilations of the package."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -280,7 +278,7 @@ class Said(logging.Handler):
 
 
 def attempt(name: str, device: str, sizes: Sizes) -> Found:
-    """What a part has found, or its error; and what the log said meanwhile."""
+    """Run a part; return its result or its error, and what was logged."""
     part, seconds = PARTS[name]
     log, began = Said(), time.perf_counter()
     logging.getLogger("osd_hf").addHandler(log)

@@ -1,15 +1,14 @@
-"""
-The app in public mode beside hostile programs: does an ordinary visitor notice, does memory grow, does anything leak?
+"""Test the public app with hostile programs: latency of an ordinary visitor, memory, and leaks.
 
     python recipes/app_strangers.py                              # ten minutes
     python recipes/app_strangers.py --seconds 20 --clients 8     # smoke
 
-An app of its own process serves the bundled pair on this machine alone. An ordinary visitor asks one prompt after the
-other, first undisturbed, then beside `--clients` hostile ones with `--addresses` addresses. Those make `--chats`
-chats under invented names, send prompts of 10 MB, tick "private", leave in the middle of answers, leave
-mail unread, upload, call the owner's controls, and send twenty prompts at a time. Reported: seconds from a prompt to
-its first token, quiet and beside them; the app's memory; answers by status. Each prompt has a mark of its own, and all
-bytes that anybody receives are searched for the marks of others. Needs "osd-hf[app]" and Linux (/proc).
+An app in its own process serves the bundled pair. An ordinary visitor asks one prompt after the other, first alone,
+then with `--clients` hostile programs at `--addresses` addresses. These open `--chats` chats under invented names,
+send prompts of 10 MB, choose "private", leave during answers, do not read answers, upload files, call the owner's
+controls, and send twenty prompts at a time. The report has the seconds to the first token, the app's memory, and
+answers by status. Each prompt has a unique mark, and all received bytes are searched for marks of others. Needs
+"osd-hf[app]" and Linux (/proc).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ QUIET_SHARE = 0.15  # of the time
 
 @dataclass
 class Program:
-    """Somebody with an address, who notes what they said and searches what they hear for what others said."""
+    """A client with an address. It records its own marks and searches what it receives for marks of others."""
 
     address: str
     client: httpx.AsyncClient
@@ -69,7 +68,7 @@ class Program:
         self._tail = text[-15:]  # a mark cut in two
 
     async def send(self, method: str, path: str, **kwargs: Any) -> httpx.Response | None:
-        """A request with its answer; `None` where the connection was closed."""
+        """Send a request; return the answer, or `None` if the connection was closed."""
         try:
             headers = {"x-forwarded-for": self.address, **kwargs.pop("headers", {})}
             response = await self.client.request(method, path, headers=headers, **kwargs)
@@ -86,7 +85,7 @@ class Program:
         return response is not None and response.status_code == 200
 
     async def told(self, page: str) -> AsyncIterator[bytes]:
-        """What the app tells a page."""
+        """Return what the app sends to a page."""
         headers = {"x-forwarded-for": self.address}
         try:
             async with self.client.stream(
@@ -99,13 +98,13 @@ class Program:
             self.heard[type(error).__name__] += 1
 
     async def call(self, name: str, data: list[Any], page: str) -> bytes:
-        """An event of the page, with all it is told."""
+        """Send an event of the page; return everything it receives."""
         if not await self.join(name, data, page):
             return b""
         return b"".join([data async for data in self.told(page)])
 
     async def arrive(self) -> str:
-        """Open the page; returns its session."""
+        """Open the page; return its session."""
         page = secrets.token_hex(6)
         found = re.search(rb'"data": ?\["([\w-]{22})"', await self.call("arrive", [self.chat], page))
         self.chat = found[1].decode() if found else self.chat
@@ -113,12 +112,12 @@ class Program:
 
 
 def settings(domain: str = "math", tokens: int = 64) -> list[Any]:
-    """The page's settings as it sends them: domain, learn, k, sample, temperature, top p, tokens, check, remember."""
+    """Return the settings of the page: domain, learn, k, sample, temperature, top p, tokens, check, remember."""
     return [domain, True, "5", False, 1.0, 1.0, tokens, False, False]
 
 
 async def first_token(visitor: Program) -> float | None:
-    """Seconds until the first token of an answer; `None` where there was none."""
+    """Return the seconds until the first token, or `None` without one."""
     page = await visitor.arrive()
     if visitor.chat is None:
         return None
@@ -137,7 +136,7 @@ async def first_token(visitor: Program) -> float | None:
 
 
 async def deed(program: Program, rng: random.Random, counts: Counter[str], chats: int) -> None:
-    """Something that nobody should do."""
+    """Do something that is not allowed."""
     page, prompt = secrets.token_hex(6), f"Tell me all about {program.mark()}"
     ask = {"data": [prompt, "math", 192], "session_hash": page}
     deeds = ["chat", "leave", "unread", "huge", "private", "invent", "batch", "remember", "owner", "upload", "slow"]
@@ -181,13 +180,13 @@ async def deed(program: Program, rng: random.Random, counts: Counter[str], chats
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory of a process."""
+    """Return the resident memory of a process in MB."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     return 0.0 if found is None else int(found[1]) / 1024
 
 
 def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """An app in public mode, on this machine alone, where the proxy that names addresses is this program."""
+    """Start an app in public mode that trusts the addresses this program names."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -204,7 +203,7 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
-    """Ready for JSON."""
+    """Return the report."""
     if not seconds:
         return {"answers": 0}
     ranked = sorted(seconds)

@@ -1,27 +1,22 @@
-"""
-Batches: drafting for all rows together against the target's own batches, and against rows one after the other.
+"""Compare drafting for batches with the target's own batches and with single rows.
 
-    OSD_HF_DATA=... python recipes/batches.py                                             # gsm8k and finance, B to 16
-    OSD_HF_DATA=... python recipes/batches.py --learn 0                                   # the draft as it came
+    OSD_HF_DATA=... python recipes/batches.py                                             # gsm8k and finance
+    OSD_HF_DATA=... python recipes/batches.py --learn 0                                   # the original draft
     OSD_HF_DATA=... python recipes/batches.py --parts memory growth --learn 0
-    OSD_HF_DATA=... python recipes/batches.py --requests 4 --sizes 1 2 --learn 4 --datasets gsm8k \\
+    OSD_HF_DATA=... python recipes/batches.py --requests 4 --sizes 1 2 --learn 4 --datasets gsm8k \
         --max-new-tokens 8 --batches 4                                                    # smoke
 
-The same prompts, which no draft has learned from, are answered greedily in batches of B by `target.generate`, by an
-assistant that decides how much to draft, by one that drafts k tokens, and row by row by an assistant, in turns that
-change from batch to batch; ratios of seconds have a 95% bootstrap interval over batches. The draft has learned from
-other requests of the data set before. Nothing is compiled. Counted are the tokens fed to the target that no row
-proposed (its draft had ended, or the answer had no room), the columns read beyond a row's own tokens (rows end at
-different columns, while caches have no holes), and the bytes of caches that were copied, as rows ended or a cache was
-full, over those that forwards read.
+The same prompts are answered greedily in batches by `target.generate`, by an assistant that chooses the draft length,
+by one that drafts k tokens, and row by row by an assistant, in changing order. Ratios of seconds have a 95% bootstrap
+interval over batches. The draft has learned from other requests. Nothing is compiled. The report also counts padding
+tokens fed to the target, cache columns read beyond the tokens of a row, and bytes of copied caches.
 
-`memory` counts, by B, the bytes of caches at the end of a batch and the most bytes of tensors that were made for it at
-once, of the target alone and of k drafted tokens. `growth` answers `--batches` batches of 4, and counts the bytes of
-all tensors, and of the process, now and then.
+`memory` measures the bytes of caches and of all tensors by batch size. `growth` answers `--batches` batches of 4 and
+measures the bytes of all tensors and of the process.
 
-What an H100 would do with an 8B target and a 0.6B draft at B = 1 to 64 is a **model**, not a measurement: bf16 weights
-are read once a forward, and keys and values of `--context` tokens a row once, at 3.35 TB/s; 400 TFLOP/s are reached
-where that takes longer; launching kernels, sampling and the processor's work take no time. Acceptance is the lab's.
+The numbers for an H100 with an 8B target and a 0.6B draft are a model, not a measurement: bf16 weights are read once
+per forward, and keys and values of `--context` tokens per row once, at 3.35 TB/s; arithmetic runs at 400 TFLOP/s;
+kernel launches and sampling take no time. Acceptance is that of the lab pair.
 """
 
 from __future__ import annotations
@@ -64,7 +59,7 @@ WAYS = ("alone", "auto", "fixed", "one by one")
 
 
 class Counted:
-    """What the forwards over rows of different lengths fed, read and copied, while this is entered."""
+    """Counts what forwards over rows of different lengths feed, read, and copy."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -117,7 +112,7 @@ class Counted:
 
 
 def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Prompts with padding on their left."""
+    """Return prompts with padding on the left."""
     ids, mask = torch.zeros(2, len(rows), max(map(len, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, -len(row) :], mask[i, -len(row) :] = torch.tensor(row), 1
@@ -125,7 +120,7 @@ def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def ratio(ours: list[float], theirs: list[float], seed: int) -> list[float]:
-    """Times as fast, and its 95% interval by resampling batches."""
+    """Return the speed ratio and its 95% interval over batches."""
     both = np.array([ours, theirs])
     drawn = both[:, np.random.default_rng(seed).integers(len(ours), size=(2000, len(ours)))].sum(-1)
     low, high = np.percentile(drawn[1] / drawn[0], [2.5, 97.5])
@@ -133,7 +128,7 @@ def ratio(ours: list[float], theirs: list[float], seed: int) -> list[float]:
 
 
 def served(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) -> dict[str, Any]:
-    """All prompts in batches of this size, in every way."""
+    """Answer all prompts in batches of this size in each way."""
     config = OnlineConfig(update_strategy="manual", candidates="draft", seed=args.seed)
     configs = {"auto": config, "fixed": replace(config, num_assistant_tokens=args.k), "one by one": config}
     assistants = {way: OnlineAssistant(pair.target, draft, pair.tokenizer, each) for way, each in configs.items()}
@@ -188,13 +183,13 @@ def served(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) 
 
 
 def storages(things: list[Any]) -> list[Any]:
-    """The memory of those things that are tensors; packed weights have none that can be seen."""
+    """Return the storages of tensors; packed weights are not visible."""
     tensors = [thing for thing in things if issubclass(type(thing), torch.Tensor)]
     return [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of tensors that were made while this is entered, at once."""
+    """Measures the maximum bytes of tensors that exist at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,12 +213,12 @@ class Peak(TorchDispatchMode):
 
 
 def cached_bytes(cache: Any) -> int:
-    """Bytes of keys and values."""
+    """Return the bytes of keys and values."""
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def held(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) -> dict[str, Any]:
-    """What one batch takes in memory, by the target alone and with a draft."""
+    """Return the memory of a batch for the target alone and with a draft."""
     config = OnlineConfig(update_strategy="manual", num_assistant_tokens=args.k, seed=args.seed)
     batch, settings = padded(asked[:size]), {"do_sample": False, "max_new_tokens": args.max_new_tokens}
     caches, begin = list[Any](), drafting.Ragged.__init__
@@ -253,7 +248,7 @@ def held(pair: Any, draft: Any, asked: list[list[int]], size: int, args: Any) ->
 
 
 def growth(pair: Any, draft: Any, asked: list[list[int]], args: Any) -> list[dict[str, int]]:
-    """Bytes of all tensors, and of the process, after so many batches."""
+    """Return the bytes of all tensors and of the process after each number of batches."""
     settings, found = {"do_sample": False, "max_new_tokens": min(16, args.max_new_tokens)}, []
     with OnlineAssistant(pair.target, draft, pair.tokenizer, OnlineConfig(update_strategy="manual")) as assistant:
         for number in tqdm(range(1, args.batches + 1), desc="growth", leave=False):
@@ -272,7 +267,7 @@ def growth(pair: Any, draft: Any, asked: list[list[int]], args: Any) -> list[dic
 
 
 def model(alpha: float, context: int) -> list[dict[str, Any]]:
-    """What the roofline of one H100 says, for the best k and for k = 4."""
+    """Return the roofline model of an H100 for the best k and for k = 4."""
 
     def forward(part: tuple[float, int], rows: int, fed: int) -> float:
         weights, kept = part

@@ -1,24 +1,19 @@
-"""
-When learning has paid for itself: live, at full load, everything counted.
+"""Measure when learning has paid: live, at full load, with everything included.
 
     OSD_HF_DATA=... python recipes/break_even.py                                           # 4 x 600 requests
     OSD_HF_DATA=... python recipes/break_even.py --requests 2000 --datasets spider finance_alpaca
     OSD_HF_DATA=... python recipes/break_even.py --rules default "not learning"
-    OSD_HF_DATA=... python recipes/break_even.py --requests 400 --datasets gsm8k --rules default before   # latency
     OSD_HF_DATA=... python recipes/break_even.py --requests 12 --datasets gsm8k --no-compile              # smoke
 
-Each prompt is answered by the target alone and by an assistant of each rule, in turns that change from request to
-request; an assistant's time holds what it learns after the answer. Drafting is `"auto"`; the draft's forward and the
-target's verification are compiled, before the first request, which is reported as the start. The target alone is
-`target.generate`. The rule "not learning" tells what compiling alone does. Of each assistant: requests until its total
-time is below the target's for good, the ratio of the totals (with an interval over blocks of 50 requests), of the last
-fifth, the learner's share, the latencies' p50 and p99, and how many answers are the target's own, or part from it at
-a tie.
+Each prompt is answered by `target.generate` and by an assistant of each rule, in changing order. The time of an
+assistant includes learning after the answer. Draft and target are compiled before the first request. The report has,
+for each assistant, the requests after which its total stays below the target's, the ratio of the totals (with an
+interval over blocks of 50 requests) and of the last fifth, the share of learning, latencies, and how many answers
+equal the target's or differ at a tie.
 
-The same run is also put to a **model** of an 8B target with a 0.6B draft on one H100, with k = 5: bf16 weights are
-read once a forward at 3.35 TB/s, and 400 TFLOP/s are reached where that takes longer; a step of learning reads and
-writes 32 bytes a parameter. Acceptance by request, static and learned, by replay, and the positions learned from are
-the lab pair's own: how a pair of that size would learn is not known from it.
+The same run is also evaluated in a model (not a measurement) of an 8B target with a 0.6B draft on one H100, k = 5:
+bf16 weights are read once per forward at 3.35 TB/s, arithmetic runs at 400 TFLOP/s, and a learning step reads and
+writes 32 bytes per parameter. Acceptance and learned positions are those of the lab pair.
 """
 
 from __future__ import annotations
@@ -66,7 +61,7 @@ Array = NDArray[np.float64]
 
 
 class Served:
-    """What one assistant did: seconds of each request, of them learning, effort, traces, and answers."""
+    """Requests of one assistant: seconds, learning seconds, effort, traces, and answers."""
 
     def __init__(self, pair: Any, rule: str, seed: int, compiled: bool) -> None:
         config = OnlineConfig(
@@ -90,7 +85,7 @@ class Served:
 
 
 def paid_after(alone: Array, served: Array) -> int | None:
-    """Requests after which the total stays below that of the target alone; `None` where it does not."""
+    """Return the requests after which the total stays below the target's, or `None`."""
     behind = np.flatnonzero(np.cumsum(alone - served) < 0)
     if len(behind) == 0:
         return 0
@@ -98,7 +93,7 @@ def paid_after(alone: Array, served: Array) -> int | None:
 
 
 def ratio(alone: Array, served: Array, seed: int) -> list[float]:
-    """Times as fast over all, and its 95% interval by resampling blocks of requests."""
+    """Return the ratio of the totals and its 95% interval over blocks of requests."""
     size = min(BLOCK, max(len(alone) // 4, 1))
     blocks = [slice(i, i + size) for i in range(0, len(alone) - size + 1, size)]
     sums = np.array([[alone[b].sum(), served[b].sum()] for b in blocks])
@@ -108,7 +103,7 @@ def ratio(alone: Array, served: Array, seed: int) -> list[float]:
 
 
 def accelerator(traces: Sequence[Trace], static: Sequence[float], learned: Sequence[float], tokens: Array) -> Any:
-    """Seconds of each request of the model: the target alone, and served, and learned from."""
+    """Return the seconds of each request in the model: target alone, served, and learning."""
     read = {size: size * 2 / BANDWIDTH for size in (TARGET, DRAFT)}
 
     def forward(size: float, fed: float) -> float:

@@ -1,14 +1,14 @@
 """Make the bundled pair: tokenizer, target, draft, and the scores in its README.
 
     python recipes/bundled_pair.py                      # everything, in two hours on two cores
-    python recipes/bundled_pair.py --stage draft        # one stage: tokenizer, target, grow, prune, draft or score
-    python recipes/bundled_pair.py --stage grow --minutes 30    # deepens the target that is there, or trains it on
+    python recipes/bundled_pair.py --stage draft        # one stage of tokenizer, target, grow, prune, draft, score
+    python recipes/bundled_pair.py --stage grow --minutes 30    # deepens the target, or continues its training
     python recipes/bundled_pair.py --max-steps 2 --out /some/folder   # a smoke run
 
 All text comes from `recipes/bundled_prompts`. The target is trained with Muon (matrices) and AdamW (the rest), mostly
-on the answers: first with half of its layers, then with all of them, the new ones beginning as if they were not there.
-The new ones are left out again where it answers as well without them.
-The draft sees small talk and a little of the domains, and is stopped while it is weak.
+on the answers: first with half of its layers, then with all of them; new layers start as identity. `prune` removes
+them if the target answers equally well without them. The draft sees small talk and some prompts of the domains, and
+its training ends early.
 """
 
 import argparse
@@ -63,7 +63,7 @@ TARGET_SHARES = {"sql": 0.23, "math": 0.51, "python": 0.26}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE in which every digit is a token of its own and a space before a digit joins the word before."""
+    """Make a byte-level BPE in which each digit is a token and a space before a digit belongs to the previous word."""
     texts = [
         text
         for domain in DOMAINS
@@ -116,8 +116,8 @@ def make_model(
 
 
 def deepen(model: LlamaForCausalLM, layers: int) -> None:
-    """Make the model `layers` deep, in place, and compute what it did: after each block, or evenly after some, comes a
-    copy of it whose output projections are zero, as in LLaMA Pro (arXiv 2401.02415)."""
+    """Insert copies of blocks with zero output projections, in place, so that the outputs stay equal (LLaMA Pro, arXiv
+    2401.02415)."""
     places, blocks = new_places(model.config.num_hidden_layers, layers), list(model.model.layers)
     for place in places:
         block = copy.deepcopy(blocks[place - 1])
@@ -128,7 +128,7 @@ def deepen(model: LlamaForCausalLM, layers: int) -> None:
 
 
 def use_blocks(model: LlamaForCausalLM, blocks: list[Any]) -> None:
-    """Make these blocks those of the model."""
+    """Replace the blocks of the model."""
     for place, block in enumerate(blocks):
         block.self_attn.layer_idx = place
     model.model.layers = torch.nn.ModuleList(blocks)
@@ -136,7 +136,7 @@ def use_blocks(model: LlamaForCausalLM, blocks: list[Any]) -> None:
 
 
 def new_places(before: int, layers: int) -> list[int]:
-    """Where the new blocks lie in a model of `layers` blocks that had `before`."""
+    """Return the positions of new blocks in a model that grows from `before` to `layers` blocks."""
     added = layers - before
     copied = [(i + 1) * added // before - i * added // before for i in range(before)]
     return [i + sum(copied[:i]) + 1 + j for i in range(before) for j in range(copied[i])]
@@ -145,7 +145,7 @@ def new_places(before: int, layers: int) -> list[int]:
 def batches(
     tokenizer, shares: dict[str, float], batch_tokens: int, prompt_weight: float, seed: int
 ) -> Iterator[tuple]:
-    """(ids, weight of each target token) batches of similar length; padding is at the right, with weight 0."""
+    """Yield (ids, weight of each target token) in batches of similar length, padded on the right with weight 0."""
     rng = random.Random(seed)
     streams: dict = {domain: stream_examples(domain, seed=1000 + seed, split="train") for domain in DOMAINS}
     streams["talk"] = (small_talk(rng) for _ in itertools.count())
@@ -174,7 +174,7 @@ def batches(
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalized (Newton-Schulz); matrices of one shape are done together."""
+    """Muon: momentum with orthogonalized updates (Newton-Schulz), computed for all matrices of one shape together."""
 
     def __init__(self, params, lr: float, momentum: float = 0.95, weight_decay: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -203,7 +203,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def token_losses(model, ids: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of every token but the first, of shape (rows, tokens - 1)."""
+    """Return the cross-entropy of all tokens but the first, of shape (rows, tokens - 1)."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
     flat = logits[:, :-1].flatten(0, 1).float()
@@ -211,7 +211,7 @@ def token_losses(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def hardest(model, stream, share: float = 1 / 3) -> Iterator[tuple]:
-    """Of each batch the rows that the model finds hardest: most of the others it answers rightly by now."""
+    """Yield the rows of each batch with the highest loss."""
     for ids, weight in stream:
         with torch.no_grad():
             losses = (token_losses(model, ids) * weight[:, 1:]).sum(1)
@@ -289,8 +289,7 @@ def train(
 
 
 def train_target(rank: int, folder: str, meeting: str, stage: str, options: argparse.Namespace) -> None:
-    """One of the processes that train the target together, in its first or its second half; the first process saves
-    it, with checkpoints on the way."""
+    """Run one process of the target training. The first process saves checkpoints and the model."""
     torch.set_num_threads(1)
     world = options.processes
     if world > 1:
@@ -322,7 +321,7 @@ def train_target(rank: int, folder: str, meeting: str, stage: str, options: argp
 
 
 def prune(folder: str, n: int, lost: float = 0.02) -> None:
-    """Leave out the new blocks of the target, unless some domain has more answers right with them."""
+    """Remove the new blocks of the target unless a domain scores lower without them."""
     torch.set_num_threads(1)
     target, tokenizer = load(f"{folder}/target"), PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
     new, shallow, found = new_places(FIRST_LAYERS, LAYERS), copy.deepcopy(target), dict[str, list[float]]()
@@ -339,12 +338,12 @@ def prune(folder: str, n: int, lost: float = 0.02) -> None:
 
 
 def load(folder: str) -> LlamaForCausalLM:
-    """A model of the pair, in float32 whatever it is stored in."""
+    """Load a model of the pair in float32."""
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def train_draft(folder: str, steps: int, max_steps: int | None) -> None:
-    """Train the draft on small talk and a little of the domains, and stop while it is weak."""
+    """Train the draft on small talk and some prompts of the domains, and stop early."""
     torch.set_num_threads(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")
     model = make_model(tokenizer, layers=1)
@@ -375,7 +374,7 @@ def save_pair_member(model, tokenizer, folder: str) -> None:
 
 
 def record(folder: str, stage: str, entry: dict[str, Any]) -> None:
-    """Add what a stage did to `made.json`; the last one, the score, renews the figures of the README from it."""
+    """Add the result of a stage to `made.json`; after the score, update the tables of the README."""
     made, card = recorded(folder), Path(folder) / "README.md"
     if stage in ("target", "grow"):
         made.pop("prune", None)
@@ -392,13 +391,13 @@ def record(folder: str, stage: str, entry: dict[str, Any]) -> None:
 
 
 def recorded(folder: str) -> dict[str, Any]:
-    """What the stages did so far."""
+    """Return the results of earlier stages."""
     path = Path(folder) / "made.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def figures(made: dict[str, Any]) -> str:
-    """The tables of the README, from what the stages recorded."""
+    """Return the tables of the README."""
     score, draft = made["score"], made["draft"]
     parts = [made[stage] for stage in ("target", "grow") if stage in made]
     steps, minutes = (" + ".join(f"{part[what]:,}" for part in parts) for what in ("steps", "minutes"))
@@ -432,7 +431,8 @@ def figures(made: dict[str, Any]) -> str:
 
 
 def alpha(draft, rows: list[tuple[list[int], list[int]]], k: int = 5) -> float:
-    """Accepted / examined draft tokens over (prompt ids, target's greedy ids), by one teacher-forced pass per row."""
+    """Return accepted / examined draft tokens over (prompt ids, target's greedy ids), with one teacher-forced pass per
+    row."""
     accepted = examined = 0
     for prompt, answer in rows:
         with torch.inference_mode():
@@ -452,7 +452,7 @@ def alpha(draft, rows: list[tuple[list[int], list[int]]], k: int = 5) -> float:
 def tune(
     draft, target, rows: list[tuple[list[int], list[int]]], epochs: int = 10, learning_rate: float = 1e-3
 ) -> None:
-    """Teach the draft the target's rows (forward KL at the answer's positions): can it learn?"""
+    """Train the draft on the target's rows (forward KL at the answer's positions)."""
     order = random.Random(SEED)
     optimizer = torch.optim.AdamW(draft.parameters(), learning_rate, weight_decay=0.0)
     with torch.inference_mode():
@@ -480,7 +480,7 @@ def tune(
 
 @torch.inference_mode()
 def answers_of(model, tokenizer, prompts: list[str], max_new_tokens: int = 128) -> list[str]:
-    """Greedy answers, in batches padded at the left."""
+    """Return greedy answers, in left-padded batches."""
     texts = []
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for begin in range(0, len(prompts), 50):
@@ -504,14 +504,15 @@ def answers_of(model, tokenizer, prompts: list[str], max_new_tokens: int = 128) 
 
 
 def wilson(right: int, n: int, z: float = 1.96) -> list[float]:
-    """95% interval of a share."""
+    """Return the 95% interval of a share."""
     share, spread = right / n, z * math.sqrt(right * (n - right) / n**3 + z * z / (4 * n * n))
     return [round((share + z * z / (2 * n) + sign * spread) / (1 + z * z / n), 3) for sign in (-1, 1)]
 
 
 @torch.inference_mode()
 def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) -> dict[str, float]:
-    """Processor time of a forward of (model, new tokens) after 64 others, in turn: the fastest twentieth."""
+    """Return the processor time of a forward of (model, new tokens) after 64 tokens, the 5% quantile of alternating
+    runs."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     caches = {name: DynamicCache() for name in cases}
     for name, (model, _) in cases.items():
@@ -527,7 +528,7 @@ def token_milliseconds(cases: dict[str, tuple[Any, int]], repeats: int = 300) ->
 
 
 def score(folder: str, n: int, learn_from: int = 100, held_out: int = 40) -> None:
-    """Check the target on `n` unseen prompts of each domain; measure the draft before and after a little tuning."""
+    """Score the target on `n` unseen prompts per domain and measure the draft before and after a short training."""
     torch.set_num_threads(1)
     target, draft = (load(f"{folder}/{name}") for name in ("target", "draft"))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(f"{folder}/target")

@@ -1,4 +1,4 @@
-"""What the recipes share: flags, the data sets of the experiments, recorded traces, runs, reports and plots."""
+"""Shared code of the recipes: flags, data sets, recorded traces, runs, reports, and plots."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ K = 5  # drafted tokens per round, in all figures that are compared
 def make_parser(
     description: str | None, name: str, *, seed: bool = True, traces: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the flags that most recipes have, and the recipe's docstring for its help."""
+    """Return a parser with the flags of most recipes and the recipe's docstring as help."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if seed:
         parser.add_argument("--seed", type=int, default=0)
@@ -63,7 +63,7 @@ def make_parser(
 
 
 def data_folder() -> Path:
-    """The folder with `data/*.jsonl` and the pair in `lab/`; ends the recipe with a clear line where there is none."""
+    """Return the folder with `data/*.jsonl` and the pair in `lab/`, or exit with a message."""
     folder = os.environ.get("OSD_HF_DATA")
     if not folder:
         sys.exit("Set OSD_HF_DATA to a folder with data/*.jsonl and lab/{target,draft}.")
@@ -71,7 +71,7 @@ def data_folder() -> Path:
 
 
 def load_pair(target: str | None = None, draft: str | None = None) -> Pair:
-    """Target, draft (fp32, k = 5, threshold 0, constant schedule) and tokenizer; the lab pair by default."""
+    """Load target, draft (fp32, k = 5, threshold 0, constant schedule), and tokenizer; by default the lab pair."""
     lab = Path() if target and draft else data_folder() / "lab"
     pair = load_models(target or str(lab / "target"), draft or str(lab / "draft"), dtype="float32", device="cpu")
     config = pair.draft.generation_config
@@ -81,19 +81,19 @@ def load_pair(target: str | None = None, draft: str | None = None) -> Pair:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """All rows of a data set."""
+    """Return all rows of a data set."""
     lines = (data_folder() / f"data/{name}.jsonl").read_text().rstrip("\n").split("\n")
     return [json.loads(line) for line in lines]
 
 
 def chosen(name: str, n: int, seed: int) -> list[dict[str, Any]]:
-    """`n` rows drawn at random (seeded) from a data set."""
+    """Return `n` random rows (seeded) of a data set."""
     known = rows(name)
     return random.Random(seed).sample(known, min(n, len(known)))
 
 
 def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
-    """Token ids of `n` prompts drawn at random (seeded) from a data set, each as one user turn."""
+    """Return the token ids of `n` random prompts (seeded) of a data set, each as one user message."""
     template = TEMPLATES[name]
     turns = [[{"role": "user", "content": template.format(**row)}] for row in chosen(name, n, seed)]
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
@@ -102,8 +102,8 @@ def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
 def recorded(
     name: str, seed: int, n: int, folder: Path, pair: tuple[Any, Any, Any] | None = None, *, start: int = 0
 ) -> list[Trace]:
-    """The target's greedy answers to `n` prompts without the first `start`, recorded once and kept in a store below
-    `folder`."""
+    """Return the target's greedy answers to `n` prompts without the first `start`. They are recorded once and kept in
+    a store in `folder`."""
     path = folder / (f"{name}-seed{seed}-n{n}" + (f"-from{start}" if start else ""))
     if len(CorrectionStore(path)) == 0:
         target, _, tokenizer = pair or load_pair()
@@ -119,7 +119,7 @@ def recorded(
 def recording(
     path: Path, target: Any, questions: Sequence[list[int]], name: str, max_new_tokens: int | None = None
 ) -> list[Trace]:
-    """The target's greedy answers to these prompts, recorded once and kept in a store."""
+    """Return the target's greedy answers to these prompts, recorded once and kept in a store."""
     store = CorrectionStore(path)
     if len(store) == 0:
         traces = record_traces(target, questions, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, domain=name)
@@ -131,8 +131,8 @@ def recording(
 
 
 def recorded_chats(folder: Path, target: Any, tokenizer: Any, max_new_tokens: int | None = None) -> list[Trace]:
-    """Both turns of the questions of mt_bench, in a random order, one after the other; the second one with the
-    target's answer to the first. Recorded once, as by [`recording`]."""
+    """Return both turns of the mt_bench questions in random order, the second with the target's answer to the first.
+    They are recorded once."""
     asked = rows("mt_bench")
     random.Random(0).shuffle(asked)
     chats = [[{"role": "user", "content": row["turns"][0]}] for row in asked]
@@ -153,13 +153,13 @@ def recorded_chats(folder: Path, target: Any, tokenizer: Any, max_new_tokens: in
 def simulated(
     draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *, bar: str, **settings: Any
 ) -> SimulationReport:
-    """`simulate` with a progress bar of this title."""
+    """Run `simulate` with a progress bar."""
     with tqdm(total=len(traces), desc=bar, leave=False) as progress:
         return simulate(draft, traces, config, on_request=lambda i, stats: progress.update(), **settings)
 
 
 def lora(rank: int, *, head: bool = True) -> Any:
-    """The configuration of adapters on all layers of the lab's drafts."""
+    """Return the configuration of adapters on all layers of the lab drafts."""
     from peft import LoraConfig
 
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -167,7 +167,7 @@ def lora(rank: int, *, head: bool = True) -> Any:
 
 
 def kept(path: Path, find: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of an earlier run, or of one now: a killed recipe goes on where it stopped."""
+    """Return the result of an earlier run, or compute and save it, so that a killed recipe can continue."""
     if not path.exists():
         found = find()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ Counts = tuple[float, float, float]  # of one request: examined, accepted, emitt
 
 
 def greedy(prompt: Sequence[int], max_new_tokens: int, device: str = "cpu") -> tuple[torch.Tensor, dict[str, Any]]:
-    """The arguments of `generate` for a prompt (token ids), answered greedily."""
+    """Return the arguments of `generate` for a greedy answer to a prompt (token ids)."""
     ids = torch.as_tensor(prompt, device=device)[None].long()
     return ids, {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": max_new_tokens}
 
@@ -187,8 +187,8 @@ def greedy(prompt: Sequence[int], max_new_tokens: int, device: str = "cpu") -> t
 def served_live(
     pair: Any, requests: Sequence[Any], config: OnlineConfig, max_new_tokens: int, *, bar: str
 ) -> tuple[int, list[Counts], list[Trace]]:
-    """Serve prompts (token ids) with a draft that learns, and with the target alone: how many answers are identical,
-    the counts of each, and the captured traces."""
+    """Serve prompts (token ids) with a learning draft and with the target alone. Return the number of identical
+    answers, the counts of each request, and the traces."""
     identical, counts, store = 0, [], CorrectionStore()
     with OnlineAssistant(*pair, config, store=store) as assistant:
         for prompt in tqdm(requests, desc=bar, leave=False):
@@ -201,13 +201,12 @@ def served_live(
 
 
 def equal_counts(counts: Sequence[Counts], simulated: Sequence[AcceptanceStats]) -> int:
-    """How many requests have in a simulation the counts that they had live."""
+    """Return how many requests have the same counts live and in the simulation."""
     return sum(c == (s.examined, s.accepted, s.emitted) for c, s in zip(counts, simulated, strict=False))
 
 
 def processor_timed(draft: Any, config: OnlineConfig) -> Learner:
-    """For `simulate`: a learner that reports processor seconds, with one thread wall time on a core without other
-    jobs."""
+    """Return a learner for `simulate` that reports processor seconds."""
     return Learner(DomainDrafts(draft, config, per_domain=False), config, timer=time.process_time)
 
 
@@ -215,22 +214,22 @@ def processor_timed(draft: Any, config: OnlineConfig) -> Learner:
 
 
 def pooled(stats: Sequence[AcceptanceStats]) -> float:
-    """Alpha of several requests together."""
+    """Return alpha over several requests."""
     return sum(stats, AcceptanceStats()).alpha
 
 
 def last_share(stats: list[AcceptanceStats] | tuple[AcceptanceStats, ...], share: float = 0.2) -> AcceptanceStats:
-    """Joined stats of the last `share` of the requests."""
+    """Return the joined stats of the last `share` of the requests."""
     return sum(stats[round(len(stats) * (1 - share)) :], AcceptanceStats())
 
 
 def gain(before: AcceptanceStats, after: AcceptanceStats) -> dict[str, Any]:
-    """How much alpha rose, with its 95% interval."""
+    """Return the gain of alpha with its 95% interval."""
     return {"gain": after.alpha - before.alpha, "gain_interval": list(alpha_gain_interval([before], [after]))}
 
 
 def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
-    """Write `results/<name>.json`, with provenance and the defaults of today, by which a table is known to be old."""
+    """Write `results/<name>.json` with provenance and the current default settings."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     origin = {"provenance": provenance(**facts), "defaults": OnlineConfig().to_dict()}
@@ -238,34 +237,18 @@ def write_report(name: str, report: dict[str, Any], **facts: Any) -> Path:
     return path
 
 
-def report_parts(args: argparse.Namespace, find: Callable[[str], Any], **facts: Any) -> dict[str, Any]:
-    """What `find` returns of each of `args.parts`; the report is written after each."""
-    started, report = time.time(), dict[str, Any]()
-    for part in args.parts:
-        print(f"\n{part}")
-        report[part] = find(part)
-        write_report(args.name, report, **facts, **run_facts(started))
-    return report
-
-
 @torch.no_grad()
 def parting(target: Any, ids: list[int], alone: list[int], ours: list[int]) -> dict[str, Any]:
-    """Where two answers part, and by how much the target prefers the likeliest token there to the next one."""
+    """Return the first different token of two answers, and the gap between the two most likely tokens of the target
+    there."""
     at = next((i for i, (a, b) in enumerate(zip(alone, ours, strict=False)) if a != b), min(len(alone), len(ours)))
     logits = target(torch.tensor([[*ids, *alone[:at]]], device=target.device)).logits[0, -1].float()
     top = logits.topk(2).values
     return {"token": at, "gap": float(top[0] - top[1]), "of": float(top[0])}
 
 
-def processor_seconds(work: Callable[[], object]) -> float:
-    """Of this process, over what is done."""
-    started = time.process_time()
-    work()
-    return time.process_time() - started
-
-
 def run_facts(started: float) -> dict[str, Any]:
-    """Facts for the report about a run that began at `started` (`time.time()`)."""
+    """Return facts about a run that began at `started` (`time.time()`)."""
     return {
         "threads": torch.get_num_threads(),
         "minutes": round((time.time() - started) / 60, 1),
@@ -274,7 +257,7 @@ def run_facts(started: float) -> dict[str, Any]:
 
 @contextmanager
 def drawing(name: str, rows: int = 1, columns: int = 1, *, dpi: int = 130, **settings: Any) -> Iterator[Any]:
-    """A figure and its panels, an array of shape `(rows, columns)`, saved as `results/<name>.png` at the end."""
+    """Yield a figure and its axes, of shape `(rows, columns)`, and save it as `results/<name>.png`."""
     figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **settings)
     yield figure, axes
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -283,19 +266,19 @@ def drawing(name: str, rows: int = 1, columns: int = 1, *, dpi: int = 130, **set
 
 
 def requests_stats(report: SimulationReport) -> list[list[float]]:
-    """Examined and accepted tokens of each request, ready for JSON."""
+    """Return the examined and accepted tokens of each request for JSON."""
     return [[float(s.examined), float(s.accepted)] for s in report.stats]
 
 
 def kept_stats(counts: Sequence[Sequence[float]]) -> list[AcceptanceStats]:
-    """The stats of requests whose `requests_stats` were kept."""
+    """Return the stats of saved `requests_stats`."""
     return [
         AcceptanceStats.from_counts(drafted=e, examined=e, accepted=a, emitted=e, target_forwards=1) for e, a in counts
     ]
 
 
 def plot_ways(axis: Any, rows: list[dict[str, Any]], static: Sequence[AcceptanceStats], window: int) -> None:
-    """Rolling alpha over all requests: the static draft, and a line for each way, from its `requests_stats`."""
+    """Plot the rolling alpha of the original draft and of each way."""
     axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
     for row in rows:
         axis.plot(rolling_alpha(kept_stats(row["requests_stats"]), window), label=row["way"])

@@ -1,22 +1,19 @@
-"""
-The whole loop by two commands beside vLLM: `osd-hf proxy` passes streamed chats of OpenAI's client on and keeps what
-is answered; `osd-hf learn --deploy` teaches the draft meanwhile, loads versions into vLLM, and watches its counters.
-At the end a spoilt version is pointed to, as if the gate had let it through.
+"""Run the complete loop with vLLM: `osd-hf proxy` records streamed chats, `osd-hf learn --deploy` trains the draft,
+loads versions into vLLM, and watches its counters. At the end a bad version is published on purpose.
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm
-    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --requests 120 --part 40 --watch 60 \\
+    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --requests 120 --part 40 --watch 60 \
         --settle 80 --later 20 --poison 140                                                            # smoke
-    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --domains finance_alpaca spider --poison 0 \\
+    OSD_HF_DATA=... python recipes/deploy_loop.py --vllm .venv-vllm --domains finance_alpaca spider --poison 0 \
         --name deploy_loop_domains                                     # and with --shared --name deploy_loop_shared
 
-Several domains are asked for in turns, and labeled by the header `x-osd-domain`: each has an engine, to which the
-proxy routes it, and a draft of its own; with `--shared` all engines get the versions of one draft.
+Several domains alternate and are labeled by the header `x-osd-domain`. Each has an engine and a draft; with `--shared`
+all engines get the versions of one draft.
 
-Reported by domain: vLLM's counters on the later prompts with the static draft, asked directly, over each part of the
-requests, until the newest version has come, and on the later prompts again; what the deployer decided, that on the
-spoilt version among it, with the requests that this took; clients' errors; which streams say something else than
-transformers' greedy answer in float32.
+The report has, by domain: vLLM's counters on later prompts with the original draft, over each part of the requests,
+and on the later prompts again; the decisions of the deployer, also about the bad version; errors of clients; and
+streams that differ from transformers' greedy answer in float32.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ Prompt = tuple[str, str]  # its domain and its text
 
 @contextmanager
 def command(log: Path, *arguments: Any) -> Iterator[Any]:
-    """A command of this package, told to end at the end."""
+    """Run a command of this package until the block ends."""
     with log.open("w") as file:
         process = subprocess.Popen(osd_hf(*arguments), stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ)
     try:
@@ -68,7 +65,7 @@ def command(log: Path, *arguments: Any) -> Iterator[Any]:
 
 
 def free_port() -> int:
-    """One that nobody listens at."""
+    """Return an unused port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
@@ -105,7 +102,8 @@ class Loop:
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        """Both commands run inside; yields the proxy's address. What the proxy has read by its end is learned from."""
+        """Run both commands; yield the proxy's address. Afterwards wait until everything the proxy has read is
+        learned."""
         with command(self._folder / "learn.log", *self._learn) as self._learner:
             with command(self._folder / "proxy.log", *self._proxy) as proxy:
                 line = proxy.stdout.readline()
@@ -116,19 +114,19 @@ class Loop:
             self._wait(lambda: collected)
 
     def versions(self, domain: str) -> Path:
-        """Where those of a domain are."""
+        """Return the folder of the versions of a domain."""
         folder = self._folder / "versions"
         return folder / str(folder_name(domain)) if self.has_own_drafts else folder
 
     def journal(self, domain: str, event: str) -> list[int]:
-        """The versions of these lines of the journal, those of other domains' engines left out."""
+        """Return the versions of these journal entries for the engine of a domain."""
         path, own = self.versions(domain) / JOURNAL, (None, self._engines[domain].url)
         lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
         return [line["version"] for line in lines if line["event"] == event and line.get("engine") in own]
 
     def ask(self, prompts: Sequence[Prompt], front: str | None = None, *, collect: bool = False) -> dict[str, Any]:
-        """Stream the answers to some prompts, some at once, through the proxy or, without its address, directly; by
-        domain vLLM's counters, and which version it ended with."""
+        """Stream the answers to some prompts through the proxy or, without its address, directly. Return vLLM's
+        counters and the last version by domain."""
         clients = {
             name: openai.OpenAI(base_url=f"{front or engine.url}/v1", api_key="none", max_retries=0)
             for name, engine in self._engines.items()
@@ -164,21 +162,21 @@ class Loop:
         return report
 
     def ask_until(self, is_so: Callable[[], bool], prompts: Sequence[Prompt], front: str) -> list[dict[str, Any]]:
-        """Ask some prompts at a time until something is so, or there are no more."""
+        """Ask some prompts at a time until a condition holds or no prompts are left."""
         parts = list[dict[str, Any]]()
         while not is_so() and STEP * len(parts) < len(prompts):
             parts.append(self.ask(prompts[STEP * len(parts) :][:STEP], front))
         return parts
 
     def has_newest(self) -> bool:
-        """Whether each engine has the version that is pointed to."""
+        """Return whether each engine has the published version."""
         return all(
             (self.versions(name) / LATEST).resolve().name == f"v{[0, *self.journal(name, 'loaded')][-1]:06d}"
             for name in self._engines
         )
 
     def wait(self, front: str) -> None:
-        """Until there is a version of each draft, and all that was collected so far is learned from."""
+        """Wait until there is a version of each draft and everything recorded is learned."""
         self._wait(lambda: scraped(front + METRICS_PATH, "osd_hf_proxy_collected_total"))
 
     def _wait(self, collected: Callable[[], float]) -> None:
@@ -194,13 +192,13 @@ class Loop:
 
 
 def scraped(url: str, names: str | tuple[str, ...]) -> float:
-    """The sum of what Prometheus reads there under these names."""
+    """Return the sum of the Prometheus metrics with these names."""
     lines = httpx2.get(url).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
 def spoil(versions: Path, seed: int) -> int:
-    """Point to a version which is the newest one with its weights in disorder, and return its number."""
+    """Publish a copy of the newest version with shuffled weights; return its number."""
     number = 1 + max(int(path.name[1:]) for path in versions.glob("v*"))
     unfinished, generator = versions / "spoilt", torch.Generator().manual_seed(seed)
     shutil.copytree(versions / LATEST, unfinished)
@@ -216,8 +214,8 @@ def spoil(versions: Path, seed: int) -> int:
 
 @torch.inference_mode()
 def differing(answers: Mapping[str, set[str]]) -> list[dict[str, Any]]:
-    """Prompts that were answered by something else than transformers' greedy answer, and the gap between the target's
-    two best at the first token that is another."""
+    """Return the prompts whose answer differs from transformers' greedy answer, and the gap between the target's two
+    most likely tokens at the first difference."""
     lab, found = data_folder() / "lab/target", []
     target = AutoModelForCausalLM.from_pretrained(lab, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(lab)

@@ -1,5 +1,4 @@
-"""
-Drafts per domain on mixed traffic: one shared draft that learns, against LoRA adapters and full copies per domain.
+"""Compare one shared draft with LoRA adapters and full copies per domain on mixed traffic.
 
     OSD_HF_DATA=... python recipes/domain_drafts.py                                  # 2,000 requests, five ways
     OSD_HF_DATA=... python recipes/domain_drafts.py --ways shared lora-labels        # a part; finished ways are kept
@@ -7,15 +6,15 @@ Drafts per domain on mixed traffic: one shared draft that learns, against LoRA a
 
 Four data sets mixed at random, by replay of the target's greedy answers, k = 5:
 
-static        the draft as it is
+static        the original draft
 shared        one draft learns from all requests
 lora-labels   a LoRA adapter per data set, by label
-lora-topics   a LoRA adapter per topic, by prompts alone (`TopicRouter`)
+lora-topics   a LoRA adapter per topic, from the prompts only (`TopicRouter`)
 full-labels   a full copy per data set, by label
 
-Reported: alpha by data set over the last fifth of the requests with its interval and the gain over the static draft,
-bytes on disk and update time. At the end each way serves `--live` other prompts in earnest: answers compared token by
-token with the target's own, counts with those by replay.
+The report has alpha by data set over the last fifth of the requests with its interval and gain, bytes on disk, and
+update time. Then each way serves `--live` other prompts; answers are compared with the target's and counts with those
+by replay.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ WAYS = ("shared", "lora-labels", "lora-topics", "full-labels")
 
 
 def setting(way: str, target: Any, args: argparse.Namespace) -> tuple[Any, Any, OnlineConfig]:
-    """The router, the configuration of the adapters and the rule of a way."""
+    """Return the router, the adapter configuration, and the settings of a way."""
     config = OnlineConfig(seed=args.seed)
     if way == "shared":
         return None, None, config
@@ -72,7 +71,7 @@ def setting(way: str, target: Any, args: argparse.Namespace) -> tuple[Any, Any, 
 
 
 def on_disk(drafts: DomainDrafts) -> dict[str, float]:
-    """Bytes of the published drafts, all and of one domain."""
+    """Return the bytes of the published drafts: of all, and of one domain."""
     with tempfile.TemporaryDirectory() as folder:
         drafts.save_pretrained(folder)
         files = [f for f in Path(folder).rglob("*") if f.suffix == ".safetensors"]
@@ -83,7 +82,7 @@ def on_disk(drafts: DomainDrafts) -> dict[str, float]:
 def served_live(
     way: str, pair: Any, report: SimulationReport, router: Any, later: list[Trace], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """The learned drafts in earnest, on prompts that nothing was learned from."""
+    """Serve prompts that nothing was learned from with the learned drafts."""
     _, adapters, config = setting(way, pair.target, args)
     with tempfile.TemporaryDirectory() as folder:
         report.drafts.save_pretrained(folder)
@@ -116,7 +115,7 @@ def counts(stats: AcceptanceStats) -> tuple[float, ...]:
 
 
 def by_domain(stream: list[Trace], stats: list[AcceptanceStats], static: list[AcceptanceStats]) -> dict[str, Any]:
-    """Alpha of each data set over the last fifth, with its interval and its gain."""
+    """Return the alpha of each data set over the last fifth, with interval and gain."""
     start, found = round(len(stream) * 0.8), {}
     for name in TEMPLATES:
         places = [i for i in range(start, len(stream)) if stream[i].domain == name]
@@ -128,7 +127,7 @@ def by_domain(stream: list[Trace], stats: list[AcceptanceStats], static: list[Ac
 
 
 def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: Any, args: Any) -> dict[str, Any]:
-    """The results of one way."""
+    """Return the results of one way."""
     started, cpu = time.time(), time.process_time()
     router, adapters, config = setting(way, pair.target, args)
     # A label would be taken for the domain.

@@ -1,14 +1,13 @@
-"""
-Compare an assistant's greedy answers with the target's own, for everything that a tiny configuration can build.
+"""Compare greedy answers of an assistant and its target for everything that a tiny configuration can build.
 
     python recipes/exactness_survey.py                                          # about 20 minutes on one core
     python recipes/exactness_survey.py --groups models --only mamba --show      # some targets, with each row
 
-`ropes` are the rope types of transformers in several models, with lengths that pass the limits of the configuration;
-`adapters` are the methods of PEFT, as the target and as the draft; `models` are the families in the auto mappings for
-causal, sequence-to-sequence, image-text and speech models. Weights are random and in float64, so a different token is
-a fault and no rounding. Each target is examined in a process of its own with a time limit. The report has a row for
-each target and way of asking, and is written after each target.
+`ropes` are the rope types of transformers with lengths that pass the limits of the configuration. `adapters` are the
+methods of PEFT, as target and as draft. `models` are the families in the auto mappings for causal,
+sequence-to-sequence, image-text, and speech models. Weights are random and in float64, so that a different token is a
+fault. Each target runs in its own process with a time limit. The report has a row for each target and way, and is
+written after each target.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def loud(model: Any, seed: int = 0, embeddings: float = 1.5) -> Any:
 
 
 def noisy(model: Any, noise: float = 0.1) -> Any:
-    """Copy a model and add noise to its weights: a draft that is right now and then."""
+    """Copy a model and add noise to its weights: a draft that is accepted sometimes."""
     draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in draft.parameters():
@@ -83,7 +82,7 @@ def noisy(model: Any, noise: float = 0.1) -> Any:
 
 
 def finished(model: Any) -> Any:
-    """Return the model in float64, with answers that only the number of tokens ends."""
+    """Return the model in float64, with answers that end only by their length."""
     settings = model.double().eval().generation_config
     settings.eos_token_id, settings.forced_eos_token_id, settings.pad_token_id = None, None, 0
     settings.decoder_start_token_id = settings.decoder_start_token_id or 1
@@ -91,7 +90,7 @@ def finished(model: Any) -> Any:
 
 
 def request(rows: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate`: random prompts, padded on their left, and what is given for each row."""
+    """Return the arguments of `generate`: random prompts, padded on the left, with the inputs of each row."""
     generator, width = torch.Generator().manual_seed(5), max(PROMPTS[:rows])
     ids = torch.zeros(rows, width, dtype=torch.long)
     mask = ids.clone()
@@ -106,7 +105,7 @@ def request(rows: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure(outcome: str, error: BaseException) -> dict[str, Any]:
-    """Return a row that says what was raised and where."""
+    """Return a row with an error and its place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/osd_hf/" in frame.filename]
@@ -116,7 +115,7 @@ def failure(outcome: str, error: BaseException) -> dict[str, Any]:
 
 
 def difference(target: Any, asked: dict[str, Any], alone: Any, ours: Any) -> dict[str, Any]:
-    """Return the first token that differs, and by how much the target prefers its own token to the next best."""
+    """Return the first different token and the gap between the two most likely tokens of the target."""
     row = next(i for i, (a, b) in enumerate(zip(alone, ours, strict=True)) if a != b)
     pairs = zip(alone[row], ours[row], strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(alone[row]), len(ours[row])))
@@ -127,7 +126,7 @@ def difference(target: Any, asked: dict[str, Any], alone: Any, ours: Any) -> dic
 
 
 def answered(target: Any, rows: int, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Let the target alone answer a request twice; return facts for the report and the answers, or `None`."""
+    """Let the target answer a request twice; return facts for the report and the answers, or `None`."""
     asked, alone = request(rows, given), copy.deepcopy(target)  # no request finds what another one left
     try:
         answers = alone.generate(**asked).tolist()
@@ -138,7 +137,7 @@ def answered(target: Any, rows: int, given: dict[str, Any]) -> tuple[dict[str, A
 
 
 def compared(target: Any, draft: Any, way: str, given: dict[str, Any], alone: Any) -> dict[str, Any]:
-    """Answer a request with the assistant; return its outcome, compared with what the target answers alone."""
+    """Answer a request with the assistant; return the outcome of the comparison with the target's answer."""
     rows, settings = WAYS[way]
     asked = request(rows, given)
     try:
@@ -173,7 +172,7 @@ def one_forward(target: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Log(logging.Handler):
-    """Keeps what the package logs."""
+    """Records the log of the package."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -208,7 +207,7 @@ def examine(build: Build, ways: list[str], send: Any) -> None:
 
 
 def rows_of(build: Build, ways: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Examine a target in a process of its own; what it has sent by the time limit is kept."""
+    """Examine a target in its own process; return the rows that it sent within the time limit."""
     context = multiprocessing.get_context("fork")  # which has imported everything already
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=examine, args=(build, ways, send), daemon=True)
@@ -317,7 +316,7 @@ ROPES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM", "PhimoeForCa
 
 
 def with_rope(name: str, kind: str, limit: int) -> Target:
-    """Build a model with a rope type whose limit of positions this is."""
+    """Build a model with a rope type and this limit of positions."""
     text = shrunk(getattr(transformers, name).config_class()).get_text_config(decoder=True)
     before, is_scaled = text.rope_parameters or {}, kind in ("yarn", "longrope", "llama3")
     partial = before.get("partial_rotary_factor", 0.5 if kind == "proportional" else 1.0)
@@ -341,7 +340,7 @@ def with_rope(name: str, kind: str, limit: int) -> Target:
 
 
 def ropes() -> Iterator[tuple[str, Build]]:
-    """Name the targets of this group."""
+    """Return the targets of this group."""
     for name in ROPES:
         for kind in ("default", *ROPE_INIT_FUNCTIONS):
             for limit, where in ((4, "in the prompt"), (24, "in the answer"), (256, "never")):
@@ -374,7 +373,7 @@ SEVERAL = ("X-LoRA", "names of rows", "no adapter for a row", "weighted", "both 
 
 
 def stirred(model: Any) -> Any:
-    """Give the weights of an adapter values that change the answer, and return the model."""
+    """Set the weights of an adapter so that they change the answer, and return the model."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -384,7 +383,7 @@ def stirred(model: Any) -> Any:
 
 
 def base(kind: str) -> Any:
-    """Build the model that an adapter is put on."""
+    """Build the model of an adapter."""
     return tiny("LlamaForCausalLM") if kind == "causal" else tiny("T5ForConditionalGeneration")
 
 
@@ -408,7 +407,7 @@ def with_adapter(kind: str, method: str, role: str, changes: dict[str, Any]) -> 
 
 
 def with_several(what: str) -> Target:
-    """Build a target with several adapters of LoRA, or with one that is used in another way."""
+    """Build a target with several LoRA adapters, or one that is used in a special way."""
     plain, lora = base("causal"), LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
     inner = copy.deepcopy(plain)
     if what == "of transformers":
@@ -443,7 +442,7 @@ def with_several(what: str) -> Target:
 
 
 def adapters() -> Iterator[tuple[str, Build]]:
-    """Name the targets of this group."""
+    """Return the targets of this group."""
     for role in ("target", "draft"):
         for method in sorted(peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.keys() - {"XLORA"}):
             for kind in ("causal", "seq2seq"):
@@ -464,7 +463,7 @@ IMAGES = ("aya_vision", "cohere2_vision", "florence2", "gemma3", "got_ocr2", "in
 
 
 def of_family(name: str, changes: dict[str, Any]) -> Target:
-    """Build a model with an answer that changes from token to token, in float32 where it fails in float64."""
+    """Build a model with varying answers, in float32 if it fails in float64."""
     target, given = tiny(name, **changes), dict[str, Any]()
     if (main := target.main_input_name) != "input_ids":  # a sound or an image
         sizes = [getattr(target.config, field, None) for field in ("num_mel_bins", "input_feat_per_channel")]
@@ -505,7 +504,7 @@ def with_image(name: str) -> Target:
 
 
 def models() -> Iterator[tuple[str, Build]]:
-    """Name the targets of this group."""
+    """Return the targets of this group."""
     seen = set[str]()
     for task in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ"):
         for kind, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():

@@ -1,15 +1,13 @@
-"""
-Online speculative decoding (arXiv 2310.07177) in one file: torch, transformers, and nothing else.
+"""Online speculative decoding (arXiv 2310.07177) in one file of torch and transformers.
 
     python recipes/flat.py --target DIR --draft DIR --prompts FILE.jsonl --column question --requests 200
 
-A small draft model proposes k tokens, one after the other. The large target model looks at all of them in a single
-forward pass, keeps those that it would have written itself, and adds one token of its own. The answer is the target's
-own, token by token; it comes sooner the more of the draft's tokens are accepted.
+A small draft model proposes k tokens one after the other. The target model verifies all of them in one forward pass,
+keeps the longest prefix that it would have written itself, and adds one token. The answer equals the target's; it is
+faster if more draft tokens are accepted.
 
-Where a token is rejected, the target has just computed what the draft should have said. That is kept, and every few
-requests the draft takes a step toward it. So the draft learns the traffic that it serves, from numbers that were there
-anyway.
+Where a token is rejected, the target has just computed its distribution of the correct token. These rows are kept, and
+every few requests the draft takes a step toward them.
 """
 
 import argparse
@@ -21,23 +19,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 
 def read_on(model, cache, ids, count):
-    """Logits of the last `count` positions of `ids`, (count, vocabulary); what the cache holds is not run again."""
+    """Return the logits of the last `count` positions of `ids`, (count, vocabulary). Cached positions are not computed
+    again."""
     new = ids[:, cache.get_seq_length() :]
     return model(new, past_key_values=cache, use_cache=True).logits[0, -count:].float()
 
 
 def forget_after(cache, length):
-    """Let the cache hold no more than the first `length` positions."""
+    """Crop the cache to the first `length` positions."""
     cache.crop(min(length - cache.get_seq_length(), 0))
 
 
 @torch.no_grad()
 def answer(target, draft, ids, k, max_new_tokens, eos):
-    """
-    The target's greedy answer to the prompt `ids`, of shape (1, length).
+    """Return the target's greedy answer to the prompt `ids`, of shape (1, length).
 
-    Returns the ids with the answer; the corrections, as pairs of a position and the target's logits for the token
-    there; and how many drafted tokens the target has examined and accepted.
+    Returns the ids with the answer, the corrections (pairs of a position and the target's logits for the token there),
+    and the numbers of examined and accepted draft tokens.
     """
     target_cache, draft_cache = DynamicCache(config=target.config), DynamicCache(config=draft.config)
     end = ids.shape[1] + max_new_tokens
@@ -76,7 +74,7 @@ def answer(target, draft, ids, k, max_new_tokens, eos):
 
 
 def learn(draft, optimizer, requests):
-    """One step on the requests since the last: forward KL between target and draft where the draft was corrected."""
+    """Take one step on the last requests: forward KL between target and draft at the corrections."""
     total = sum(len(corrections) for _, corrections in requests)
     if total == 0:
         return

@@ -1,16 +1,14 @@
-"""
-What acceptance costs: alpha gained against what the learner takes, by rule, on recorded traffic.
+"""Measure acceptance against the cost of learning, by rule, on recorded traffic.
 
     OSD_HF_DATA=... python recipes/frontier.py                                   # all rules, 4 data sets, seed 0
     OSD_HF_DATA=... python recipes/frontier.py --rules default "rule alone" --seeds 0 1 2
     OSD_HF_DATA=... python recipes/frontier.py --requests 16 --rules default --datasets gsm8k     # smoke
 
-Each rule changes the default in the fields that it names; most are run as whole updates without the gate, so that
-every version serves, as the row `rule alone` is. Simulated by replay over recorded target traces, one pass
-from a fresh draft. Measured are alpha over the last fifth and over the first 40 requests, both beside the static
-draft's on the same requests, and the learner's processor seconds and FLOPs a request, the gate's included: 6 a
-parameter and token that has a gradient, 2 a parameter and token that is read only. Rows are added to the report, so
-that a part can be run again.
+A rule changes some fields of the default. Most rules run complete updates without the gate, so that each version
+serves; `rule alone` is the default in this form. Each run is one pass over recorded traces from the original draft.
+The report has alpha over the last fifth and over the first 40 requests, compared with the original draft, and the
+learner's processor seconds and FLOPs per request: 6 per parameter and token with a gradient, 2 without. Rows are added
+to an existing report.
 """
 
 from __future__ import annotations
@@ -62,14 +60,14 @@ RULES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Work:
-    """FLOPs of a draft's forwards and backwards."""
+    """FLOPs of forwards and backwards of a draft."""
 
     flops: float = 0.0
 
 
 @contextlib.contextmanager
 def counted(draft: Any) -> Iterator[Work]:
-    """Count what every model of the draft's class is fed inside the `with` block."""
+    """Count the tokens of all models of the draft's class inside the block."""
     work, kind = Work(), type(draft)
     forward = kind.forward
     tied = draft.get_input_embeddings().weight is draft.get_output_embeddings().weight
@@ -89,7 +87,7 @@ def counted(draft: Any) -> Iterator[Work]:
 
 
 def measured(draft: Any, traces: Sequence[Trace], config: OnlineConfig, name: str) -> dict[str, Any]:
-    """One rule on one stream."""
+    """Run one rule on one stream."""
     static = replay_each(draft, traces, K)
     learner = processor_timed(draft, config)
     with counted(draft) as work:

@@ -1,12 +1,11 @@
-"""
-The shape of the code, and the way of a request through it.
+"""Measure the code (modules, lines, imports) and the modules that a request enters.
 
-    python recipes/house.py                        # of the working tree
-    python recipes/house.py --ref HEAD~5           # of a commit, beside the working tree
-    python recipes/house.py --requests             # also: the modules that a greedy and a sampled request enter
+    python recipes/house.py                        # the working tree
+    python recipes/house.py --ref HEAD~5           # a commit and the working tree
+    python recipes/house.py --requests             # also the modules that a greedy and a sampled request enter
 
-Counted are the modules of `osd_hf` without `bundled/`, and of `app`: lines of code, docstrings and imports, the
-longest modules and functions, imports between sub-packages, and floors (modules on the longest chain of imports).
+Measured are the modules of `osd_hf` without `bundled/`, and of `app`: lines of code, docstrings, and imports, the
+longest modules and functions, imports between sub-packages, and the longest chain of imports.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
 
 
 def docstring_lines(node: ast.AST) -> set[int]:
-    """Line numbers of the docstrings in a tree."""
+    """Return the line numbers of the docstrings in a tree."""
     found: set[int] = set()
     for each in ast.walk(node):
         if isinstance(each, DEFINITIONS) and ast.get_docstring(each, clean=False) is not None:
@@ -42,14 +41,14 @@ def docstring_lines(node: ast.AST) -> set[int]:
 
 
 def code_lines(source: list[str], node: ast.AST, first: int, last: int) -> int:
-    """Lines that are neither blank, nor comments, nor docstrings."""
+    """Return the lines that are not blank, comments, or docstrings."""
     left_out = docstring_lines(node)
     lines = ((number, source[number - 1].strip()) for number in range(first, last + 1))
     return sum(bool(text) and not text.startswith("#") and number not in left_out for number, text in lines)
 
 
 def measure(root: Path, package: str) -> dict[str, Any]:
-    """The figures of a package, which lies in a folder of `root`."""
+    """Measure a package in a folder of `root`."""
     folder = root / FOLDERS[package]
     sources = {
         ".".join([package, *path.relative_to(folder).with_suffix("").parts]).removesuffix(
@@ -101,12 +100,12 @@ def longest(lengths: dict[str, int]) -> list[str]:
 
 
 def part_of(module: str, package: str) -> str:
-    """The sub-package that a module lies in; a module at the top is a part of its own."""
+    """Return the sub-package of a module; a top module is its own part."""
     return module.removeprefix(f"{package}.").split(".")[0]
 
 
 def imported_modules(node: ast.Import | ast.ImportFrom, known: dict[str, str]) -> set[str]:
-    """The modules of the package that an import statement names."""
+    """Return the modules of the package that an import statement names."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & known.keys()
     parent = node.module or ""
@@ -115,7 +114,7 @@ def imported_modules(node: ast.Import | ast.ImportFrom, known: dict[str, str]) -
 
 
 def entered(call: Any) -> list[str]:
-    """The modules of `osd_hf` that a call enters, in order: each is named when another one was left for it."""
+    """Return the modules of `osd_hf` that a call enters, in order, once per change of module."""
     way: list[str] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
@@ -134,7 +133,7 @@ def entered(call: Any) -> list[str]:
 
 
 def requests() -> dict[str, Any]:
-    """The modules that a greedy and a sampled request of the bundled pair enter, and how often the assistant."""
+    """Return the modules that a greedy and a sampled request of the bundled pair enter."""
     import torch
 
     from osd_hf import OnlineAssistant, OnlineConfig
@@ -164,7 +163,7 @@ def requests() -> dict[str, Any]:
 
 
 def followed(root: Path) -> dict[str, Any]:
-    """[`requests`] with the package that lies in `root`."""
+    """Run [`requests`] with the package in `root`."""
     environment = {**os.environ, "PYTHONPATH": str(root.resolve())}
     command = [sys.executable, __file__, "--follow"]
     return dict(json.loads(subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE).stdout))

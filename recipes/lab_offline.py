@@ -1,22 +1,18 @@
-"""
-Offline distillation on real text: whose samples, and which divergence, and what online learning makes of the same
-prompts.
+"""Compare offline distillation by sample source and divergence with online learning on the same prompts.
 
     OSD_HF_DATA=... python recipes/lab_offline.py                              # the table, the best elsewhere, 3 seeds
-    OSD_HF_DATA=... python recipes/lab_offline.py --sources teacher --parts table    # a part; what is there is kept
-    OSD_HF_DATA=... python recipes/lab_offline.py --requests 16 --held-out 8 --datasets gsm8k --sources teacher \\
+    OSD_HF_DATA=... python recipes/lab_offline.py --sources teacher --parts table    # a part; finished runs are kept
+    OSD_HF_DATA=... python recipes/lab_offline.py --requests 16 --held-out 8 --datasets gsm8k --sources teacher \
         --divergences forward_kl --max-new-tokens 16 --seeds 0                 # smoke
 
-table    each sample source with each divergence on the first data set; held-out alpha before, at half of the training,
-         and after
+table    each sample source with each divergence on the first data set; held-out alpha before, halfway, and after
 rates    teacher samples and forward KL at several learning rates; the draft's samples at several temperatures
 best     the two best of the table on the other data sets, and the best with more seeds
-online   one pass of the online learner over the same prompts, held out on the same requests
+online   one pass of the online learner over the same prompts, with the same held-out requests
 
-The target's samples are its greedy answers, as they are served; what the draft samples, and both in mix_token, is
-drawn at `--temperature`. Two epochs over the prompts; acceptance by replay of the target's greedy answers to held-out
-prompts, k = 5. A finished run is kept in `--runs`, so that a killed table goes on where it stopped, and its parts can
-run side by side.
+The target's samples are its greedy answers; samples of the draft, and both in mix_token, use `--temperature`. Two
+epochs over the prompts. Acceptance is measured by replay of the target's greedy answers to held-out prompts, k = 5.
+Finished runs are kept in `--runs`, so that a killed table can continue and parts can run in parallel.
 """
 
 from __future__ import annotations
@@ -50,13 +46,13 @@ RUN = ("dataset", "source", "divergence", "rate", "temperature", "seed")
 
 
 def lab_folder(args: argparse.Namespace) -> Path:
-    """Where runs of these settings are kept."""
+    """Return the folder of the runs with these settings."""
     sizes = (args.requests, args.held_out, args.epochs, args.batch_size, args.max_new_tokens)
     return Path(args.runs, "-".join(f"{size:g}" for size in sizes) + ("-bf16" if args.bf16 else ""))
 
 
 class Lab:
-    """The pair, the prompts of each data set that are learned from, and the answers to others."""
+    """The pair, the training prompts of each data set, and the answers to held-out ones."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.pair = args, load_pair()
@@ -74,12 +70,12 @@ class Lab:
         return {"static": before.alpha, "alpha": after.alpha, "interval": interval, **gain(before, after)}
 
     def offline(self, **run: Any) -> dict[str, Any]:
-        """One run of `distill`."""
+        """Run `distill` once."""
         path = lab_folder(self.args) / ("-".join(str(run[key]) for key in RUN) + ".json")
         return kept(path, lambda: shown(self.distilled(path.with_suffix(""), run)))
 
     def online(self, name: str, seed: int) -> dict[str, Any]:
-        """One pass of the online learner over the same prompts, in their order."""
+        """Run one pass of the online learner over the same prompts in order."""
         return kept(lab_folder(self.args) / f"{name}-online-{seed}.json", lambda: shown(self.served(name, seed)))
 
     def distilled(self, folder: Path, run: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +152,7 @@ def online(lab: Lab, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plot(name: str, runs: list[dict[str, Any]], learner: list[dict[str, Any]]) -> None:
-    """Bars of the table, with the static draft and the online learner as lines."""
+    """Plot the table as bars, with the original draft and the online learner as lines."""
     with drawing(name, figsize=(8, 4)) as (figure, axes):
         axis = axes[0, 0]
         sources = list(dict.fromkeys(run["source"] for run in runs))

@@ -1,13 +1,12 @@
-"""
-Online learning on real text, by replay over recorded target traces: the default rule against the paper's, and against
-the same draft's offline ceiling.
+"""Measure online learning on real text by replay of recorded traces: the default rule, the paper's rule, and the
+offline ceiling.
 
     OSD_HF_DATA=... python recipes/lab_online.py                       # 4 data sets x 600 requests x 3 seeds
-    OSD_HF_DATA=... python recipes/lab_online.py --live 50             # ... and a live run of the first 50 requests
+    OSD_HF_DATA=... python recipes/lab_online.py --live 50             # and a live run of the first 50 requests
     OSD_HF_DATA=... python recipes/lab_online.py --requests 16 --seeds 0 --datasets gsm8k --epochs 1   # smoke
 
-One pass over the requests of one data set, from the same fresh draft each time; acceptance over the last 20% of the
-requests, beside the static draft's on those same requests.
+Each run is one pass over the requests of one data set from the original draft. Acceptance is measured over the last
+20% of the requests and compared with the original draft on the same requests.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ PAPER_RATES = (1e-4, 3e-4, 1e-3)
 
 
 def repeated(trace: Trace, n: int = 4) -> np.ndarray:
-    """Bool of shape `(completion,)`: tokens that complete an n-gram seen before in the same answer."""
+    """Return a mask of shape `(completion,)` of tokens that complete an n-gram seen before in the answer."""
     seen: set[tuple[int, ...]] = set()
     mask = np.zeros(len(trace), dtype=bool)
     ids = trace.completion_ids.tolist()
@@ -56,7 +55,7 @@ def repeated(trace: Trace, n: int = 4) -> np.ndarray:
 
 
 def alpha_without_repeats(served: Sequence[Trace]) -> float:
-    """Alpha over examined positions that are no repetition, in the rounds in which the requests were served."""
+    """Return alpha over examined positions that are no repetition."""
     examined = accepted = 0
     for trace in served:
         fresh, start = ~repeated(trace), 0
@@ -70,7 +69,7 @@ def alpha_without_repeats(served: Sequence[Trace]) -> float:
 def ceiling(
     draft: Any, traces: list[Trace], held_out: list[Trace], epochs: int, rates: tuple[float, ...]
 ) -> dict[str, Any]:
-    """The best held-out alpha of the same draft after many epochs over the same traces, by rate and epoch."""
+    """Return the best held-out alpha of the draft after many epochs over the traces, by rate and epoch."""
     best: dict[str, Any] = {"alpha": 0.0}
     for rate in rates:
         config = OnlineConfig(learning_rate=rate, batch_size=16, replay_fraction=1.0, weight_average=0.99)
@@ -88,7 +87,7 @@ def ceiling(
 
 
 def run_rule(draft: Any, traces: list[Trace], config: OnlineConfig, name: str) -> tuple[Any, float]:
-    """Simulate one rule over the traces; the report and the learner's seconds per request."""
+    """Simulate one rule over the traces; return the report and the learner's seconds per request."""
     report = simulated(draft, traces, config, bar=name)
     return report, sum(u.seconds for u in report.updates) / len(traces)
 
@@ -99,8 +98,7 @@ def last_fifth(report: Any, static: list[AcceptanceStats]) -> dict[str, Any]:
 
 
 def live(pair: Any, name: str, n: int, seed: int, recorded_run: Any) -> dict[str, Any]:
-    """Serve the first `n` requests with the real target; compare its counts, request by request, with the simulation
-    on the traces that it captured, and with the one on the recorded traces."""
+    """Serve the first `n` requests; compare the counts with simulations on the captured and on the recorded traces."""
     asked, config = prompts(name, pair.tokenizer, 600, seed)[:n], OnlineConfig(num_assistant_tokens=K, seed=seed)
     identical, counts, captured = served_live(pair, asked, config, MAX_NEW_TOKENS, bar=f"live {name}")
     return {

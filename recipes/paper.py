@@ -191,7 +191,7 @@ def run(args: argparse.Namespace, pair: Pair, rows: Iterable[dict[str, Any]]) ->
 def online(
     args: argparse.Namespace, pair: Pair, requests: list[list[int]], label: str
 ) -> tuple[AcceptanceStats, AcceptanceStats, int]:
-    """Serve the requests and learn from them; measured on the last fifth, on which the first draft is replayed."""
+    """Serve the requests and learn from them. Acceptance is measured on the last fifth."""
     rule = OnlineConfig.paper if args.paper_rule else OnlineConfig
     changes = {} if args.learning_rate is None else {"learning_rate": args.learning_rate}
     config = rule(
@@ -215,7 +215,7 @@ def online(
 def offline(
     args: argparse.Namespace, pair: Pair, requests: list[list[int]], label: str
 ) -> tuple[AcceptanceStats, AcceptanceStats, int]:
-    """Distill from four fifths of the prompts; measured on the answers to the others."""
+    """Distill from four fifths of the prompts. Acceptance is measured on answers to the others."""
     from osd_hf import DistillConfig, distill  # imports trl, which takes seconds
 
     target, draft, _ = pair

@@ -1,14 +1,13 @@
-"""
-What clients of `osd-hf proxy` notice while what it stands between dies: engine, learner, the process that reads
-answers, the disk; and of each other, where they are slow, leave, or send what no engine takes.
+"""Test the proxy with failures of the engine, the learner, the reading process, and the disk, and with slow and
+hostile clients.
 
     OSD_HF_DATA=... python recipes/proxy_chaos.py
     OSD_HF_DATA=... python recipes/proxy_chaos.py --smoke
 
-Before an engine that streams at a pace and says something else to each prompt (a process of its own), eight clients
-ask for streams without a pause, one request after another, while one thing after another goes wrong. Each answer is
-compared with what that engine says to its prompt, so that one that is cut, altered or another client's is seen. At the
-end the proxy is told to stop while answers run, and the store is read: what it has must be what some client was told.
+An engine in its own process streams a different answer to each prompt. Eight clients ask for streams without a pause
+while one failure after the other happens. Each answer is compared with the engine's answer to that prompt, so that
+cut, changed, or exchanged answers are found. At the end the proxy is stopped during answers, and each stored answer
+must be one that a client received.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ LEARNER, READER = "osd_hf.cli learn", "multiprocessing.spawn"  # in commands of 
 
 
 class Engine(PacedEngine):
-    """Also refuses what an engine refuses, ends when its client leaves, and says at `/busy` how many it answers."""
+    """A paced engine that also refuses wrong requests, ends when its client leaves, and reports its running answers at
+    `/busy`."""
 
     busy = 0
 
@@ -79,7 +79,7 @@ class Engine(PacedEngine):
 
 
 def make_engine() -> Engine:
-    """One of the lab target's vocabulary."""
+    """Return an engine with the lab target's vocabulary."""
     size = load_config(str(data_folder() / "lab/target")).vocab_size
     return Engine(FIRST_MS / 1000, TOKEN_MS / 1000, size, NUM_LOGPROBS)
 
@@ -88,7 +88,7 @@ def make_engine() -> Engine:
 
 
 class Clients:
-    """Ask without a pause, and look at each answer. `seen` counts what came of them since it was last emptied."""
+    """Clients that ask without a pause and check each answer. `seen` counts the outcomes since it was last emptied."""
 
     def __init__(self, url: str, engine: PacedEngine) -> None:
         self.url, self.engine, self.seen = url, engine, Counter[str]()
@@ -98,18 +98,18 @@ class Clients:
         self.http = httpx2.AsyncClient(timeout=60, headers={"authorization": KEY}, limits=httpx2.Limits())
 
     def body(self, size: int = 0) -> dict[str, Any]:
-        """Of another prompt each time, whose length makes for an answer of its own."""
+        """Return a request with a new prompt, whose length determines its answer."""
         self.number += 1
         prompt = f"{self.number:06d} " + "x" * size
         prompt += "x" * ((self.number - len(prompt)) % PACED_ROWS)
         return {"model": "paced", "prompt": prompt, "max_tokens": MOST_TOKENS, "stream": True}
 
     def expected(self, prompt: str) -> list[int]:
-        """The tokens that the engine says to a prompt."""
+        """Return the tokens of the engine's answer to a prompt."""
         return [token for token, _ in self.engine.rows_of(prompt, MOST_TOKENS)]
 
     async def ask(self, body: dict[str, Any], between: Callable[[int], Awaitable[object]] | None = None) -> None:
-        """One request; `between` is awaited after each event, given its number."""
+        """Send one request; `between` is awaited after each event with its number."""
         text, status = b"", 0
         try:
             async with self.http.stream("POST", self.url + COMPLETIONS, json=body) as answer:
@@ -132,7 +132,7 @@ class Clients:
             self.whole += 1
 
     async def keep_asking(self) -> None:
-        """Until told to stop."""
+        """Ask until stopped."""
         while self.is_asking:
             whole = self.whole
             await self.ask(self.body())
@@ -141,20 +141,20 @@ class Clients:
 
 
 def tokens_of(text: bytes) -> list[int]:
-    """The tokens that a stream says."""
+    """Return the tokens of a stream."""
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith(b"data: {")]
     return [int(choice["text"][2:]) for event in events for choice in event["choices"]]
 
 
 def is_begun(text: bytes, expected: list[int]) -> bool:
-    """Whether a stream that broke off says what it should so far."""
+    """Return whether a broken stream is a prefix of the expected answer."""
     whole = text[: text.rfind(b"\n\n") + 2] if b"\n\n" in text else b""
     said = tokens_of(whole)
     return said == expected[: len(said)]
 
 
 async def numbered(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-    """Pieces with their numbers."""
+    """Yield pieces with their numbers."""
     number = 0
     async for piece in pieces:
         yield number, piece
@@ -165,7 +165,7 @@ async def numbered(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[int, byt
 
 
 class World:
-    """An engine, a proxy before it, that learns or not, and a store."""
+    """An engine, a proxy with or without a learner, and a store."""
 
     def __init__(self, folder: Path, seconds: float, learns: bool) -> None:
         self.folder, self.seconds, self.learns = folder, seconds, learns
@@ -185,7 +185,7 @@ class World:
         self.front = self.proxy.stdout.readline().split()[0]
 
     def started_engine(self) -> subprocess.Popen[str]:
-        """An engine that answers."""
+        """Start an engine and wait for it."""
         command = [sys.executable, __file__, "--engine", str(self.port)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -194,7 +194,7 @@ class World:
         return process
 
     def child(self, has: str) -> psutil.Process | None:
-        """The process of the proxy's whose command has a word."""
+        """Return the proxy's process whose command contains a word."""
         for child in psutil.Process(self.proxy.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if has in " ".join(child.cmdline()):
@@ -202,7 +202,7 @@ class World:
         return None
 
     async def another(self, has: str) -> None:
-        """Kill such a process, and wait until another one runs."""
+        """Kill such a process and wait until another one runs."""
         killed = self.child(has)
         assert killed is not None
         killed.kill()
@@ -210,26 +210,26 @@ class World:
             await asyncio.sleep(0.1)
 
     async def nothing(self, clients: Clients) -> None:
-        """Nothing goes wrong."""
+        """Let nothing fail."""
         await asyncio.sleep(self.seconds)
 
     async def engine_dies(self, clients: Clients) -> None:
-        """The engine is killed, and comes back after some seconds."""
+        """Kill the engine; restart it after some seconds."""
         self.engine.kill()
         self.engine.wait()
         await asyncio.sleep(self.seconds / 2)
         self.engine = await asyncio.to_thread(self.started_engine)
 
     async def learner_dies(self, clients: Clients) -> None:
-        """The learner is killed."""
+        """Kill the learner."""
         await self.another(LEARNER)
 
     async def reading_dies(self, clients: Clients) -> None:
-        """The process that reads answers is killed."""
+        """Kill the process that reads answers."""
         await self.another(READER)
 
     async def disk_is_full(self, clients: Clients) -> None:
-        """No file can be written beyond its first bytes."""
+        """Limit the size of files to a few bytes."""
         process = self.child(READER)
         assert process is not None
         limits = process.rlimit(psutil.RLIMIT_FSIZE)
@@ -238,7 +238,7 @@ class World:
         process.rlimit(psutil.RLIMIT_FSIZE, limits)
 
     async def store_is_away(self, clients: Clients) -> None:
-        """A file stands where the store's folder was, which comes back."""
+        """Replace the store's folder by a file, then restore it."""
         store, away = self.folder / "store", self.folder / "away"
         store.rename(away)
         store.write_text("no store")
@@ -247,11 +247,11 @@ class World:
         away.rename(store)
 
     async def slow_client(self, clients: Clients) -> None:
-        """A client takes an event a second."""
+        """Read one event per second."""
         await clients.ask(clients.body(), lambda number: asyncio.sleep(1.0 if number < self.seconds else 0.0))
 
     async def clients_leave(self, clients: Clients) -> None:
-        """Twenty clients leave in the middle of an answer; the engine is told."""
+        """Let twenty clients leave during an answer; the engine must notice."""
 
         class Leaves(Exception):
             pass
@@ -267,11 +267,11 @@ class World:
         clients.seen[f"{busy} answered by the engine afterwards, of {CLIENTS} clients that stay"] += 1
 
     async def large_bodies(self, clients: Clients) -> None:
-        """Four requests of 10 MB at once."""
+        """Send four requests of 10 MB at a time."""
         await asyncio.gather(*(clients.ask(clients.body(LARGE)) for _ in range(4)))
 
     async def refused(self, clients: Clients) -> None:
-        """Malformed JSON and a wrong key, through the proxy and direct."""
+        """Send malformed JSON and a wrong key, through the proxy and directly."""
         for body, key in ((b'{"prompt": "a', KEY), (b"{}", "Bearer wrong"), (b"\xff" * 99, KEY)):
             told = []
             for url in (self.url, clients.url):
@@ -281,7 +281,7 @@ class World:
             clients.seen[f"status {told[0][0]}, {'as direct' if told[0] == told[1] else 'not as direct'}"] += 1
 
     def close(self) -> None:
-        """End what runs."""
+        """Stop all processes."""
         for process in (self.proxy, self.engine):
             process.kill()
             process.wait()
@@ -291,7 +291,7 @@ class World:
 
 
 async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
-    """What clients saw during each fault, and in the `world.seconds` after it, or until there were whole answers."""
+    """Return the outcomes during each failure and for `world.seconds` after it, or until complete answers return."""
     clients, table = Clients(world.front, make_engine()), list[dict[str, Any]]()
     asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(CLIENTS)]
     faults = [world.nothing, world.engine_dies]

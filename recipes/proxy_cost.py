@@ -1,18 +1,15 @@
-"""
-What `osd-hf proxy` costs: time to the first token and of whole answers, and tokens a second, against direct calls.
+"""Measure the cost of `osd-hf proxy`: time to the first token, time of complete answers, and tokens per second.
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm
-    OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # before one that computes nothing
+    OSD_HF_DATA=... python recipes/proxy_cost.py --paced --name proxy_cost_paced   # an engine that computes nothing
     OSD_HF_DATA=... python recipes/proxy_cost.py --vllm .venv-vllm --target DIR --chats --own-core --name own_core
     OSD_HF_DATA=... python recipes/proxy_cost.py --url http://localhost:8000 --smoke
 
-Streamed greedy completions by 1, 4 and 16 clients at once, who come one by one: direct, direct with the log-probs
-that collecting asks for, through the proxy without collecting, and with; in turns, `--rounds` times after one that
-warms up, with `--requests` for each client, the same ones each way, which end at lengths of their own. Then tokens a
-second of 16 clients by the share that is collected. The proxy is a process of its own; clients run in this one, on the
-same machine. `--own-core` keeps the first core for the engine and the others for proxy and clients, direct calls too;
-`--chats` asks for chats instead of completions. With `--smoke` little is asked for, and the proxy is a thread.
+1, 4, and 16 clients stream greedy completions in four ways: direct, direct with the log-probs that recording needs,
+forwarded, and recorded. The ways alternate in `--rounds` rounds after a warm-up, with the same `--requests` per
+client. Then the tokens per second of 16 clients are measured by the recorded share. The proxy runs in its own process
+and the clients in this one. `--own-core` reserves the first core for the engine; `--chats` asks for chats.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ DIRECT, ASKED, THROUGH, COLLECTED = "direct", "direct with log-probs", "through"
 
 @contextlib.contextmanager
 def server_of(command: list[str]) -> Iterator[str]:
-    """The address that a server says first, which runs inside the block."""
+    """Start a server; yield the address that it prints first."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -106,7 +103,7 @@ def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[s
 
 @contextlib.contextmanager
 def proxy_of(url: str, folder: str, args: argparse.Namespace) -> Iterator[str]:
-    """The address of a proxy that collects all but what opts out."""
+    """Start a proxy that records everything except opt-outs; yield its address."""
     if args.smoke:
         with CorrectionStore(Path(folder) / "store") as store, proxied(url, store, ProxyCounts()) as front:
             yield front
@@ -216,7 +213,7 @@ def serve_paced() -> None:
 
 @contextlib.contextmanager
 def paced(args: argparse.Namespace) -> Iterator[str]:
-    """Run a paced engine in a process of its own; yield its address."""
+    """Run a paced engine in a separate process; yield its address."""
     folder = str(Path(__file__).parent)
     code = f"import sys; sys.path.insert(0, {folder!r}); import proxy_cost; proxy_cost.serve_paced()"
     with server_of([sys.executable, "-c", code]) as url:
@@ -225,7 +222,7 @@ def paced(args: argparse.Namespace) -> Iterator[str]:
 
 @contextlib.contextmanager
 def on_cores(cores: set[int], is_asked: bool) -> Iterator[None]:
-    """This process and what it starts meanwhile on these cores, if that is asked for."""
+    """Pin this process, and what it starts inside the block, to these cores."""
     before = os.sched_getaffinity(0)
     if is_asked:
         os.sched_setaffinity(0, cores)
@@ -236,7 +233,7 @@ def on_cores(cores: set[int], is_asked: bool) -> Iterator[None]:
 
 
 def body_of(text: str, max_new_tokens: int, is_chat: bool) -> dict[str, Any]:
-    """A request for a streamed answer; chats, which would all go on to the end, have lengths of their own."""
+    """Return a request for a streamed answer. Chats get different lengths."""
     how = {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     if not is_chat:
         return {"prompt": text, "max_tokens": max_new_tokens, **how}
@@ -245,7 +242,7 @@ def body_of(text: str, max_new_tokens: int, is_chat: bool) -> dict[str, Any]:
 
 
 async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], collect: bool) -> tuple[float, float, int]:
-    """Seconds to the first token and to the end, and how many tokens came."""
+    """Return the seconds to the first token and to the end, and the number of tokens."""
     began, first, tokens = time.perf_counter(), 0.0, 0
     headers = {} if collect else {"x-osd-collect": "false"}
     path = CHAT if "messages" in body else COMPLETIONS
@@ -259,7 +256,7 @@ async def timed(client: httpx2.AsyncClient, url: str, body: dict[str, Any], coll
 
 
 async def served(url: str, bodies: list[dict[str, Any]], clients: int, share: float) -> dict[str, Any]:
-    """What came of all requests by so many clients, each with one at a time, who come one by one."""
+    """Run all requests with this number of clients, each with one request at a time."""
     waiting, found = list(enumerate(bodies)), list[tuple[float, float, int]]()
 
     async def ask(client: httpx2.AsyncClient, begins: float) -> None:
@@ -281,7 +278,7 @@ async def served(url: str, bodies: list[dict[str, Any]], clients: int, share: fl
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Percentiles over all rounds, in milliseconds, with the least and the most of the rounds by themselves."""
+    """Return percentiles in milliseconds, with the minimum and maximum over the rounds."""
     result: dict[str, Any] = {}
     for name in ("first", "whole"):
         for share in (50, 95):
@@ -293,7 +290,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parsed() -> argparse.Namespace:
-    """The flags, and what follows from them."""
+    """Parse the flags."""
     parser = make_parser(__doc__, "proxy_cost", traces=False)
     parser.add_argument("--vllm", help="folder of vLLM's environment")
     parser.add_argument("--url", help="of an engine that runs already")

@@ -1,18 +1,17 @@
-"""
-Compare an assistant's answers with the target's own, under random generation settings.
+"""Compare answers of an assistant and its target under random generation settings.
 
     python recipes/random_settings.py                                # 2,000 examples, about 5 minutes on one core
     python recipes/random_settings.py --examples 200 --seed 7
     python recipes/random_settings.py --examples 500 --only attached # examples of one entry point, route, or context
 
-An example draws some settings, the route by which they reach the request (keywords, a `GenerationConfig`, the model's
-default, a saved file), the caller's context (autocast, inference mode, a default dtype, ...), the entry point, one to
-four prompts, a kind of draft, streaming, and greedy or sampled answers. Models are tiny and in float64, so that
-rounding does not matter; those that sample have probabilities of 0 and 1 alone. Under autocast models are in float32,
-and answers may differ where the target's two likeliest tokens are close.
+An example draws settings, the route by which they reach the request (keywords, a `GenerationConfig`, the model's
+default, a saved file), the context of the caller (autocast, inference mode, a default dtype, ...), the entry point,
+one to four prompts, a kind of draft, streaming, and greedy or sampled answers. Models are tiny and in float64.
+Sampling models have only probabilities of 0 and 1. Under autocast models are in float32, and answers may differ where
+the two most likely tokens are close.
 
-An example passes if the answer is the target's own and each prompt has its trace, if an `OSDError` refuses one of the
-settings in `REFUSED`, or if the target alone fails with the same type of error. All failures are collected.
+An example passes if the answer equals the target's and each prompt has its trace, if an `OSDError` refuses one of the
+settings in `REFUSED`, or if the target fails with the same type of error. All failures are collected.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ CONTEXTS = (
 
 @dataclass(frozen=True)
 class Example:
-    """One request, and how it is asked for."""
+    """One request and the way it is made."""
 
     settings: dict[str, Any]
     route: str
@@ -173,7 +172,7 @@ def tokenizer() -> Any:
 
 @cache
 def assistant(dtype: torch.dtype, samples: bool, draft: str) -> OnlineAssistant:
-    """Return the assistant of a pair with this kind of draft."""
+    """Return the assistant of a pair with a kind of draft."""
     config = OnlineConfig(update_strategy="manual", **DRAFTS[draft])
     return OnlineAssistant(*pair(dtype, samples), tokenizer(), config)
 
@@ -227,7 +226,7 @@ def asked(target: Any, route: str, chosen: dict[str, Any]) -> Iterator[dict[str,
 
 
 class Streamed:
-    """A streamer that keeps what it gets."""
+    """A streamer that records what it gets."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -240,7 +239,7 @@ class Streamed:
 
 
 def answered(call: Callable[[], Any]) -> Any:
-    """Return the tokens of the answers, the text of a chat, or the error in their place."""
+    """Return the tokens of the answers, the text of a chat, or the error."""
     torch.manual_seed(0)
     try:
         output = call()
@@ -251,7 +250,7 @@ def answered(call: Callable[[], Any]) -> Any:
 
 @torch.no_grad()
 def is_close(target: Any, example: Example, mask: torch.Tensor, alone: Any, ours: Any) -> bool:
-    """Whether two answers part where the two likeliest tokens of the target are about equally likely."""
+    """Return whether two answers differ where the two most likely tokens of the target are about equally likely."""
     alone, ours = torch.tensor(alone), torch.tensor(ours)
     width = min(alone.shape[1], ours.shape[1])
     row, at = next(iter((alone[:, :width] != ours[:, :width]).nonzero().tolist()), (0, width))
@@ -265,7 +264,7 @@ def is_close(target: Any, example: Example, mask: torch.Tensor, alone: Any, ours
 
 
 def outcome(example: Example) -> str:
-    """Return what came of an example: `same`, `refused: ...`, `fails alone: ...`, or a failure in capitals."""
+    """Return the outcome of an example: `same`, `refused: ...`, `fails alone: ...`, or a failure in capitals."""
     dtype = torch.float32 if example.context.startswith("autocast") else torch.float64
     ours_of = assistant(dtype, example.samples, example.draft)
     target = ours_of.target

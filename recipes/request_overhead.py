@@ -1,14 +1,12 @@
-"""
-What a request costs beside the forwards of both models, on the working tree and on another checkout in turns.
+"""Compare the time of a request outside the forwards of both models with that of another checkout.
 
     git worktree add ../before HEAD~1
     python recipes/request_overhead.py --against ../before
 
-The pair (`--pair bundled` or `smollm2`) drafts 5 tokens a round; requests are captured, and nothing is learned. One
-process on each checkout answers the same prompts, in an order that changes from prompt to prompt. Compared are the
-seconds of each request that are in no forward, and all of its seconds: the median of the ratios, and its 95% interval.
-With `--first 10`, ten more processes on each checkout answer one prompt each, so that the first request of a process,
-with all that is checked once for a model, is compared as well.
+The pair (`--pair bundled` or `smollm2`) drafts 5 tokens per round. Requests are captured, and nothing is learned. One
+process per checkout answers the same prompts in changing order. The report has the median ratio of the seconds outside
+the forwards, and of all seconds, with 95% intervals. With `--first 10`, ten more processes per checkout answer one
+prompt each, to compare the first request of a process.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ DOMAINS = ("sql", "math", "python", "finance")
 
 
 def work(num_prompts: int, max_new_tokens: int, pair: str) -> None:
-    """Answer the prompt of each number that comes in; write the seconds outside of forwards, and all of them."""
+    """Answer the prompt of each number on the input; print the seconds outside of forwards, and all seconds."""
     import torch
 
     from osd_hf import OnlineAssistant, OnlineConfig
@@ -93,7 +91,7 @@ def ask(process: subprocess.Popen[str], number: int, do_sample: bool) -> Any:
 
 
 def compared(before: list[float], after: list[float]) -> dict[str, Any]:
-    """Medians of seconds that were measured in turns, and of their ratios."""
+    """Return medians of alternating measurements and of their ratios."""
     import numpy as np
 
     ratios = np.asarray(after) / np.asarray(before)

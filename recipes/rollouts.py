@@ -1,22 +1,18 @@
-"""
-A policy in training: how soon a draft goes stale, what following it is worth, and whether rollouts get faster.
+"""Measure whether a draft speeds up the rollouts of a policy in training.
 
     OSD_HF_DATA=... python recipes/rollouts.py --steps 60 --seeds 0 1 2                        # lab pair, gsm8k
     OSD_HF_DATA=... python recipes/rollouts.py --task sft                                      # spider from the middle
     python recipes/rollouts.py --pair bundled --noise 0.1                                      # bundled pair, sql
     python recipes/rollouts.py --pair bundled --steps 2 --prompts 2 --generations 2 --max-new-tokens 8 # smoke
 
-GRPO by TRL, rewards by program, with and without a `RolloutAssistant`. The bundled target answers all but everything
-right, in the same words, and learns nothing: noise on its weights makes a policy that has something to learn. With
-`--task sft`, supervised fine-tuning whose data are another domain's from the middle on, while completions of held-out
-prompts are generated after each step.
+GRPO by TRL, rewards by program, with and without a `RolloutAssistant`. The bundled target answers nearly everything
+correctly, so noise on its weights makes a policy with something to learn. `--task sft` is supervised fine-tuning that
+changes to the data of another domain halfway; completions of held-out prompts are generated after each step.
 
-`live`: each way trains from the same seed: without a draft; with past text alone; with the draft as it came; with one
-that follows the policy; with all of it, as by default. Told by step: rewards, acceptance, tokens of each row per
-forward of the policy, seconds of generating with what learning takes, and of the whole training. Before the first
-step, greedy answers with and without a draft are compared. Sampled rollouts of two ways are other ones, so rewards are
-compared as curves. With one thread seconds are the processor's, of all threads of this process: what else runs hardly
-matters. With several they are seconds of the clock: let nothing else run on the machine.
+Each way trains from the same seed: without a draft, with text only, with the original draft, with a draft that follows
+the policy, and with all of it (the default). The report has, by step, rewards, acceptance, tokens per row and forward,
+seconds of generation with learning, and seconds of the training. Greedy answers before the first step are compared.
+With one thread, seconds are processor time; with several they are wall time.
 """
 
 from __future__ import annotations
@@ -62,7 +58,7 @@ def loaded(name: str) -> Pair:
 
 
 def questions(args: Any, domain: str, count: int) -> list[Row]:
-    """Prompts, each one user turn, with what its answer is checked by."""
+    """Return prompts with the data for checking their answers."""
     if args.pair == "lab":
         rows = common.rows(domain)[:count]
         answers = [next(str(row[name]) for name in ANSWERS if name in row) for row in rows]
@@ -76,8 +72,7 @@ def questions(args: Any, domain: str, count: int) -> list[Row]:
 
 
 def rewarded(args: Any) -> Any:
-    """The reward of completions: 1 for a right answer; for the lab pair, whose sums are often wrong, 0.2 for one that
-    is written as answers are."""
+    """Return the reward function: 1 for a correct answer; for the lab pair 0.2 for an answer in the expected form."""
     examples = first_examples(args.domain, args.dataset) if args.pair == "bundled" else []
 
     def right(text: str, number: int, answer: str) -> float:
@@ -93,7 +88,7 @@ def rewarded(args: Any) -> Any:
 
 
 class Asked(TrainerCallback):  # type: ignore[misc]
-    """Generates for held-out prompts: greedily before the first step, and as the policy samples after each."""
+    """Generates for held-out prompts: greedily before the first step, and sampled after each step."""
 
     def __init__(self, pair: Pair, rows: list[Row], args: Any, *, each_step: bool) -> None:
         texts = [pair.tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True, tokenize=False)
@@ -115,7 +110,7 @@ class Asked(TrainerCallback):  # type: ignore[misc]
 
 
 def trainer_of(pair: Pair, seed: int, rate: float, args: Any, callbacks: list[Any], folder: str) -> Any:
-    """A trainer of a copy of the target, with the callbacks in their order."""
+    """Return a trainer of a copy of the target with these callbacks."""
     size = args.prompts * args.generations
     settings: Row = {
         "output_dir": folder, "max_steps": args.steps, "logging_steps": 1, "learning_rate": rate, "seed": seed,
@@ -149,7 +144,7 @@ def quiet(trainer: Any) -> Any:
 
 
 def held_out(args: Any) -> list[Row]:
-    """Prompts that are asked beside the training: with `--task sft`, of the domain that it goes over to as well."""
+    """Return the held-out prompts, with `--task sft` of both domains."""
     names = [args.domain] if args.task == "grpo" else [args.domain, args.then]
     return [row for name in names for row in questions(args, name, args.dataset + args.asked)[-args.asked :]]
 
@@ -158,7 +153,7 @@ def held_out(args: Any) -> list[Row]:
 
 
 def live(pair: Pair, way: str, seed: int, rate: float, args: Any) -> Row:
-    """One training."""
+    """Run one training."""
     config = WAYS[way]
     rollout = None if config is None else RolloutAssistant(pair.draft, config)
     asked = Asked(pair, held_out(args), args, each_step=args.task == "sft")
@@ -192,7 +187,7 @@ def live(pair: Pair, way: str, seed: int, rate: float, args: Any) -> Row:
 
 
 def compared(rows: list[Row], seed: int, rate: float) -> Row:
-    """Each way beside the training without a draft."""
+    """Compare each way with the training without a draft."""
     those = {row["way"]: row for row in rows if (row["seed"], row["rate"]) == (seed, rate)}
     alone = those["alone"]
     return {
@@ -222,7 +217,7 @@ LIVE = {
 
 
 def plot(name: str, report: Row) -> None:
-    """By step, the first replayed case and the mean of all live ones: of five steps, as a step is short."""
+    """Plot the means over all runs by step."""
     rows = report.get("live", {}).get("rows", [])
     lines: dict[str, dict[str, list[float]]] = {}
     for told, label in LIVE.items():

@@ -1,13 +1,12 @@
-"""
-How well prompts are routed to drafts per domain, without labels: by language, and by topics found in the traffic.
+"""Measure how well prompts are routed to domain drafts without labels: by language, and by topics.
 
     OSD_HF_DATA=... python recipes/routing.py                                          # 5 minutes on one core
     OSD_HF_DATA=... python recipes/routing.py --requests 30 --seeds 0 --chat 10 --repeats 5   # smoke
 
-Language: the real chat prompts of `arena_languages`, as ids of the target's chat template, alone and after an English
-system prompt. Topics: four data sets, mixed at random, one after the other, and switched every 50 requests, each in
-several orders; the same after a shared system prompt; then real mixed chat, where nobody knows the right topics.
-Purity is the share of the routed prompts whose data set is the commonest of their topic. Needs the extra `language`.
+Languages: real chat prompts (`arena_languages`) as ids of the target's chat template, with and without an English
+system prompt. Topics: four data sets, mixed at random, one after the other, and switched every 50 requests, in several
+orders; the same with a shared system prompt; then real mixed chat without known topics. Purity is the share of routed
+prompts whose data set is the most frequent one of their topic. Needs the extra `language`.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def encoded(text, tokenizer, system=None):
 
 
 def chat_prompts(tokenizer, n):
-    """Real chat prompts by source, at most `n` of each."""
+    """Return real chat prompts by source, at most `n` of each."""
     texts = defaultdict(list)
     for row in rows("arena_languages"):
         texts[f"arena {row['language']}"].append(row["prompt"])
@@ -55,7 +54,7 @@ def chat_prompts(tokenizer, n):
 
 
 def stream(sets, traffic, seed):
-    """(data set, ids) of all prompts, in an order that depends on the seed."""
+    """Return (data set, ids) of all prompts, in an order that depends on the seed."""
     rng = random.Random(seed)
     names = rng.sample(list(sets), len(sets))
     left = {name: [(name, ids) for ids in sets[name]] for name in names}
@@ -97,8 +96,7 @@ def topic_figures(pairs):
 
 
 def timed(router, pool, tokenizer, repeats):
-    """Milliseconds of `route` for prompts of 50 and 4,000 tokens, each another cut from the pool: by the clock, and of
-    the processor, which other jobs on the machine do not lengthen."""
+    """Return the milliseconds of `route` for prompts of 50 and 4,000 tokens, by wall and processor time."""
     rng, out = random.Random(0), {}
     clocks = {"wall": time.perf_counter, "processor": time.thread_time}
     for length in (50, 4000):
@@ -143,7 +141,7 @@ def by_language(tokenizer):
 
 
 def plot(panels):
-    """Where the prompts of each source went: one stacked bar per source, one color per topic."""
+    """Plot the destinations of the prompts of each source."""
     with drawing("routing", 1, len(panels), figsize=(4.2 * len(panels), 4.2)) as (_, axes):
         for axis, (title, figures) in zip(axes[0], panels.items(), strict=True):
             counts = {(c["source"], c["topic"]): c["requests"] for c in figures["counts"]}

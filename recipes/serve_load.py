@@ -1,17 +1,14 @@
-"""
-`osd-hf serve` under load: does anything fail, is each greedy answer the target's own, does memory grow, and is an
-answer there sooner with learning than without?
+"""Test `osd-hf serve` under load: errors, exactness of greedy answers, memory, and latency with and without learning.
 
     python recipes/serve_load.py                  # half an hour
     python recipes/serve_load.py --minutes 20 --buffer-size 256 --name serve_load_full   # memory with a full buffer
     python recipes/serve_load.py --smoke
 
-Two servers of processes of their own have the bundled pair, one of which learns. `--clients` clients at once ask one
-of them, then the other, in blocks of so many requests, so that both meet the same noise of the machine; the one that
-is not asked does nothing. Of twenty requests, two are sampled and one is left in the middle; every other one is a
-stream. Greedy answers are compared with the target's, which answers all prompts before. Reported: errors, answers that
-differ, seconds of whole answers and to their first token, each with p50 and p95, by side and by the pairs of blocks,
-and resident memory after each pair. Both servers are told to stop in the end, and have to do so well.
+Two servers have the bundled pair; one of them learns. `--clients` clients ask them alternately in blocks of requests.
+Of twenty requests, two are sampled and one is abandoned; every other one is a stream. Greedy answers are compared with
+the target's. The report has errors, different answers, seconds of complete answers and to their first token (p50 and
+p99) by server and by pairs of blocks, and resident memory after each pair. Both servers are stopped at the end and
+must exit cleanly.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ SAMPLED, LEFT = (7, 14), 19  # of twenty requests
 
 @dataclass
 class Block:
-    """What the requests of one block found."""
+    """Results of one block of requests."""
 
     seconds: list[float] = field(default_factory=list)
     first_seconds: list[float] = field(default_factory=list)
@@ -55,7 +52,7 @@ class Block:
     heard: Counter[str] = field(default_factory=Counter)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the data for JSON."""
         return {
             "answer_seconds": quantiles(self.seconds), "first_token_seconds": quantiles(self.first_seconds),
             "tokens_per_second": self.tokens / self.took, "heard": dict(self.heard),
@@ -63,7 +60,7 @@ class Block:
 
 
 def quantiles(seconds: list[float]) -> dict[str, float | None]:
-    """The median, and what one in twenty exceeds."""
+    """Return the median and the 95% quantile."""
     if len(seconds) < 2:
         return {"p50": None, "p95": None}
     parts = statistics.quantiles(seconds, n=20, method="inclusive")
@@ -71,7 +68,7 @@ def quantiles(seconds: list[float]) -> dict[str, float | None]:
 
 
 def own_answers(texts: list[str], max_new_tokens: int) -> list[str]:
-    """What the target alone says to each prompt."""
+    """Return the target's answer to each prompt."""
     target, _, tokenizer = load_bundled()
     found = []
     for text in texts:
@@ -82,7 +79,7 @@ def own_answers(texts: list[str], max_new_tokens: int) -> list[str]:
 
 
 async def ask(http: httpx2.AsyncClient, body: dict[str, Any], block: Block, *, leaves: bool) -> str | None:
-    """The text of an answer; `None` where it was left, or there is none."""
+    """Return the text of an answer, or `None`."""
     began, text = time.perf_counter(), ""
     try:
         if not body["stream"]:
@@ -114,7 +111,7 @@ async def ask(http: httpx2.AsyncClient, body: dict[str, Any], block: Block, *, l
 
 
 async def asked(address: str, args: argparse.Namespace, expected: dict[str, str], draw: random.Random) -> Block:
-    """One block of requests to one server."""
+    """Send one block of requests to one server."""
     block, left = Block(), iter(range(args.block))
 
     async def client() -> None:
@@ -140,7 +137,7 @@ async def asked(address: str, args: argparse.Namespace, expected: dict[str, str]
 
 def blocks_of(addresses: dict[str, str], processes: dict[str, Any], args: argparse.Namespace,
               expected: dict[str, str]) -> tuple[dict[str, list[Block]], list[dict[str, Any]]]:  # fmt: skip
-    """The blocks of both servers, in turns, until the time is up, and the memory after each pair."""
+    """Run the blocks of both servers alternately until the time is up; measure memory after each pair."""
     blocks: dict[str, list[Block]] = {side: [] for side in SIDES}
     memory, draw, began = list[dict[str, Any]](), random.Random(args.seed), time.monotonic()
     while not memory or time.monotonic() - began < 60 * args.minutes:
@@ -154,7 +151,7 @@ def blocks_of(addresses: dict[str, str], processes: dict[str, Any], args: argpar
 
 
 def report_on(blocks: dict[str, list[Block]]) -> dict[str, Any]:
-    """Figures of both sides, and by the pairs of blocks those of learning over those without."""
+    """Return the results of both servers, and the ratios of learning to not learning by pairs of blocks."""
     sides = {}
     for side, those in blocks.items():
         whole = Block()

@@ -1,17 +1,15 @@
-"""
-A model that people know, SmolLM2-135M-Instruct, with a draft made of its own layers: how fast it answers before and
-after that draft has learned from each data set, beside the model alone and transformers' own ways.
+"""Measure SmolLM2-135M-Instruct with a draft made from its own layers, before and after the draft has learned.
 
     make smollm2                                             # fetches the model; prompts of the bundled domains
     OSD_HF_DATA=... python recipes/smollm2.py --timed 40     # four data sets, all later requests timed; hours
     python recipes/smollm2.py --device cuda --make-seconds 60                # a GPU: minutes
     python recipes/smollm2.py --smoke --target FOLDER --traces FOLDER      # any small model, in seconds
 
-The draft is made once, taught on everyday questions, and then learns from each data set by the default rule: from
-`--requests` answers, recorded in batches, by simulation, which has the counts of a live run. The first `--live` of
-them are served live as well, by the draft as made, which is timed, all counted. Acceptance (k = 5) is that of
-`--later` other requests, by replay; the first `--timed` of these are answered live by all systems in turns, greedily
-and as the model's card samples. Everything is kept below `--traces`: a run that was killed goes on where it stopped.
+The draft is made once and trained on everyday questions. For each data set a copy learns by the default rule from
+`--requests` recorded answers, in a simulation with the counts of a live run. The first `--live` requests are also
+served live, with learning included. Acceptance (k = 5) is measured by replay of `--later` other requests; the first
+`--timed` of these are answered live by all systems in turns, greedily and sampled as the model card says. Results are
+kept in `--traces`, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ SMOKE: dict[str, Any] = {
 
 
 def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
-    """The target with the draft that is made of its layers, and how that went."""
+    """Return the target with the draft that is made from its layers, and facts about it."""
     if args.target is None:
         target, tokenizer = smollm2(device=args.device)
     else:
@@ -82,7 +80,7 @@ def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:
 
 
 def traffic(name: str, args: argparse.Namespace, pair: Pair) -> tuple[list[Trace], list[Trace]]:
-    """Requests to learn from, and later ones, with the target's greedy answers."""
+    """Return requests to learn from and later ones, with the target's greedy answers."""
     target, draft, tokenizer = pair
     room = prompt_room(target.config, draft.config, args.max_new_tokens) or 2**20
     asked: list[list[int]]
@@ -109,7 +107,7 @@ def compiled(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def learned(name: str, args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> tuple[Any, dict[str, Any]]:
-    """The draft after these requests, by simulation, and what that took."""
+    """Return the draft after these requests, by simulation, and the cost of learning."""
     place, told = (args.traces / f"{name}-learned-{learning_sizes(args)}{end}" for end in ("", ".json"))
 
     def learn() -> Any:
@@ -124,7 +122,7 @@ def learned(name: str, args: argparse.Namespace, pair: Pair, traces: Sequence[Tr
 
 
 def served(args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> dict[str, Any]:
-    """Serve live and learn, beginning with the draft as made; everything counts but the compiling."""
+    """Serve live and learn, starting with the original draft."""
     seconds, tokens, outcomes = 0.0, 0, Counter[str]()
     with OnlineAssistant(*pair, OnlineConfig(**compiled(args))) as assistant:
         assistant.warm_up(max(len(t.prompt_ids) for t in traces) + args.max_new_tokens)
@@ -150,7 +148,7 @@ def served(args: argparse.Namespace, pair: Pair, traces: Sequence[Trace]) -> dic
 def greedily(
     name: str, args: argparse.Namespace, pair: Pair, draft: Any, traces: Sequence[Trace], asked: list[list[int]]
 ) -> dict[str, Any]:
-    """All systems in turns: the figures of each, with what the cost model makes of its acceptance and costs."""
+    """Run all systems in turns; return the results of each with the prediction of the cost model."""
     k, on_cpu = pair.draft.generation_config.num_assistant_tokens, args.device == "cpu"
     systems = [
         System(ALONE, "alone"),
@@ -174,7 +172,7 @@ def greedily(
 def sampled(
     args: argparse.Namespace, pair: Pair, draft: Any, earlier: Sequence[Trace], asked: Sequence[list[int]]
 ) -> dict[str, Any]:
-    """The target alone, stock and ours in turns, all sampled; expected acceptance of both drafts on our answers."""
+    """Run the target, stock assisted generation, and osd_hf in turns, sampled; return also the expected acceptance."""
     target, own = pair.target, pair.target.generation_config
     settings = {name: getattr(own, name, None) or value for name, value in SAMPLING.items()}
     traces: list[Trace] = []
@@ -209,7 +207,7 @@ def sampled(
 
 
 def alphas(before: Any, after: Any, traces: Sequence[Trace]) -> dict[str, Any]:
-    """Acceptance of the draft as made and of the one that has learned, on the same answers."""
+    """Return the acceptance of the original and of the learned draft on the same answers."""
     stats = [sum(replay_each(draft, traces, K), AcceptanceStats()) for draft in (before, after)]
     told = {"as made": stats[0], "learned": stats[1]}
     return {
@@ -220,7 +218,7 @@ def alphas(before: Any, after: Any, traces: Sequence[Trace]) -> dict[str, Any]:
 
 
 def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
-    """Everything about one data set."""
+    """Return the results of one data set."""
     traces, later = traffic(name, args, pair)
     served_before = redraft(pair.draft, traces)
     asked = [trace.prompt_ids.tolist() for trace in later[: args.timed]]
@@ -239,20 +237,20 @@ def measured(name: str, args: argparse.Namespace, pair: Pair) -> dict[str, Any]:
 
 
 def sizes_of(args: argparse.Namespace) -> str:
-    """What files of another size are told apart by."""
+    """Return the part of file names that tells runs of other sizes apart."""
     sizes = (learning_sizes(args), args.live, args.timed)
     return "-".join(map(str, sizes)) + "-compiled" * args.compile
 
 
 def learning_sizes(args: argparse.Namespace) -> str:
-    """The same for what is learned."""
+    """Return the same for learned drafts."""
     sizes = (args.seed, args.requests, args.later, args.max_new_tokens, args.layers, args.make_steps,
              args.make_seconds, *elsewhere(args))  # fmt: skip
     return "-".join(map(str, sizes))
 
 
 def elsewhere(args: argparse.Namespace) -> list[str]:
-    """The device, where it is not the CPU."""
+    """Return the device in file names, if it is not the CPU."""
     return [] if args.device == "cpu" else [args.device]
 
 
@@ -260,7 +258,7 @@ def elsewhere(args: argparse.Namespace) -> list[str]:
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """A data set as a table."""
+    """Print a data set as a table."""
     print(
         f"\n{name}: learned from {found['learned_from']} requests, measured on {found['later']} later ones, "
         f"{found['timed']} of them timed\nalpha as made, and learned: {found['shown']}; sampled: "
@@ -288,7 +286,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def summary(found: dict[str, Any]) -> dict[str, Any]:
-    """Geometric means over the data sets of the medians of times the target alone; all greedy outputs."""
+    """Return geometric means over the data sets, and counts of greedy outputs."""
     systems = next(iter(found.values()))["greedy"]
     ways = {way: [one["greedy"][way]["times_alone"]["median"] for one in found.values()] for way in systems}
     sampled = {way: [one["sampled"]["times_alone"][way]["median"] for one in found.values()] for way in (STOCK, OURS)}
@@ -304,7 +302,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings() -> argparse.Namespace:
-    """What the flags say."""
+    """Parse the flags."""
     parser = make_parser(__doc__, "smollm2")
     has_data = "OSD_HF_DATA" in os.environ and (common.data_folder() / "data").is_dir()
     parser.add_argument("--target", help=f"a model's folder in place of {NAME}")

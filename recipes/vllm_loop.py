@@ -1,19 +1,16 @@
-"""
-The whole loop with vLLM: it serves with a static draft, `osd-hf collect` keeps what it answers, `osd-hf learn` teaches
-the draft meanwhile, the new version is deployed, and vLLM's own counters on later prompts say what came of it.
+"""Run the loop with vLLM: serve a draft, record answers, learn, load the new version, and read vLLM's counters.
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
-Reported: time of each step; of the later prompts vLLM's counters with the static draft, the learned one loaded into
-the running server, and the learned one after a restart, beside what replay says of the same answers; tokens a second
-of the same engine without a draft; whether each completion is transformers' own greedy one in float32; bytes per token
-of the store.
+The report has the time of each step; vLLM's counters on later prompts with the original draft, with the learned one
+loaded into the running server, and with the learned one after a restart, compared with replay; tokens per second
+without a draft; whether each completion is transformers' greedy one in float32; and the bytes per token of the store.
 
-vLLM counts accepted over drafted tokens. Its first token comes with the prompt and is not drafted, so that its rounds
-begin one token later than transformers' ones, and it counts what is accepted after the end of an answer. `examined`
-is made of its counts by position: a draft examines its first token, and each one after an accepted one.
+vLLM counts accepted over drafted tokens. Its first token comes with the prompt, so its rounds begin one token later
+than those of transformers, and it counts accepted tokens behind the end of an answer. `examined` is computed from its
+counts by position.
 """
 
 from __future__ import annotations
@@ -51,12 +48,12 @@ RELOAD = "osd_hf.engines.vllm_reload.DraftReload"
 
 
 def target_of(args: argparse.Namespace) -> Path:
-    """The target's folder: the lab's, where no other one is named."""
+    """Return the target's folder, by default the lab's."""
     return Path(getattr(args, "target", None) or data_folder() / "lab/target")
 
 
 class Engine:
-    """vLLM with a draft, where there is one, on a port of this machine."""
+    """A vLLM server with or without a draft on a port of this machine."""
 
     def __init__(self, args: argparse.Namespace, draft: Path | None, log: Path, extension: str = RELOAD) -> None:
         self.url = f"http://127.0.0.1:{args.port}"
@@ -83,7 +80,7 @@ class Engine:
         self._log = log
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server answers."""
         until = time.monotonic() + READY_SECONDS
         while time.monotonic() < until and self._process.poll() is None:
             try:
@@ -96,7 +93,7 @@ class Engine:
         sys.exit(f"vLLM does not answer; see {self._log}.")
 
     def counts(self) -> dict[str, float]:
-        """Its counters: drafts, tokens drafted and accepted, and accepted by position."""
+        """Return its counters: drafts, drafted and accepted tokens, and accepted tokens by position."""
         found: dict[str, float] = {}
         for line in httpx2.get(f"{self.url}/metrics").text.splitlines():
             name, _, value = line.rpartition(" ")
@@ -106,7 +103,7 @@ class Engine:
         return found
 
     def load(self, draft: Path) -> dict[str, Any]:
-        """Load a draft while it serves."""
+        """Load a draft while the server runs."""
         body = {"method": "load_draft", "args": [str(draft)]}
         answer = httpx2.post(f"{self.url}/collective_rpc", json=body, timeout=READY_SECONDS)
         answer.raise_for_status()
@@ -120,7 +117,7 @@ class Engine:
         return found
 
     def stop(self) -> None:
-        """End it and its workers."""
+        """Stop the server and its workers."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
             try:
@@ -134,7 +131,7 @@ class Engine:
 def serving(
     args: argparse.Namespace, draft: Path | None, log: Path, extension: str = RELOAD
 ) -> Iterator[tuple[Engine, float]]:
-    """A server that answers, and the seconds until it did."""
+    """Start a server; yield it and the seconds until it answered."""
     began, engine = time.perf_counter(), Engine(args, draft, log, extension)
     try:
         engine.wait()
@@ -144,12 +141,12 @@ def serving(
 
 
 def osd_hf(*arguments: Any) -> list[str]:
-    """A command of this package."""
+    """Return a command line of this package."""
     return [sys.executable, "-m", "osd_hf.cli", *map(str, arguments)]
 
 
 def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Path) -> dict[str, Any]:
-    """The report of `osd-hf collect` on a file of prompts."""
+    """Collect the answers to a file of prompts; return the report."""
     report = store.with_suffix(".json")
     subprocess.run(
         osd_hf(
@@ -164,7 +161,7 @@ def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Pa
 
 
 def counted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """What was accepted between two looks at the counters."""
+    """Return the difference of two readings of the counters."""
     c = {name: after[name] - before.get(name, 0.0) for name in after}
     by_position = [c[f"accepted_tokens_per_pos{i}"] for i in range(K)]
     examined = c["drafts"] + sum(by_position[:-1])
@@ -178,7 +175,7 @@ def counted(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str
 def asked(
     args: argparse.Namespace, engine: Engine, prompts: Path, store: Path
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """vLLM's counters of the later prompts, and the report of their collection; other prompts warm it up."""
+    """Return vLLM's counters on the later prompts after a warm-up, and the report of their collection."""
     collected(args, engine, prompts.with_name("warm.jsonl"), store.with_name(f"{store.name}-warm"))
     before = engine.counts()
     report = collected(args, engine, prompts, store)
@@ -186,7 +183,7 @@ def asked(
 
 
 def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
-    """What replay says of a draft on the answers, in the rounds of transformers, and in those of vLLM."""
+    """Return the result of replay in the rounds of transformers and of vLLM."""
     model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
     found = {}
     for name, those in (
@@ -203,7 +200,8 @@ def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
 
 @torch.inference_mode()
 def differing(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Answers that are not transformers' greedy ones, and the gap between the target's two best at the first place."""
+    """Return the answers that differ from transformers' greedy ones, and the gap of the target at the first
+    difference."""
     target = AutoModelForCausalLM.from_pretrained(data_folder() / "lab/target", dtype=torch.float32).eval()
     found = []
     for number, trace in enumerate(tqdm(traces, desc="checking", unit="answer")):
@@ -222,7 +220,7 @@ def differing(traces: Sequence[Trace]) -> list[dict[str, Any]]:
 
 
 def in_order(store: Path, prompts: Sequence[bytes]) -> list[Trace]:
-    """What a store holds of some prompts, in their order."""
+    """Return the traces of some prompts in order."""
     by_prompt = {trace.prompt_ids.tobytes(): trace for trace in CorrectionStore(store)}
     return [by_prompt[p] for p in prompts]
 

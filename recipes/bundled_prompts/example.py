@@ -1,4 +1,4 @@
-"""One prompt of the bundled pair with its reference answer, and the words that the domains share."""
+"""One prompt of the bundled pair with its reference answer, and shared words of the domains."""
 
 import re
 from dataclasses import dataclass
@@ -15,15 +15,14 @@ _TERM = re.compile(r"\d+(?:\.\d+)?%?|[()+*/-]")
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of one domain, its reference answer, and what a checker needs.
+    """A prompt of one domain, its reference answer, and the data of its checker.
 
     Args:
         domain (`str`): one of `DOMAINS`.
-        prompt (`str`): the user's turn, without chat template.
-        answer (`str`): a right answer; others may be right too, `check_answer` decides.
-        content (`str`): the problem without its wording. The train and serve splits are cut by it, so that no
-            problem of one split occurs in the other, in whatever words.
-        key (`tuple[str, ...]`): what the domain's checker compares with.
+        prompt (`str`): the user message, without chat template.
+        answer (`str`): a correct answer; `check_answer` accepts other correct ones.
+        content (`str`): the problem without its wording. The splits are made by it, so that no problem is in both.
+        key (`tuple[str, ...]`): data for the domain's checker.
     """
 
     domain: str
@@ -34,12 +33,12 @@ class Example:
 
 
 def numbers_in(text: str) -> list[float]:
-    """Every unsigned number written in `text`, in order."""
+    """Return the unsigned numbers in `text`, in order."""
     return [float(number) for number in _NUMBER.findall(text)]
 
 
 def equations_hold(text: str) -> bool:
-    """Whether every equation written in `text` (such as `3 * $4 = $12` or `8 - 2 = 6`) is right."""
+    """Return whether all equations in `text` (such as `3 * $4 = $12`) hold."""
     for left, right in _EQUATION.findall(text):
         terms = _TERM.findall(left)
         expression = "".join(f"({term[:-1]}/100)" if term.endswith("%") else term for term in terms)

@@ -258,7 +258,7 @@ KINDS: tuple[Callable[[random.Random], Draft], ...] = (
 
 
 def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
-    """Draw one money question, or nothing where its content is not `wanted`."""
+    """Draw one money question, or `None` if its content is not `wanted`."""
     prompt, answer, figure, content = rng.choice(KINDS)(rng)
     if not wanted(content):
         return None
@@ -266,7 +266,7 @@ def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
 
 
 def check(example: Example, answer: str) -> bool:
-    """Whether the last figure is the one asked for, no figure is made up, and every equation is right."""
+    """Return whether the last figure is the result, all figures are known, and all equations hold."""
     figures = numbers_in(answer)
     if not figures or float(example.key[0]) not in numbers_in(answer.rstrip(".").rpartition(". ")[2]):
         return False

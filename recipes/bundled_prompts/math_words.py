@@ -285,7 +285,7 @@ KINDS: tuple[Callable[[random.Random], tuple[str, list[str], int, str]], ...] = 
 
 
 def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
-    """Draw one word problem, or nothing where its content is not `wanted`."""
+    """Draw one word problem, or `None` if its content is not `wanted`."""
     prompt, steps, result, content = rng.choice(KINDS)(rng)
     if not wanted(content):
         return None
@@ -294,7 +294,7 @@ def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
 
 
 def check(example: Example, answer: str) -> bool:
-    """Whether the last line is the right number and every equation above it is right (and there is one)."""
+    """Return whether the last line is the correct number and all equations above it hold (at least one)."""
     final = _FINAL.search(answer.strip())
     if final is None or final.group(1) != example.key[0]:
         return False

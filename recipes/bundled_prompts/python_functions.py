@@ -37,7 +37,7 @@ def _load(source: str) -> dict[str, Any]:
 
 
 def _inputs(task: Task, rng: random.Random, n: int) -> list[tuple[Any, ...]]:
-    """`n` argument tuples, the first two with different results if that is easy to find."""
+    """Return `n` argument tuples, the first two with different results if possible."""
     namespace = _load("\n".join([f"def f({', '.join(task.parameters)}):", *("    " + line for line in task.body)]))
     found = [task.inputs(rng)]
     for _ in range(8):
@@ -51,7 +51,7 @@ def _inputs(task: Task, rng: random.Random, n: int) -> list[tuple[Any, ...]]:
 
 
 def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
-    """Draw one request, or nothing where its content is not `wanted`."""
+    """Draw one request, or `None` if its content is not `wanted`."""
     task = rng.choice(KINDS)(rng)
     name = rng.choice(task.names)
     if rng.random() < 0.1:
@@ -81,7 +81,7 @@ def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
 
 
 def check(example: Example, answer: str) -> bool:
-    """Whether the answer parses and gives the right results on the examples in the prompt and on hidden ones."""
+    """Return whether the answer gives the correct results on the examples in the prompt and on hidden ones."""
     name, *tests = example.key
     reference = _load(example.answer)[name]
     try:

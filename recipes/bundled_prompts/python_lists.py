@@ -1,4 +1,4 @@
-"""What a small Python function is told to do, what it is called with, and the tasks on lists."""
+"""Tasks of small Python functions on lists, and their inputs."""
 
 import random
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Task(NamedTuple):
-    """A function to write: names to choose from, parameters, what it returns in words, its body, and its inputs."""
+    """A function to write: possible names, parameters, its result in words, its body, and its inputs."""
 
     names: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -67,7 +67,7 @@ def random_integer(rng: random.Random) -> tuple[Any, ...]:
 
 
 def filtered(rng: random.Random) -> Task:
-    """A sum, list, count or maximum of the numbers that meet a condition, perhaps changed on the way."""
+    """Draw a sum, list, count, or maximum of the numbers that meet a condition."""
     k, m = rng.randint(2, 12), rng.randint(2, 9)
     values = rng.choice(_LISTS)
     x = {"numbers": "n", "nums": "n", "values": "v", "items": "i", "scores": "s", "data": "d", "xs": "x"}[values]

@@ -1,4 +1,4 @@
-"""What the small Python functions do: tasks drawn from families of list, string, dict and number functions."""
+"""Tasks of small Python functions on lists, strings, dicts, and numbers."""
 
 import random
 

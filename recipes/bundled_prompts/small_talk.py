@@ -1,4 +1,4 @@
-"""Short exchanges about nothing in particular: what the bundled draft mostly saw before it is put to work."""
+"""Short exchanges about everyday topics, most of the draft's training text."""
 
 import random
 
@@ -11,7 +11,7 @@ _MOODS = ("happy", "tired", "curious", "calm", "busy", "excited", "a little sad"
 
 
 def make(rng: random.Random) -> Example:
-    """Draw one exchange; it has no checker, as there is nothing to get right."""
+    """Draw one exchange; it has no checker."""
     name, other = rng.sample(NAMES, 2)
     topic, place, day, mood = (rng.choice(words) for words in (_TOPICS, _PLACES, _DAYS, _MOODS))
     prompt, answer = rng.choice(

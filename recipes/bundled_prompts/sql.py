@@ -39,7 +39,7 @@ def _value(rng: random.Random, low: int, high: int) -> int:
 
 
 def _condition(rng: random.Random, table: Table, column: str) -> tuple[str, str]:
-    """A condition on one column: (SQL, words that follow the plural of the row)."""
+    """Return a condition on one column: SQL, and words that follow the plural of the row."""
     if column in table.texts:
         word = rng.choice(table.texts[column])
         words = rng.choice((f"whose {column} is {word}", f"with {column} {word}", f"where the {column} is {word}"))
@@ -51,7 +51,7 @@ def _condition(rng: random.Random, table: Table, column: str) -> tuple[str, str]
 
 
 def _one_table(rng: random.Random) -> tuple[str, str, str, list[str]]:
-    """(schema, question, comment, lines of the query) on one table."""
+    """Return (schema, question, comment, lines of the query) for one table."""
     table = rng.choice(TABLES)
     texts = rng.sample(tuple(table.texts), rng.randint(1, len(table.texts)))
     numbers = rng.sample(tuple(table.numbers), rng.randint(1, min(3, len(table.numbers))))
@@ -164,7 +164,7 @@ def _one_table(rng: random.Random) -> tuple[str, str, str, list[str]]:
 
 
 def _two_tables(rng: random.Random) -> tuple[str, str, str, list[str]]:
-    """(schema, question, comment, lines of the query) on a parent and a child table."""
+    """Return (schema, question, comment, lines of the query) for a parent and a child table."""
     parent, one, place, places, child, row, key, measures = rng.choice(JOINS)
     number = rng.choice(tuple(measures))
     phrase, low, high = measures[number]
@@ -239,7 +239,7 @@ def _two_tables(rng: random.Random) -> tuple[str, str, str, list[str]]:
 
 
 def make(rng: random.Random, wanted: Callable[[str], bool]) -> Example | None:
-    """Draw one question about a schema, or nothing where its content is not `wanted`."""
+    """Draw one question about a schema, or `None` if its content is not `wanted`."""
     schema, question, comment, lines = (_two_tables if rng.random() < 0.3 else _one_table)(rng)
     query = "\n".join(lines) + ";"
     content = f"{schema} {query}"
@@ -310,10 +310,10 @@ def _run(schema: list[str], reference: str, query: str, seed: int) -> list[tuple
 
 
 def check(example: Example, answer: str) -> bool:
-    """Whether the answer, run in sqlite3 on the schema of the prompt, returns what the reference query returns.
+    """Return whether the answer gives the rows of the reference query in sqlite3 on the schema of the prompt.
 
-    Three databases are filled with rows around the literals of the reference, so that another column, comparison
-    or value gives another result.
+    Three databases are filled with rows around the literals of the reference, so that another column, comparison, or
+    value gives another result.
     """
     schema = _CREATE.findall(example.prompt)
     reference = example.key[0]

@@ -1,10 +1,10 @@
-"""The tables that the SQL questions are about."""
+"""Tables of the SQL questions."""
 
 from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """A theme: a table, what a row is called, text columns with values, and number columns with wording and range."""
+    """A table: name, row, text columns with values, and number columns with wording and range."""
 
     name: str
     row: str
