@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from osd_hf import AcceptanceStats, DraftRound, Trace, capture_traces, replay
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError, VocabularyMismatchError
-from osd_hf.replay import _rounds, completion_states, redraft, replay_each
+from osd_hf.replay import completion_states, redraft, replay_each, rounds_of
 from osd_hf.trace import bare_trace
 
 
@@ -172,7 +172,7 @@ def test_rounds_are_those_of_the_loop(tokens: list[tuple[int, int]], ending: str
         vocab_size=8,
         sampling={"max_new_tokens": limit, "eos_token_id": list(eos) or None},
     )
-    rounds = _rounds(trace, np.array(predicted), k)
+    rounds = rounds_of(trace, np.array(predicted), k)
     ours = [(r.num_accepted, r.num_emitted, r.num_examined - r.num_accepted) for r in rounds]
     assert ours == reference(predicted, emitted, eos, limit, k)
     assert sum(r.num_emitted for r in rounds) == len(emitted)
