@@ -1,4 +1,4 @@
-"""What osd_hf raises, and what errors, logs and reports may show: no passwords, no keys, no tokens."""
+"""Errors of this package, and functions that remove passwords, keys and tokens from texts."""
 
 from __future__ import annotations
 
@@ -9,63 +9,62 @@ from typing import Any
 
 
 class OSDError(Exception):
-    """Root of every error raised by this package. Its text shows no password and no key of an address: it goes into
-    logs, reports and pages."""
+    """Base class of all errors of this package. Passwords and keys are removed from its text."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UnsupportedModelError(OSDError, ValueError):
-    """A target or draft that assisted generation, capture or learning cannot work with."""
+    """A target or draft that does not support assisted generation, capture or learning."""
 
 
 class UnsupportedGenerationError(OSDError, ValueError):
-    """Arguments of `generate` under which assisted output would not be the target's, or nothing could be learned."""
+    """Arguments of `generate` with which the output would not be the target's, or nothing could be learned."""
 
 
 class VocabularyMismatchError(OSDError, ValueError):
-    """Target and draft do not share one token space."""
+    """A target and a draft with different tokens."""
 
 
 class ConfigError(OSDError, ValueError):
-    """A setting outside its range, or two settings that exclude each other."""
+    """A setting outside its range, or settings that exclude each other."""
 
 
 class DataError(OSDError, ValueError):
-    """A data set or a prompt file that is missing, empty, or lacks the column asked for."""
+    """A data set or prompt file that is missing, empty, or lacks a column."""
 
 
 class StoreError(OSDError, RuntimeError):
-    """A store folder that cannot be read or written, or was not made by this package."""
+    """A store folder that cannot be read or written, or that this package did not make."""
 
 
 class StateError(OSDError, RuntimeError):
-    """A saved session that cannot be read, or belongs to another draft."""
+    """A saved session that cannot be read, or that belongs to another draft."""
 
 
 class LearnerError(OSDError, RuntimeError):
-    """Learning, or keeping what it needs, failed; the answers were delivered, the cause is chained."""
+    """Learning failed, with the cause chained. Answers were delivered."""
 
 
 class CaptureError(OSDError, RuntimeError):
-    """A sink failed while it was handed a trace; the answers were delivered, the cause is chained."""
+    """A sink failed when it received a trace, with the cause chained. Answers were delivered."""
 
 
 class HubError(OSDError, RuntimeError):
-    """The Hub refused a push, or could not be reached to the end; what was to be pushed is still there."""
+    """The Hub refused a push, or the connection failed. The local data is not changed."""
 
 
 class ServerError(OSDError, RuntimeError):
-    """A serving engine that cannot be reached, or does not answer as needed; what was collected stays."""
+    """A serving engine cannot be reached, or answers in an unexpected way. Collected data is kept."""
 
 
-# --- secrets -------------------------------------------------------------------------------------------------------
+# --- secrets --------------------------------------------------------------------------------------------------------
 
-# An address ends at the next space: passwords hold quotes, commas and brackets.
+# An address ends at the next space: passwords may contain quotes, commas and brackets.
 _ADDRESS = re.compile(r"//(\S*)")
 _WHOLE_ADDRESS = re.compile(r"//(.*)", re.DOTALL)
-# Headers, settings by name, and keys that are known by their looks.
+# Headers, settings by name, and keys with a known format.
 _HEADER = re.compile(r"(?i)(\b(?:proxy-)?authorization\b['\"]?\s*[:=]\s*['\"]?)(?:[a-z][\w-]*\s+)?[^\s'\",]+")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s'\",]{8,}")
 _SETTING = re.compile(
@@ -81,18 +80,15 @@ _SCHEME = re.compile(r"(?i)(?:[a-z][a-z0-9+.-]*:)?//")
 
 
 def without_credentials(text: str) -> str:
-    """
-    A text (a message, a line of a log, an entry of a report) without user and password, query and fragment of its
-    addresses, and without what looks like a key. Masks too much rather than too little: a password may hold any
-    character, so everything up to the last `@` of an address goes.
-    """
+    """Mask user, password, query and fragment of addresses in a text, and everything that looks like a key. A password
+    may contain any character, so everything up to the last `@` of an address is masked."""
     return _without_keys(_ADDRESS.sub(_masked, text))
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command as others may read them: flags, their values, both with `=` between them, words."""
+    """Mask the secrets in the arguments of a command: `--flag value`, `--flag=value`, and other words."""
     hidden: list[str] = []
-    flag = ""  # that waits for its value
+    flag = ""  # the flag before its value
     for argument in arguments:
         name, equals, value = argument.partition("=")
         is_flag = name.startswith("-")
@@ -105,29 +101,28 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as a report shows them: `***` for tokens and keys."""
+    """Mask tokens and keys in settings for a report."""
     return {name: _shown(value, name) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def shown_address(text: str) -> str:
-    """A text that is one address and nothing else, as others may read it; its scheme may have been forgotten."""
+    """Mask the secrets in an address, with or without a scheme."""
     return _shown(text) if _SCHEME.match(text) else _shown(f"//{text}").removeprefix("//")
 
 
 def _shown(value: str, name: str = "") -> str:
-    """The value of a flag or a setting."""
     if _SECRET_NAME.fullmatch(name):
         return "***"
     if _ADDRESS_NAME.fullmatch(name):
         return shown_address(value)
-    return _without_keys(_WHOLE_ADDRESS.sub(_masked, value))  # spaces included, as a password may hold one
+    return _without_keys(_WHOLE_ADDRESS.sub(_masked, value))  # a password may contain spaces
 
 
 def _masked(match: re.Match[str]) -> str:
     address = match[1]
     if mark := re.search(r"[?#]", address):
         before, after = address[: mark.start()], address[mark.end() :]
-        if "@" in after:  # is it a password with such a character, or a query with an `@`?
+        if "@" in after:  # a password with this character, or a query with an `@`
             return "//***"
         tail = f"{mark[0]}***" if after.strip("*") else address[mark.start() :]
     else:
@@ -143,21 +138,22 @@ def _without_keys(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to one line without its full stop, and without passwords and keys."""
+    """Return the first line of an error's text, without its full stop and without secrets."""
     lines = (line.strip() for line in without_credentials(str(error)).splitlines())
     return next((line.rstrip(".") for line in lines if line), type(error).__name__)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that was meant, in words that end a message; nothing where none is like it."""
+    """Return a sentence that suggests the most similar known name, or an empty text."""
     found = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean `{found[0]}`?" if found else ""
 
 
-OF_MEMORY = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
+MEMORY_PHRASES = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is about memory that was too little, of the machine or of a device."""
-    is_one = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # torch's
-    return is_one or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_MEMORY))
+    """Return whether the machine or a device ran out of memory."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in MEMORY_PHRASES)

@@ -1,4 +1,4 @@
-"""Which draft a prompt gets: routers by label, by a function, by language, and by topics found in the traffic."""
+"""Routers select the domain draft for a prompt: by label, function, language, or topics found in the traffic."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ __all__ = ["CallableRouter", "LabelRouter", "LanguageRouter", "RoutedPrompt", "R
 
 Vectors = NDArray[np.float32]
 
-# Language: tokens of a turn that are looked at, and the least share of probability inside the languages asked for.
-TURN_TOKENS = 256
-MIN_INSIDE = 0.2
+# Languages
+TURN_TOKENS = 256  # of the user's turn that are read
+MIN_INSIDE = 0.2  # total probability of the requested languages
 ROLE = re.compile(r"^\s*(system|developer|user|human|assistant|model|tool)\s*(\n|$)", re.IGNORECASE)
 TAG = re.compile(r"<[^<>\n]{1,40}>")
 
-# Topics: bounds and thresholds, chosen by `recipes/routing.py`.
-PROMPT_TOKENS = 1024  # of a longer prompt, half from its beginning and half from its end
-FIRST_PROMPTS = 16  # until then nothing is named
-MIN_PREFIX_TOKENS = 16  # shared by all first prompts at their beginning: a system prompt
+# Topics. The values were chosen with `recipes/routing.py`.
+PROMPT_TOKENS = 1024  # read of each prompt; of a longer one half from each end
+FIRST_PROMPTS = 16  # that get no name
+MIN_PREFIX_TOKENS = 16  # of a shared beginning that counts as a system prompt
 MEMORY = 64  # newest prompts kept per topic
-CHECK_EVERY = 8  # prompts of a topic between two looks for a second topic inside
+CHECK_EVERY = 8  # prompts of a topic between two attempts to split it
 MIN_TOPIC_PROMPTS = 6
-MIN_SEPARATION = 5.0  # between two topics, in standard deviations along the line that joins their centroids
-STRAYS = 16  # prompts far from all topics, where no more can be opened, before a look for a topic among them
-CLEARLY = 1.7  # times farther from its neighbor is that topic than the two nearest are from each other
-MAX_DEVIATIONS = 3.5  # of a prompt's distance to its centroid over what its topic's prompts have
-MAX_POSITION = 0.45  # of a prompt on the way from its centroid (0) to the second nearest (1)
+MIN_SEPARATION = 5.0  # of two topics, in standard deviations along the line between their centroids
+MAX_STRAYS = 16  # prompts far from all topics, collected before a search for a new topic among them
+MERGE_RATIO = 1.7  # a new topic replaces the two nearest ones if it is this many times as far away
+MAX_DEVIATIONS = 3.5  # of a prompt's distance to the centroid from the usual distances of the topic
+MAX_POSITION = 0.45  # of a prompt between the nearest centroid (0) and the second nearest (1)
 
 
 @dataclass(eq=False)
 class RoutedPrompt:
     """
-    A prompt, as a router sees it.
+    A prompt for a router.
 
     Args:
         ids (`np.ndarray` of shape `(tokens,)`): Token ids without padding, int32 or int64.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            What the ids were made with; needed by routers that read text.
-        learn (`bool`, *optional*, defaults to `True`): With `False` a router keeps nothing of it.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): For routers that read text.
+        learn (`bool`, *optional*, defaults to `True`): With `False` a router keeps nothing of the prompt.
     """
 
     ids: NDArray[np.integer[Any]]
@@ -62,42 +61,42 @@ class RoutedPrompt:
 
     @cached_property
     def text(self) -> str:
-        """The whole prompt, decoded without special tokens; raises ConfigError where there is no tokenizer."""
+        """The prompt, decoded without special tokens; raises ConfigError without a tokenizer."""
         return self.decode(self.ids)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """`text` of a part of the prompt."""
+        """Decode a part of the prompt without special tokens."""
         if self.tokenizer is None:
             raise ConfigError("This router reads the prompt's text: pass a tokenizer to the assistant.")
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
 
 class Router(ABC):
-    """Says which draft a prompt gets. Several threads may ask at once."""
+    """Select the domain of a prompt. May be called from several threads."""
 
     @abstractmethod
     def route(self, prompt: RoutedPrompt) -> str | None:
-        """The name of the prompt's domain; `None` where it is unknown or ambiguous, and the base draft serves."""
+        """Return the name of the domain; `None` if it is unknown or ambiguous, so that the base draft serves."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the router has learned, for `torch.save`: plain Python and tensors."""
+        """Return what the router has learned as plain Python and tensors, for `torch.save`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; raises StateError where it is that of another kind of router."""
+        """Restore a `state_dict`; raises StateError for the state of another kind of router."""
         if state:
             raise StateError(f"A {type(self).__name__} learns nothing, got a state with {', '.join(map(str, state))}.")
 
 
 class LabelRouter(Router):
-    """Knows no prompt: only those that the caller has labeled with `domain=` get a draft of their own."""
+    """Use only the labels that the caller passes as `domain=`."""
 
     def route(self, prompt: RoutedPrompt) -> str | None:
         return None
 
 
 class CallableRouter(Router):
-    """Routes by a function of the prompt's text, which returns the name of a domain or `None`."""
+    """Route by a function of the prompt's text that returns the name of a domain or `None`."""
 
     def __init__(self, function: Callable[[str], str | None]) -> None:
         if not callable(function):
@@ -112,7 +111,7 @@ class CallableRouter(Router):
 
 
 def as_router(router: Router | Callable[[str], str | None] | None) -> Router | None:
-    """A router from what a user may pass, `None` included; raises ConfigError where it is something else."""
+    """Convert a function to a router; raises ConfigError for anything but a router, a function, or `None`."""
     if router is None or isinstance(router, Router):
         return router
     if callable(router) and not isinstance(router, type):
@@ -120,21 +119,24 @@ def as_router(router: Router | Callable[[str], str | None] | None) -> Router | N
     raise ConfigError(f"`router` must be a router, a function of the prompt's text, or None, got {router!r}.")
 
 
+# --- languages ------------------------------------------------------------------------------------------------------
+
+
 @functools.cache
-def _identifier(langid: Any) -> Any:
-    """The identifier of languages, read once: it takes half a second, and asking it changes nothing."""
+def _language_identifier(langid: Any) -> Any:
+    """Load the language identifier once: it takes half a second and has no state."""
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
 class LanguageRouter(Router):
     """
-    Routes by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
+    Route by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
 
     Args:
         languages (`Iterable[str]`, *optional*):
-            Codes to route to; prompts in other languages get the base draft. All known languages by default.
+            Codes of the domains; by default all known ones. Prompts in other languages get the base draft.
         min_confidence (`float`, *optional*, defaults to 0.6):
-            Least probability of a language among those in question, in (0, 1]. Below it the base draft serves.
+            Minimum probability of the language among the requested ones, in (0, 1].
 
     Raises:
         ConfigError: the language identifier is not installed, a code is unknown, or `min_confidence` is out of range.
@@ -147,32 +149,32 @@ class LanguageRouter(Router):
             langid = importlib.import_module("py3langid.langid")
         except ImportError as error:
             raise ConfigError('Routing by language needs py3langid: pip install "osd-hf[language]".') from error
-        self._identifier = _identifier(langid)
+        self._identifier = _language_identifier(langid)
         known = {label for label in self._identifier.labels if len(label) == 2}
         codes = known if languages is None else {languages} if isinstance(languages, str) else set(languages)
         if not codes or codes - known:
             raise ConfigError(f"`languages` must be among {' '.join(sorted(known))}, got {languages!r}.")
         self.languages = frozenset(codes)
         self.min_confidence = min_confidence
-        self._special: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
+        self._special_ids: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))  # of the last tokenizer
 
     def route(self, prompt: RoutedPrompt) -> str | None:
         if not (text := self._last_turn(prompt)):
             return None
-        inside = [(p, label) for label, p in self._identifier.rank(text) if label in self.languages]
-        share = sum(p for p, _ in inside)
-        best, label = max(inside)
-        # Some of the rest may always be a neighbor: a short line in Russian looks Bulgarian in part.
-        return str(label) if share >= MIN_INSIDE and best >= self.min_confidence * share else None
+        ranked = [(p, label) for label, p in self._identifier.rank(text) if label in self.languages]
+        inside = sum(p for p, _ in ranked)
+        best, label = max(ranked)
+        # Short texts give related languages some probability, so `best` is compared with the requested ones only.
+        return str(label) if inside >= MIN_INSIDE and best >= self.min_confidence * inside else None
 
     def _last_turn(self, prompt: RoutedPrompt) -> str:
-        """What stands between the last special tokens of a chat template, role words left out."""
-        tokenizer, special = self._special
+        """Return the last text between special tokens of the chat template, without role names."""
+        tokenizer, special = self._special_ids
         if tokenizer is not prompt.tokenizer:
             tokenizer = prompt.tokenizer
             added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
             special = np.array(sorted(added.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
-            self._special = tokenizer, special
+            self._special_ids = tokenizer, special
         ends = [-1, *np.flatnonzero(np.isin(prompt.ids, special)).tolist(), len(prompt.ids)]
         for start, end in zip(ends[-2::-1], ends[:0:-1], strict=True):
             if end > start + 1:
@@ -182,21 +184,24 @@ class LanguageRouter(Router):
         return ""
 
 
+# --- topics ---------------------------------------------------------------------------------------------------------
+
+
 class TopicRouter(Router):
     """
-    Finds the topics of the traffic while it routes, without labels, and names them `topic-1`, `topic-2`, ...
+    Find topics in the traffic without labels, and name them `topic-1`, `topic-2`, ...
 
-    A prompt is described by the mean of the target's input embeddings over its different tokens, without the part that
-    all embeddings share (arXiv 1702.01417), scaled to length 1. It gets the topic of the nearest centroid, or `None`
-    among the first 16, between two topics, or far from all. A topic is its newest prompts; where these fall apart in
-    two, the part that holds the oldest keeps the name and the other becomes a new topic. Where all are taken and one
-    shows up far off, the two nearest become one under the older name, and it gets the younger; a topic that is not so
-    far gets `None`. A topic that returns finds its name again.
+    A prompt is represented by the mean of the target's input embeddings over its distinct tokens, without the part
+    that all embeddings share (arXiv 1702.01417), scaled to length 1. It gets the topic with the nearest centroid, or
+    `None` if it is among the first 16, between two topics, or far from all. A topic consists of its newest prompts. If
+    they form two clusters, the one with the oldest prompt keeps the name and the other becomes a new topic. When
+    `max_topics` is reached and a distant new topic appears, the two nearest topics are merged under the older name,
+    and the new topic takes the other name. A topic that returns gets its old name.
 
     Args:
         target (`PreTrainedModel`):
-            Gives the embeddings; also compiled, or with an adapter around it. Only their weight is kept.
-        max_topics (`int`, *optional*, defaults to 8): Topics at most, at least 1.
+            Its input embeddings are used; may be compiled or have an adapter. Only their weight is kept.
+        max_topics (`int`, *optional*, defaults to 8): Maximum number of topics, at least 1.
 
     Raises:
         ConfigError: `max_topics` is out of range.
@@ -207,7 +212,7 @@ class TopicRouter(Router):
         if not isinstance(max_topics, int) or isinstance(max_topics, bool) or max_topics < 1:
             raise ConfigError(f"`max_topics` must be an integer of at least 1, got {max_topics!r}.")
         self.max_topics = max_topics
-        self._weight = _embeddings(target)
+        self._weight = _input_embeddings(target)
         self._mean, self._common = _shared_part(self._weight)
         self._lock = threading.Lock()
         self._topics: list[_Topic] = []
@@ -217,7 +222,7 @@ class TopicRouter(Router):
 
     @property
     def topics(self) -> list[str]:
-        """Names of the topics found so far."""
+        """Names of the topics."""
         return [topic.name for topic in self._topics]
 
     def route(self, prompt: RoutedPrompt) -> str | None:
@@ -228,8 +233,8 @@ class TopicRouter(Router):
             return None if vector is None else self._assign(vector, prompt.learn)
 
     def _without_prefix(self, ids: NDArray[np.int64], learn: bool) -> NDArray[np.int64]:
-        """The prompt without the system prompt that the first ones shared, which would drown the rest. Settled by
-        them, so that a vector means the same ever after."""
+        """Remove the system prompt that the first prompts share. Later prompts do not change it, so that vectors stay
+        comparable."""
         if self._seen == 0 and learn:
             self._prefix = ids[:PROMPT_TOKENS].copy()
         n = min(len(ids), len(self._prefix))
@@ -242,8 +247,7 @@ class TopicRouter(Router):
     def _vector(self, ids: NDArray[np.int64]) -> Vectors | None:
         if len(ids) > PROMPT_TOKENS:
             ids = np.concatenate([ids[: PROMPT_TOKENS // 2], ids[-PROMPT_TOKENS // 2 :]])
-        # Each token once: how often words return says more of a prompt's length than of its topic.
-        ids = np.unique(ids)
+        ids = np.unique(ids)  # repetitions depend more on the length of a prompt than on its topic
         ids = ids[(ids >= 0) & (ids < len(self._weight))]
         rows = self._weight[torch.from_numpy(ids).to(self._weight.device)].float()
         centered = rows.mean(0).cpu().numpy() - self._mean
@@ -257,7 +261,7 @@ class TopicRouter(Router):
             if learn:
                 self._topics.append(_Topic("topic-1", vector[None]))
             return None
-        # Minus half the squared distances, up to what all have in common.
+        # Half the negative squared distances, up to a term that all have in common.
         scores = np.array([c @ vector - c @ c / 2 for c in (topic.centroid for topic in self._topics)])
         order = np.argsort(-scores, kind="stable")
         nearest = self._topics[order[0]]
@@ -270,32 +274,32 @@ class TopicRouter(Router):
         full = len(self._topics) == self.max_topics
         if full and not near and self._seen > FIRST_PROMPTS:
             self._strays = np.concatenate([self._strays, vector[None]])
-            if len(self._strays) == STRAYS:
-                self._make_room(nearest)
-        else:  # what is far may be the first of a new topic
+            if len(self._strays) == MAX_STRAYS:
+                self._replace_near_topics(nearest)
+        else:  # a distant prompt may be the first of a new topic
             nearest.add(vector)
         if not full and nearest.unchecked >= CHECK_EVERY:
             nearest.unchecked = 0
-            if (part := nearest.second_topic()) is not None:
+            if (part := nearest.second_cluster()) is not None:
                 self._topics.append(_Topic(f"topic-{len(self._topics) + 1}", nearest.vectors[part]))
                 nearest.replace(nearest.vectors[~part])
         return nearest.name if clear and self._seen > FIRST_PROMPTS else None
 
-    def _make_room(self, nearest: _Topic) -> None:
-        """All topics are taken: where strays have become one that lies far off, let the two nearest become one."""
+    def _replace_near_topics(self, nearest: _Topic) -> None:
+        """If the strays form a distant topic, merge the two nearest topics and give it the free name."""
         both = _Topic("", np.concatenate([nearest.vectors, self._strays]))
-        self._strays = self._strays[STRAYS // 2 :]
+        self._strays = self._strays[MAX_STRAYS // 2 :]
         pairs = list(itertools.combinations(self._topics, 2))
         gaps = [float(np.linalg.norm(a.centroid - b.centroid)) for a, b in pairs]
-        if not gaps or (part := both.second_topic()) is None:
+        if not gaps or (part := both.second_cluster()) is None:
             return
         (a, b), new = pairs[int(np.argmin(gaps))], both.vectors[part]
-        if np.linalg.norm(new.mean(0) - nearest.centroid) > CLEARLY * min(gaps):
+        if np.linalg.norm(new.mean(0) - nearest.centroid) > MERGE_RATIO * min(gaps):
             a.replace(np.concatenate([a.vectors[-MEMORY // 2 :], b.vectors[-MEMORY // 2 :]]))
             b.replace(new)
 
     def state_dict(self) -> dict[str, Any]:
-        """The topics with the vectors of their newest prompts, and the prompts' shared beginning."""
+        """Return the topics with the vectors of their newest prompts, and the shared beginning of the prompts."""
         with self._lock:
             return {
                 "router": "topics",
@@ -309,12 +313,12 @@ class TopicRouter(Router):
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`; raises StateError if it is that of another kind of router or of another target,
-        or has more topics than `max_topics`."""
+        """Restore a `state_dict`; raises StateError for that of another kind of router or another target, or with more
+        than `max_topics` topics."""
         if state.get("router") != "topics":
             raise StateError(f"Not the state of a TopicRouter: it has {', '.join(map(str, state)) or 'nothing'}.")
         mean = state["mean_embedding"].numpy()
-        # Loose, for a target that is loaded in another precision.
+        # The tolerance allows for a target in another precision.
         if mean.shape != self._mean.shape or np.linalg.norm(mean - self._mean) > 0.05 * np.linalg.norm(self._mean):
             raise StateError("The topics were found with another target: its embeddings differ.")
         if len(state["names"]) > self.max_topics:
@@ -322,15 +326,17 @@ class TopicRouter(Router):
         with self._lock:
             saved = zip(state["names"], state["vectors"], state["unchecked"], strict=True)
             self._topics = [_Topic(name, vectors.numpy().copy(), unchecked) for name, vectors, unchecked in saved]
-            self._strays, self._prefix = state["strays"].numpy().copy(), state["prefix"].numpy().copy()
+            self._strays = state["strays"].numpy().copy()
+            self._prefix = state["prefix"].numpy().copy()
             self._seen = state["seen"]
 
 
 class _Topic:
-    """The newest prompts that were nearest to a topic, those too far to be named so included."""
+    """The newest prompts that were nearest to one topic."""
 
     def __init__(self, name: str, vectors: Vectors, unchecked: int = 0) -> None:
-        self.name, self.unchecked = name, unchecked
+        self.name = name
+        self.unchecked = unchecked
         self.replace(vectors)
 
     def replace(self, vectors: Vectors) -> None:
@@ -342,22 +348,21 @@ class _Topic:
         self.unchecked += 1
 
     def is_near(self, vector: Vectors) -> bool:
-        """Whether its distance is an ordinary one; of a few prompts nobody can tell."""
+        """Return whether the distance to the centroid is usual for this topic."""
         n = len(self.vectors)
         if n < MIN_TOPIC_PROMPTS:
             return False
         distances = ((self.vectors - self.centroid) ** 2).sum(1) * (n / (n - 1)) ** 2  # to the mean of the others
-        return bool(
-            ((vector - self.centroid) ** 2).sum() <= distances.mean() + MAX_DEVIATIONS * distances.std() + 1e-6
-        )
+        limit = distances.mean() + MAX_DEVIATIONS * distances.std() + 1e-6
+        return bool(((vector - self.centroid) ** 2).sum() <= limit)
 
-    def second_topic(self) -> NDArray[np.bool_] | None:
-        """Which of its prompts, `(prompts,)`, belong to another topic than the oldest; `None` where it is one."""
+    def second_cluster(self) -> NDArray[np.bool_] | None:
+        """Return a mask `(prompts,)` of a second cluster without the oldest prompt; `None` if there is only one."""
         n = len(self.vectors)
         gram = (self.vectors @ self.vectors.T).astype(np.float64)
         centered = gram - gram.mean(0) - gram.mean(1)[:, None] + gram.mean()
         axes = np.linalg.eigh(centered)[1]
-        # Where the variance is, and what came last: a new topic.
+        # Start from the directions with the largest variance, and from the newest prompts.
         starts = (axes[:, -1] > 0, axes[:, -2] > 0, np.arange(n) >= n - CHECK_EVERY)
         parts = [part for start in starts if (part := _two_means(gram, start)) is not None]
         separation, best = max(((_separation(gram, part), i) for i, part in enumerate(parts)), default=(0.0, 0))
@@ -367,7 +372,7 @@ class _Topic:
 
 
 def _two_means(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-    """Two-means over inner products `(n, n)` from a first partition `(n,)`; `None` where a part gets too small."""
+    """Run 2-means on inner products `(n, n)` from a first partition `(n,)`; `None` if a cluster gets too small."""
     for _ in range(10):
         weights = np.stack([part / max(part.sum(), 1), ~part / max((~part).sum(), 1)])
         products = weights @ gram
@@ -379,12 +384,12 @@ def _two_means(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> NDArray[np
 
 
 def _separation(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> float:
-    """How far two parts `(n,)` of unit vectors with inner products `(n, n)` lie apart on the line between their
-    centroids, in standard deviations within a part. Each is placed by centroids that do not contain it: otherwise any
-    cloud of many dimensions falls apart nicely."""
+    """Return the distance between two clusters `(n,)` of unit vectors with inner products `(n, n)`, along the line
+    between their centroids, in standard deviations within a cluster. Each vector is projected with centroids that do
+    not contain it: otherwise any cloud in many dimensions seems to have two clusters."""
     a, b, own = part.astype(float), (~part).astype(float), np.diag(gram)
     to_a, to_b, in_a, in_b = gram @ a, gram @ b, a.sum() - a, b.sum() - b
-    # Squared norms and inner product of the two centroids without the point in question.
+    # Squared norms and inner product of the two centroids without the vector itself.
     aa = (a @ to_a - a * (2 * to_a - own)) / in_a**2
     bb = (b @ to_b - b * (2 * to_b - own)) / in_b**2
     ab = (a @ to_b - a * to_b - b * to_a) / (in_a * in_b)
@@ -396,7 +401,7 @@ def _separation(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> float:
     return float((of_a.mean() - of_b.mean()) / max(spread, 0.01))
 
 
-def _embeddings(target: Any) -> torch.Tensor:
+def _input_embeddings(target: Any) -> torch.Tensor:
     try:
         weight = unwrap(target).get_input_embeddings().weight
     except (AttributeError, NotImplementedError) as error:
@@ -407,14 +412,14 @@ def _embeddings(target: Any) -> torch.Tensor:
 
 
 def _shared_part(weight: torch.Tensor) -> tuple[Vectors, Vectors]:
-    """The mean `(d,)` of the embeddings and their first d / 100 principal directions `(directions, d)`, orthonormal,
-    from a sample of the rows. They say how frequent a token is rather than what it means."""
+    """Return the mean `(d,)` of a sample of the embeddings and its first d / 100 principal directions
+    `(directions, d)`, orthonormal. They encode the frequency of a token rather than its meaning."""
     rows = torch.linspace(0, len(weight) - 1, min(len(weight), 2048), dtype=torch.float32, device="cpu").long()
     sample: Vectors = weight[rows.to(weight.device)].float().cpu().numpy()
     mean, d = sample.mean(0), sample.shape[1]
     sample = sample - mean
     number = min(-(-d // 100), d - 1, len(sample))
-    # Subspace iteration: a full decomposition takes a minute where d is some thousand.
+    # Subspace iteration: a full decomposition takes a minute for large models.
     basis: Vectors = np.random.default_rng(0).standard_normal((d, min(number + 8, d)), np.float32)
     for _ in range(8):
         basis = np.linalg.qr(sample.T @ (sample @ basis))[0]

@@ -1,4 +1,4 @@
-"""Which version of a target answers: a fingerprint of the weights that shape its output, and whether they changed."""
+"""Identify the version of a target: a fingerprint of the weights that determine its output, updated on changes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-VALUES = 256  # sampled of a tensor, at least
-ROWS = 8  # of which at least one value is sampled: in a step, few rows of embeddings may change
-PROBED = 8  # parameters of which each look asks whether they are there still
-REMEMBERED = 16  # versions of one model, such as those of adapters that take turns
-TAUGHT_FOR = "osd_hf_target"  # in a draft's configuration: the version of the target that it was taught for
+MIN_SAMPLES = 256  # values per tensor
+ROWS_PER_SAMPLE = 8  # an update may change only a few rows of an embedding
+NUM_PROBES = 8  # parameters that are checked for replacement on each call
+MAX_VERSIONS = 16  # remembered per model, such as those of alternating adapters
+TAUGHT_FOR = "osd_hf_target"  # setting in a draft's configuration: the target version that it was trained for
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
-_changes = operator.attrgetter("_version")
+_tracked: WeakKeyDictionary[Any, _Versions] = WeakKeyDictionary()
+_in_place_changes = operator.attrgetter("_version")  # counted by torch
 
 
 # --- the fingerprint ------------------------------------------------------------------------------------------------
@@ -42,76 +42,81 @@ _changes = operator.attrgetter("_version")
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
     """
-    A short name of a model's weights: the same for a model that was saved and loaded again in the same dtype, on
-    whatever device; another one after a step of training, with another adapter, or quantized otherwise. It is made of
-    names, shapes, dtypes and a sample of the values, so that it takes milliseconds, and what changes a few values
-    alone may go unnoticed. Adapters count where they are active, merged ones as part of the weights. Weights that are
-    offloaded are known by their names and shapes alone.
+    Return a short hash of a model's weights. It stays the same after saving and loading in the same dtype, on any
+    device. It changes after a training step, with another adapter, or with another quantization. It uses names,
+    shapes, dtypes and a sample of the values, so it takes milliseconds and may miss a change of a few values.
+    Offloaded weights contribute only their names and shapes.
 
     Args:
-        model (`PreTrainedModel`): A `PeftModel` or a compiled model as well.
+        model (`PreTrainedModel`): May be a `PeftModel` or compiled.
 
     Returns:
         `str`: 16 hexadecimal digits.
     """
     digest = hashlib.blake2b(digest_size=8)
-    found = sorted(_shaping(unwrap(model)), key=operator.itemgetter(0))
+    tensors = sorted(_named_tensors(unwrap(model)), key=operator.itemgetter(0))
     groups: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
-    for place, (_, tensor) in enumerate(found):
+    for place, (_, tensor) in enumerate(tensors):
         if tensor.device.type != "meta" and tensor.numel():
             groups.setdefault((tensor.device, tensor.element_size()), []).append((place, _sample(tensor)))
     values: dict[int, bytes] = {}
-    for group in groups.values():  # one copy to the host for each
+    for group in groups.values():  # one copy to the host per group
         joined, end = torch.cat([sample for _, sample in group]).cpu().numpy().tobytes(), 0
         for place, sample in group:
             start, end = end, end + sample.nbytes
             values[place] = joined[start:end]
-    for place, (name, tensor) in enumerate(found):
+    for place, (name, tensor) in enumerate(tensors):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + values.get(place, b""))
     return digest.hexdigest()
 
 
+def is_fingerprint(version: object) -> bool:
+    """Return whether a version is a fingerprint, not a name that a user chose."""
+    return isinstance(version, str) and re.fullmatch(r"[0-9a-f]{16}", version) is not None
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Some values of a tensor, evenly spread, as integers of their bits."""
+    """Return evenly spaced values of a tensor as integers with the same bits."""
     flat = tensor.detach().reshape(-1)
-    count = max(VALUES, len(tensor) // ROWS) if tensor.ndim > 1 else VALUES
-    step = max(len(flat) // count, 1) | 1  # odd, so that it meets all columns of a matrix
+    count = max(MIN_SAMPLES, len(tensor) // ROWS_PER_SAMPLE) if tensor.ndim > 1 else MIN_SAMPLES
+    step = max(len(flat) // count, 1) | 1  # odd, so that all columns of a matrix are sampled
     return flat[::step].view(INTEGERS[tensor.element_size()])
 
 
-def _shaping(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights, and the buffers that are saved with them, that shape the output, by the names that they have in a
-    model without adapters; those of adapters by their place among the active ones."""
-    renamed: dict[str, str | None] = {}  # beginnings of names; `None`: of no account
-    met: set[int] = set()
+def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights and persistent buffers that affect the output, with their names in a model without adapters.
+    Weights of active adapters are named by their position."""
+    renamed: dict[str, str | None] = {}  # name prefixes; `None` for weights without effect
+    seen: set[int] = set()
     for path, module in model.named_modules():
-        yield from _adapters(path, module, renamed)
-        for name, tensor in _saved(module):
-            shown = None if id(tensor) in met else _name(f"{path}.{name}", renamed)
-            met.add(id(tensor))  # others are tied to it
+        yield from _adapter_names(path, module, renamed)
+        for name, tensor in _own_tensors(module):
+            shown = None if id(tensor) in seen else _new_name(f"{path}.{name}", renamed)  # tied weights count once
+            seen.add(id(tensor))
             if shown is not None:
-                yield from _plain(shown, tensor)
+                yield from _plain_tensors(shown, tensor)
 
 
-def _saved(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own weights, and the buffers that are saved with them."""
+def _own_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     buffers = (item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set)
     return ((name, tensor) for name, tensor in (*module._parameters.items(), *buffers) if tensor is not None)
 
 
-def _adapters(path: str, module: Any, renamed: dict[str, str | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Note what the adapters of one of PEFT's layers are called, and yield what scales them."""
+def _adapter_names(path: str, module: Any, renamed: dict[str, str | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Add the names of a PEFT layer's adapters to `renamed`, and yield their scaling."""
     parts = getattr(module, "adapter_layer_names", None)
     if not parts:
         return
     active = [] if module.disable_adapters or module.merged_adapters else list(module.active_adapters)
     for part in parts:
         for adapter in getattr(module, part, ()):
-            is_whole = part == "modules_to_save"  # in place of the module
-            shown = path if is_whole else f"{path}.{part}.{active.index(adapter) if adapter in active else None}"
-            renamed[f"{path}.{part}.{adapter}"] = shown if adapter in active else None
-            if is_whole and adapter in active:
+            if adapter not in active:
+                renamed[f"{path}.{part}.{adapter}"] = None
+            elif part == "modules_to_save":  # a copy that replaces the module
+                renamed[f"{path}.{part}.{adapter}"] = path
                 renamed[f"{path}.original_module"] = None
+            else:
+                renamed[f"{path}.{part}.{adapter}"] = f"{path}.{part}.{active.index(adapter)}"
     renamed.setdefault(f"{path}.original_module", path)
     scaling = getattr(module, "scaling", None)
     if isinstance(scaling, dict) and active:
@@ -119,88 +124,90 @@ def _adapters(path: str, module: Any, renamed: dict[str, str | None]) -> Iterato
         yield f"{path}.scaling", torch.tensor(scales, dtype=torch.float32)
 
 
-def _name(name: str, renamed: dict[str, str | None]) -> str | None:
+def _new_name(name: str, renamed: dict[str, str | None]) -> str | None:
     end = len(name) if renamed else 0
     while end > 0:
         if (head := name[:end]) in renamed:
             shown = renamed[head]
-            return None if shown is None else _name(shown + name[end:], {})
+            return None if shown is None else _new_name(shown + name[end:], {})
         end = name.rfind(".", 0, end)
     return name.replace(".base_layer", "").replace("_orig_mod.", "")
 
 
-def _plain(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of memory that one is made of: quantized ones have scales beside their integers."""
+def _plain_tensors(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors inside a tensor subclass, such as the integers and scales of quantized weights."""
     if hasattr(tensor, "__tensor_flatten__"):
         for part in tensor.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{part}", getattr(tensor, part))
+            yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
     else:
         yield name, tensor
 
 
-# --- whether it has changed -----------------------------------------------------------------------------------------
+# --- changes --------------------------------------------------------------------------------------------------------
 
 
 def target_version(model: Any) -> str | None:
     """
-    The fingerprint of a model as it is now, or the name that [`target_changed`] gave it; `None` where none can be
-    made. It is made anew where torch has counted a change of a weight in place (as optimizers and `load_state_dict`
-    make them), where weights were exchanged, or adapters were added, switched, merged or scaled: asking for that takes
-    some ten microseconds. What is written through `.data`, hooks and patched methods are not noticed; the first is
-    found by [`look_closely`].
+    Return the fingerprint of a model, or the name that [`target_changed`] gave it; `None` if it has none.
+
+    The fingerprint is computed again only after a change that torch or PEFT count: in-place changes (optimizers,
+    `load_state_dict`), replaced weights, and adapters that are added, switched, merged or scaled. The check takes
+    about ten microseconds. Writes through `.data` are found only by [`look_closely`]. Hooks and patched methods are
+    not noticed.
     """
-    return _told(model, _Known.version)
+    return _ask(model, _Versions.current)
 
 
 def look_closely(model: Any) -> str | None:
-    """The fingerprint of a model where its weights have changed unnoticed since [`target_version`] was asked last;
-    `None` where they have not, or torch counts a change meanwhile, which the next request is told of. Takes
-    milliseconds."""
-    return _told(model, _Known.unnoticed)
+    """Compute the fingerprint again, and return it if the weights have changed without being counted; otherwise
+    `None`. Takes milliseconds."""
+    return _ask(model, _Versions.unnoticed)
 
 
 def target_changed(model: Any) -> str | None:
-    """Let a model have another version from now on, also where its weights do not show it; returns that, or `None`
-    where it has none."""
-    return _told(model, _Known.renamed)
+    """Give a model a new version, even if its weights do not show a change, and return it."""
+    return _ask(model, _Versions.renew)
 
 
-def _told(model: Any, ask: Callable[[_Known, Any], str | None]) -> str | None:
+def _ask(model: Any, question: Callable[[_Versions, Any], str | None]) -> str | None:
     model = unwrap(model)
     try:
-        known = _known.get(model)
-        if known is None:
-            known = _known[model] = _Known(model)
-        return ask(known, model)
-    except Exception as error:  # noqa: BLE001 - whatever is odd about a model, or is done to it at this moment
+        versions = _tracked.get(model)
+        if versions is None:
+            versions = _tracked[model] = _Versions(model)
+        return question(versions, model)
+    except Exception as error:  # noqa: BLE001 - unusual models, or models that change at this moment
         logger.info("The version of the target is not known: %s", first_line(error))
         return None
 
 
-class _Known:
-    """The versions that one model has had, by what torch and PEFT count of its changes."""
+class _Versions:
+    """The versions of one model, by the state of the counters of torch and PEFT."""
 
     def __init__(self, model: Any) -> None:
         self.versions: dict[object, str] = {}
-        self.look(model)
+        self.register(model)
 
-    def look(self, model: Any) -> object:
-        """Learn which weights there are, and return what is counted now. Weights that are taken out of the model are
-        held until the next look; weak references would keep torch from exchanging their contents."""
-        weights = [tensor for module in model.modules() for _, tensor in _saved(module)]
-        self._tensors = [tensor for tensor in weights if not tensor.is_inference()]  # of which nothing is counted
+    def register(self, model: Any) -> object:
+        """List the weights to watch, and return the state of their counters. Weights that are removed from the model
+        stay alive until the next call; weak references would keep torch from swapping their contents."""
+        weights = [tensor for module in model.modules() for _, tensor in _own_tensors(module)]
+        self._tensors = [
+            tensor for tensor in weights if not tensor.is_inference()
+        ]  # inference tensors have no counter
         places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
-        chosen = places[:: max(len(places) // PROBED, 1)]
-        self._probes = [(held, name, held[name]) for held, name in chosen]
-        self._layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
-        self._merged = tuple(getattr(self._layer, "merged_adapters", ()))
-        return self._counted(model)
+        chosen = places[:: max(len(places) // NUM_PROBES, 1)]
+        self._probes = [(parameters, name, parameters[name]) for parameters, name in chosen]
+        self._peft_layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
+        self._merged = tuple(getattr(self._peft_layer, "merged_adapters", ()))
+        return self._counters(model)
 
-    def _counted(self, model: Any) -> object:
-        """Another value after each change that is noticed."""
-        if any(held.get(name) is not tensor for held, name, tensor in self._probes):
-            return object()  # other weights are there
-        layer, changes = self._layer, (sum(map(_changes, self._tensors)), *vars(model).get("peft_config", ()))
+    def _counters(self, model: Any) -> object:
+        """Return a value that changes with each change that is noticed."""
+        if any(parameters.get(name) is not tensor for parameters, name, tensor in self._probes):
+            return object()  # weights were replaced
+        changes = (sum(map(_in_place_changes, self._tensors)), *vars(model).get("peft_config", ()))
+        layer = self._peft_layer
         if layer is None:
             return changes
         scaling = getattr(layer, "scaling", None)
@@ -209,48 +216,45 @@ class _Known:
             tuple(scaling.values()) if isinstance(scaling, dict) else None,
         )  # fmt: skip
 
-    def version(self, model: Any) -> str:
-        version = self.versions.get(self._counted(model))
+    def current(self, model: Any) -> str:
+        version = self.versions.get(self._counters(model))
         if version is None:
-            before, merged = self._tensors, self._merged
-            counted = self.look(model)
-            # Other weights have other versions; an adapter that is merged and taken out again leaves them rounded.
-            is_same = list(map(id, before)) == list(map(id, self._tensors)) and merged == self._merged
+            tensors, merged = self._tensors, self._merged
+            counters = self.register(model)
+            # Known versions stay valid only for the same weights. Unmerging an adapter leaves rounding errors.
+            is_same = list(map(id, tensors)) == list(map(id, self._tensors)) and merged == self._merged
             known = self.versions if is_same else {}
             version = fingerprint(model)
-            if self._counted(model) == counted:  # otherwise it has changed meanwhile
-                self.versions = dict([*known.items(), (counted, version)][-REMEMBERED:])
+            if self._counters(model) == counters:  # no change during the computation
+                self.versions = dict([*known.items(), (counters, version)][-MAX_VERSIONS:])
         return version
 
     def unnoticed(self, model: Any) -> str | None:
-        """Its fingerprint where that is another one by what torch and PEFT have not counted."""
-        before, noticed = self.version(model), self._counted(model)
-        anew = _Known(model)
-        counted, now = anew._counted(model), fingerprint(model)
-        is_still = (self._counted(model), anew._counted(model)) == (noticed, counted)
-        if now == before.partition("-")[0] or self.versions.get(noticed) != before or not is_still:
+        before, counters = self.current(model), self._counters(model)
+        fresh = _Versions(model)
+        fresh_counters, now = fresh._counters(model), fingerprint(model)
+        is_unchanged = (self._counters(model), fresh._counters(model)) == (counters, fresh_counters)
+        if now == before.partition("-")[0] or self.versions.get(counters) != before or not is_unchanged:
             return None
-        anew.versions = {counted: now}
-        _known[model] = anew
+        fresh.versions = {fresh_counters: now}
+        _tracked[model] = fresh
         return now
 
-    def renamed(self, model: Any) -> str:
-        """Another version than before, that of its weights if that is another one already."""
-        before = self.version(model)
+    def renew(self, model: Any) -> str:
+        before = self.current(model)
         if (now := self.unnoticed(model)) is None:
-            plain, _, times = before.partition("-")
-            now = f"{plain}-{int(times or 0) + 1}"
-            self.versions = {self.look(model): now}
+            plain, _, number = before.partition("-")
+            now = f"{plain}-{int(number or 0) + 1}"
+            self.versions = {self.register(model): now}
         return now
 
 
-# --- what a draft was taught for ------------------------------------------------------------------------------------
+# --- the version that a draft was trained for -----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def taught_for(draft: Any, version: str | None) -> Iterator[None]:
-    """The configuration of a draft says inside the block which version of its target it was taught for; with `None` it
-    stays as it is."""
+    """Write the target version into the draft's configuration inside the block; with `None` change nothing."""
     config = unwrap(draft).config
     before = vars(config).get(TAUGHT_FOR)
     if version is not None:
@@ -264,16 +268,11 @@ def taught_for(draft: Any, version: str | None) -> Iterator[None]:
             setattr(config, TAUGHT_FOR, before)
 
 
-def is_fingerprint(version: object) -> bool:
-    """Whether a version is told by its weights, not by the name that somebody gave it, a folder's perhaps."""
-    return isinstance(version, str) and re.fullmatch(r"[0-9a-f]{16}", version) is not None
-
-
 def warn_of_target(draft: Any, target: Any) -> None:
-    """Say in the log where a draft was taught for another version of its target."""
+    """Log a warning if a draft was trained for another version of its target."""
     before = getattr(unwrap(draft).config, TAUGHT_FOR, None)
     if is_fingerprint(before) and (now := target_version(target)) not in (None, before):
         logger.warning(
-            "The draft was taught for another version of its target (%s; this one is %s). Answers are the target's "
-            "own all the same; fewer tokens may be accepted, until it has learned from this one.", before, now,
+            "The draft was trained for another version of its target (%s; this one is %s). The answers are still the "
+            "target's own. Fewer tokens may be accepted until the draft has learned from this version.", before, now,
         )  # fmt: skip

@@ -330,7 +330,7 @@ def test_a_saved_draft_says_which_target_it_was_taught_for(
         assert getattr(loaded.config, "osd_hf_target", None) == version
         with OnlineAssistant(target, loaded, config=CONFIG) as again:
             again.save_pretrained(tmp_path / "again")
-            assert ("taught for another version" in caplog.text) == (version is not None)
+            assert ("trained for another version" in caplog.text) == (version is not None)
         kept_word = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
         assert getattr(kept_word.config, "osd_hf_target", None) == version
     caplog.clear()

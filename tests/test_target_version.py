@@ -86,7 +86,7 @@ def test_a_few_rows_next_to_each_other_are_enough(
     assert fingerprint(copy.deepcopy(layer)) == before
     start = int(first * (rows - 1))
     layer.weight[start : start + 9] += 1
-    is_seen = rows - start >= 9 or rows * columns <= module.VALUES
+    is_seen = rows - start >= 9 or rows * columns <= module.MIN_SAMPLES
     assert fingerprint(layer) != before or not is_seen
 
 
