@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from osd_hf import CorrectionStore, Trace, replay
 from osd_hf.decoding.hook import record_traces
-from osd_hf.engines.completions import ResponseReader, unwrapped
+from osd_hf.engines.completions import ResponseReader, unwrap_line
 from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors
 from osd_hf.replay import replay_each
@@ -423,7 +423,7 @@ def test_lines_of_logs_are_unwrapped(good: Any, recorded: list[Trace]) -> None:
         ({"request": "a text", "response": response}, None),
     ]
     for line, wanted in lines:
-        request_found, response_found = unwrapped(json.loads(json.dumps(line)))
+        request_found, response_found = unwrap_line(json.loads(json.dumps(line)))
         assert (request_found, response_found) == (wanted, response)
         assert_same(READER.traces(response_found, request_found)[0], recorded[0])
 
@@ -443,7 +443,7 @@ def test_lines_of_logs_are_unwrapped(good: Any, recorded: list[Trace]) -> None:
 )
 def test_lines_without_an_answer_are_refused(line: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        unwrapped(line)
+        unwrap_line(line)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def write_log_place(folder: Path, traces: list[Trace]) -> None:
     write_store(folder, traces)
     log = folder.parent / "requests.jsonl"
     log.write_text("{}\n")
-    reader = LogReader(log, LogReader.place_in(folder, log))
+    reader = LogReader(log, LogReader.position_in(folder, log))
     assert list(reader.lines()) == [b"{}"]
     reader.commit()
     reader.close()

@@ -77,7 +77,7 @@ def collect_command(settings: CollectSettings) -> int:
     store = settings.open_store()
     log = None
     if settings.log is not None:
-        log = LogReader(settings.log, LogReader.place_in(settings.store, settings.log))
+        log = LogReader(settings.log, LogReader.position_in(settings.store, settings.log))
     report = CollectionReport()
     failed: StoreError | ServerError | DataError | None = None
     try:

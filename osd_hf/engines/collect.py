@@ -1,8 +1,10 @@
-"""Collecting from a serving engine: what it answers, asked or read from its log, ends as traces in a store."""
+"""Collect answers of an engine, by asking it or from its log, as traces in a store."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrapped
+from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrap_line
 from osd_hf.errors import DataError, ServerError, without_credentials
 from osd_hf.prompts import Prompt
 from osd_hf.store.folder import store_errors
@@ -26,13 +28,11 @@ from osd_hf.utils.disk import FileLock, hold_lock, write_whole
 
 __all__ = ["CollectionReport", "LogReader", "collect", "collect_log"]
 
-MOST_FAILURES = 8  # requests in a row that may fail before it is for a reason of all
-MOST_REASONS = 256  # counted apart, as servers may say something else each time
-STOP_SECONDS = 0.2  # within which a collection notices that it is told to stop
+MAX_FAILURES = 8  # requests that fail in a row before the collection ends
+MAX_REASONS = 256  # counted separately, because servers may give a different reason each time
+POLL_SECONDS = 0.2  # between two looks at `stop`
 GRACE_SECONDS = 5.0  # for requests under way when a collection ends early
-HEAD_BYTES = 1024  # of a log, by which it is known again
-LOG_BYTES = 1 << 20  # read at once
-LINE_BYTES = 1 << 27  # of one line: an answer of a hundred thousand tokens with twenty log-probs each
+HEAD_BYTES = 1024  # of a log, to recognize it
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,19 +40,26 @@ T = TypeVar("T")
 
 @dataclass
 class CollectionReport:
-    """What came of a collection; prompts that had no answer when it ended are `unanswered`."""
+    """
+    The result of a collection.
 
-    requests: int = 0  # traces kept
-    tokens: int = 0  # that these emitted
-    skipped: Counter[str] = field(default_factory=Counter)  # by reason, as it was said first
+    Attributes:
+        requests (`int`), tokens (`int`): Stored traces, and the tokens of their answers.
+        skipped (`Counter[str]`): Answers that cannot be learned from, by reason.
+        unanswered (`int`): Prompts without an answer when the collection ended.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
     unanswered: int = 0
     seconds: float = 0.0
-    _reasons: dict[str, str] = field(default_factory=dict, repr=False)  # without numbers -> as it was said first
+    _reasons: dict[str, str] = field(default_factory=dict, repr=False)  # reason without numbers -> first such reason
 
     def keep(
         self, store: CorrectionStore, traces: Sequence[Trace], on_request: Callable[[Trace], object] | None
     ) -> None:
-        """Append traces, count them, and tell of each."""
+        """Append traces to a store, and count them."""
         for trace in traces:
             store.append(trace)
             self.requests += 1
@@ -61,10 +68,10 @@ class CollectionReport:
                 on_request(trace)
 
     def skip(self, reason: str) -> None:
-        """Count what is left out."""
+        """Count an answer that cannot be learned from."""
         reason = without_credentials(reason)
         kind = re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason)
-        if kind not in self._reasons and len(self._reasons) >= MOST_REASONS:
+        if kind not in self._reasons and len(self._reasons) >= MAX_REASONS:
             kind = reason = "other reasons"
         self.skipped[self._reasons.setdefault(kind, reason)] += 1
 
@@ -86,44 +93,44 @@ def collect(
     **settings: Any,
 ) -> CollectionReport:
     """
-    Send prompts with their token ids to a server, `concurrency` at once, and keep the answers. A prompt that is
-    refused, or has an answer that cannot be learned from, is left out and counted; where eight in a row are, or all,
-    the collection ends with the reason.
+    Send prompts to a server, `concurrency` at once, and store the answers.
+
+    A prompt whose answer is refused or cannot be learned from is counted and left out. The collection ends with the
+    reason if that happens eight times in a row, or to all prompts.
 
     Args:
-        report (`CollectionReport`, *optional*): Counts, seen by the caller when an error ends the collection.
-        on_request (`Callable[[Trace], object]`, *optional*): Called for each trace kept.
-        stop (`threading.Event`, *optional*):
-            Ends the collection when it is set; answers that come within seconds are kept.
-        max_new_tokens (`int`), settings (`Any`): Passed on to [`~CompletionClient.complete`].
+        prompts (`Sequence[tuple[Prompt, list[int]]]`): Prompts with their token ids.
+        report (`CollectionReport`, *optional*): Filled with counts, also if an error ends the collection.
+        on_request (`Callable[[Trace], object]`, *optional*): Called for each stored trace.
+        stop (`threading.Event`, *optional*): Ends the collection. Answers that come within seconds are stored.
+        max_new_tokens (`int`), settings (`Any`): Passed to [`~CompletionClient.complete`].
 
     Raises:
-        ServerError: the server went away, or refused. What was answered is in the store.
+        ServerError: the server cannot be reached, or refuses all requests. Earlier answers are in the store.
         DataError: answers without token ids or log-probs.
         StoreError: the store cannot be written.
     """
     report = report or CollectionReport()
-    waiting, answers = deque(prompts), set[Future[list[Trace]]]()
-    failures: list[RequestRefusedError | DataError] = []  # since the last answer that was kept
-    started = time.perf_counter()
+    waiting, running = deque(prompts), set[Future[list[Trace]]]()
+    failures: list[RequestRefusedError | DataError] = []  # since the last stored answer
+    start = time.perf_counter()
 
     def ask(prompt: Prompt, ids: list[int]) -> list[Trace]:
-        request, response = client.complete(
-            ids, max_new_tokens=max_new_tokens, num_logprobs=reader.num_logprobs, **settings
-        )
+        num_logprobs = reader.num_logprobs
+        request, response = client.complete(ids, max_new_tokens=max_new_tokens, num_logprobs=num_logprobs, **settings)
         return reader.traces(response, request, domain=prompt.domain)
 
     def keep(done: set[Future[list[Trace]]]) -> ServerError | DataError | None:
-        """Keep what was answered; returns what should end the collection."""
+        """Store answers; returns the error that should end the collection."""
         fatal: ServerError | DataError | None = None
         for future in done:
-            answers.remove(future)
+            running.remove(future)
             try:
                 traces = future.result()
             except (RequestRefusedError, DataError) as error:
                 report.skip(str(error))
                 failures.append(error)
-                if len(failures) >= MOST_FAILURES:
+                if len(failures) >= MAX_FAILURES:
                     fatal = error
             except ServerError as error:
                 report.unanswered += 1
@@ -136,32 +143,32 @@ def collect(
     try:
         try:
             while not (stop is not None and stop.is_set()):
-                while waiting and len(answers) < concurrency:
-                    answers.add(_begun(ask, *waiting.popleft()))
-                if not answers:
+                while waiting and len(running) < concurrency:
+                    running.add(_run_in_daemon(ask, *waiting.popleft()))
+                if not running:
                     break
-                fatal = keep(wait(answers, timeout=STOP_SECONDS, return_when=FIRST_COMPLETED).done)
+                fatal = keep(wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done)
                 if fatal is not None:
                     raise fatal
-        finally:  # of requests under way, those that are answered soon
-            keep(wait(answers, timeout=GRACE_SECONDS).done)
-            report.unanswered += len(waiting) + len(answers)
+        finally:
+            keep(wait(running, timeout=GRACE_SECONDS).done)
+            report.unanswered += len(waiting) + len(running)
         if failures and not report.requests:
             raise failures[-1]
     finally:
-        report.seconds += time.perf_counter() - started
+        report.seconds += time.perf_counter() - start
         store.flush()
     return report
 
 
-def _begun(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """A call by a thread that does not hold up the end of the program, as those of an executor do."""
+def _run_in_daemon(call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Run a call in a thread that does not delay the end of the program, unlike those of an executor."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call(*arguments))
-        except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001  # raised where the result is read
             future.set_exception(error)
 
     threading.Thread(target=run, name="osd_hf-collect", daemon=True).start()
@@ -173,32 +180,30 @@ def _begun(call: Callable[..., T], *arguments: Any) -> Future[T]:
 
 class LogReader:
     """
-    New whole lines of a growing log. A line without its end is left until it has one; a line longer than 128 MiB is
-    passed over, so no line takes more memory than that. A log that was rotated away is read to its end before the new
-    one is begun.
+    Reads the new lines of a growing log.
+
+    A line without its end is read when it is complete. After a rotation, the old file is read to its end first.
 
     Args:
         path (`Path`): A file of JSON lines.
-        place (`Path`, *optional*): File that keeps how far the log has been read, so that another run goes on there.
+        position_file (`Path`, *optional*): Keeps how far the log was read, so that another run continues there.
 
     Raises:
-        DataError: there is no such file, or it cannot be read.
-        ConfigError: another process reads it for the same `place`.
-
-    Attributes:
-        has_rest (`bool`): Whether there was a line without its end after the last whole one.
-        too_long (`int`): Lines passed over because they are too long.
+        DataError: the log cannot be read.
+        ConfigError: another process uses the same `position_file`.
     """
 
-    def __init__(self, path: Path, place: Path | None = None) -> None:
-        self.path, self.place = path, place
-        self.has_rest, self.too_long = False, 0
+    def __init__(self, path: Path, position_file: Path | None = None) -> None:
+        self.path = path
+        self.position_file = position_file
+        self._offset = 0  # the end of the last accepted line
+        self._next_offset = 0  # the end of the last line that `lines` gave
         self._head = b""
-        self._was_seen_rotated = False
+        self._rest = b""  # the line without an end
+        self._has_seen_rotation = False
         self._lock: FileLock | None = None
-        self._begin(0)
         try:
-            self._file = path.open("rb", buffering=0)  # a buffer would not see that the log was emptied in place
+            self._file = path.open("rb", buffering=0)  # a buffer would hide that the log was truncated
         except OSError as error:
             raise DataError(f"The log {path} cannot be read: {error.strerror}.") from error
         try:
@@ -208,130 +213,116 @@ class LogReader:
             raise
 
     @staticmethod
-    def place_in(store: Path, path: Path) -> Path:
-        """Where a store keeps how far a log has been read into it."""
+    def position_in(store: Path, path: Path) -> Path:
+        """Return the `position_file` of a log that is read into a store."""
         name = hashlib.sha256(os.fsencode(path.expanduser().absolute())).hexdigest()[:16]
         return store / f".osd_hf_store.log-{name}.json"
 
-    def _begin(self, offset: int, *, is_inside: bool = False) -> None:
-        """Go on at a line's start, or inside a line that is passed over."""
-        # What is dealt with ends at `offset`, and what has been read at `_read`.
-        self.offset = self._read = offset
-        self._rest, self._is_inside = bytearray(), is_inside  # of the line that has begun
+    @property
+    def has_rest(self) -> bool:
+        """Whether the log ends with a line without its end."""
+        return bool(self._rest.strip())
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the new lines, without their ends."""
+        yield from self._whole_lines()
+        if not self._is_rotated():
+            return
+        if not self._has_seen_rotation:  # a program may still write to the old file until the next call
+            self._has_seen_rotation = True
+            return
+        yield from self._whole_lines()
+        if self.has_rest:
+            yield self._rest
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError:
+            return
+        self._file.close()
+        self._file = file
+        self._offset = self._next_offset = 0
+        self._head = b""
+        self._has_seen_rotation = False
+        yield from self._whole_lines()
+
+    def accept(self) -> None:
+        """Mark the last line as processed. This also happens when the next one is read."""
+        self._offset = self._next_offset
+
+    def commit(self) -> None:
+        """Write the position after the last accepted line; raises StoreError."""
+        if self.position_file is None:
+            return
+        head = self._read_head()
+        digest = hashlib.sha256(head).hexdigest()
+        position = {"head_bytes": len(head), "head_sha256": digest, "offset": self._offset}
+        with store_errors("write", self.position_file):
+            write_whole(self.position_file, json.dumps(position).encode())
+
+    def close(self) -> None:
+        """Close the log, and release the lock."""
+        self._file.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _resume(self) -> None:
-        if self.place is None:
+        if self.position_file is None:
             return
         self._lock = hold_lock(
-            self.place.with_suffix(".lock"),
+            self.position_file.with_suffix(".lock"),
             f"Another collector reads {self.path} into this store, or its file system has no locks. Stop it, or take "
             "another store.",
         )
         try:
-            kept = json.loads(self.place.read_text())
-            length, digest, offset = int(kept["head_bytes"]), str(kept["head_sha256"]), int(kept["offset"])
+            position = json.loads(self.position_file.read_text())
+            size, digest = int(position["head_bytes"]), str(position["head_sha256"])
+            offset = int(position["offset"])
         except (OSError, ValueError, KeyError, TypeError):
-            return  # read from the start rather than lose a line
-        if length < 0 or offset < 0:
+            return  # reading a line twice is better than losing one
+        if size < 0 or offset < 0:
             return
-        head = self._file.read(length)
+        head = self._file.read(size)
         if hashlib.sha256(head).hexdigest() == digest and offset <= os.fstat(self._file.fileno()).st_size:
             self._head = head
-            self._begin(offset, is_inside=kept.get("is_inside") is True)
+            self._offset = self._next_offset = offset
         else:
             logger.warning(
                 "%s is another file than the one that was read before: it is read from its start, and what the other "
-                "gained after byte %d is not read.", self.path, offset,
-            )  # fmt: skip
-
-    def lines(self) -> Iterator[bytes]:
-        """The lines that have come, without their ends."""
-        yield from self._whole_lines()
-        if not self._is_rotated():
-            return
-        if not self._was_seen_rotated:  # its writer may still hold the old one: that is read once more later
-            self._was_seen_rotated = True
-            return
-        yield from self._whole_lines()
-        if self.has_rest:  # nobody writes its end any more
-            yield bytes(self._rest)
-        try:
-            file = self.path.open("rb", buffering=0)
-        except OSError:  # gone again, or not to be read yet
-            return
-        self._file.close()
-        self._file, self._head, self._was_seen_rotated = file, b"", False
-        self._begin(0)
-        yield from self._whole_lines()
+                "gained after byte %d is not read.",
+                self.path,
+                offset,
+            )
 
     def _whole_lines(self) -> Iterator[bytes]:
-        size, begun = os.fstat(self._file.fileno()).st_size, bytes(self._rest[:HEAD_BYTES])
-        is_accepted = self._read == self.offset + len(self._rest)
-        if size < self.offset or self._bytes_at(0, len(self._head)) != self._head:
-            self._begin(0)  # it was emptied in place, and may have grown since
-        elif not is_accepted or size < self._read or self._bytes_at(self.offset, len(begun)) != begun:
-            self._begin(self.offset, is_inside=self._is_inside)
-        while True:
-            *ended, rest = self._bytes_at(self._read, LOG_BYTES).split(b"\n")
-            for piece in ended:
-                self._grow(piece)
-                line = None if self._is_inside else bytes(self._rest)
-                self._rest, self._is_inside = bytearray(), False
-                self._read += 1
-                if line is not None:
-                    yield line
+        if os.fstat(self._file.fileno()).st_size < self._offset or self._read_head(len(self._head)) != self._head:
+            self._offset = 0  # the log was truncated, and may have grown since
+        self._next_offset = self._offset
+        self._file.seek(self._offset)
+        buffer = io.BufferedReader(self._file)
+        try:
+            while (line := buffer.readline()).endswith(b"\n"):
+                self._next_offset = self._offset + len(line)
+                yield line[:-1]
                 self.accept()
-            if not rest and not ended:
-                break
-            self._grow(rest)
-            self.accept()
-        self.has_rest = bool(self._rest) and not self._rest.isspace()
-        self._head = self._bytes_at(0, min(HEAD_BYTES, self.offset))
+            self._rest = line
+        finally:
+            with contextlib.suppress(ValueError):  # the log was closed
+                buffer.detach()
+        self._head = self._read_head()
 
-    def _grow(self, piece: bytes) -> None:
-        """Add a piece to the line that has begun, unless that is, or becomes, too long."""
-        self._read += len(piece)
-        if not self._is_inside:
-            self._rest += piece
-            self._is_inside = len(self._rest) > LINE_BYTES
-            if self._is_inside:
-                self.too_long += 1
-                logger.warning("Left out: a line of %s longer than %d bytes.", self.path, LINE_BYTES)
-                self._rest.clear()
-
-    def _bytes_at(self, place: int, size: int) -> bytes:
-        self._file.seek(place)
-        return self._file.read(size)
+    def _read_head(self, size: int | None = None) -> bytes:
+        """Read the start of the accepted part, and restore the position of the file."""
+        position = self._file.tell()
+        self._file.seek(0)
+        head = self._file.read(min(HEAD_BYTES, self._offset) if size is None else size)
+        self._file.seek(position)
+        return head
 
     def _is_rotated(self) -> bool:
-        """Whether another file has the name now."""
         try:
             return not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
         except OSError:
-            return False  # until the new one is there
-
-    def accept(self) -> None:
-        """Take the line that came last for dealt with, as happens by itself when the next one is asked for."""
-        self.offset = self._read - len(self._rest)
-
-    def commit(self) -> None:
-        """Write how far the log has been read, without the line that came last if that is not accepted; raises
-        StoreError where it cannot be written."""
-        if self.place is None:
-            return
-        head = self._bytes_at(0, min(HEAD_BYTES, self.offset))
-        kept = {
-            "head_bytes": len(head), "head_sha256": hashlib.sha256(head).hexdigest(), "offset": self.offset,
-            "is_inside": self._is_inside,
-        }  # fmt: skip
-        with store_errors("write", self.place):
-            write_whole(self.place, json.dumps(kept).encode())
-
-    def close(self) -> None:
-        """Close the log, and let others read it for the same place."""
-        self._file.close()
-        if self._lock is not None:
-            self._lock.release()
+            return False  # the new file does not exist yet
 
 
 def collect_log(
@@ -345,45 +336,46 @@ def collect_log(
     stop: threading.Event | None = None,
 ) -> CollectionReport:
     """
-    Keep the answers that a log has gained, all under one label. Lines that hold none, or cannot be learned from, are
-    counted by reason. What else is passed means the same as for [`collect`].
+    Store the new answers of a log.
+
+    Args:
+        domain (`str`, *optional*): Label of all answers.
+        report, on_request, stop: As for [`collect`].
 
     Raises:
-        StoreError: the store cannot be written; the lines since the last flush are read again the next time.
+        StoreError: the store cannot be written. The lines since the last flush are read again the next time.
     """
     report = report or CollectionReport()
-    started, kept, too_long = time.perf_counter(), 0, log.too_long
+    start, num_unflushed = time.perf_counter(), 0
     try:
         for line in log.lines():
             try:
-                traces = _traces_of(line, reader, domain) if line.strip() else []
+                traces = _traces_of_line(line, reader, domain) if line.strip() else []
             except DataError as error:
                 report.skip(str(error))
             else:
                 report.keep(store, traces, on_request)
-                kept += len(traces)
+                num_unflushed += len(traces)
             log.accept()
-            if kept >= store.flush_every:
+            if num_unflushed >= store.flush_every:
                 store.flush()
                 log.commit()
-                kept = 0
+                num_unflushed = 0
             if stop is not None and stop.is_set():
                 break
     finally:
-        report.seconds += time.perf_counter() - started
-        for _ in range(log.too_long - too_long):
-            report.skip("a line is too long")
+        report.seconds += time.perf_counter() - start
         store.flush()
         log.commit()
     return report
 
 
-def _traces_of(line: bytes, reader: ResponseReader, domain: str | None) -> list[Trace]:
+def _traces_of_line(line: bytes, reader: ResponseReader, domain: str | None) -> list[Trace]:
     try:
         parsed = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError("a line is cut off, or no JSON") from error
     if not isinstance(parsed, dict):
         raise DataError("a line is no JSON object")
-    request, response = unwrapped(parsed)
+    request, response = unwrap_line(parsed)
     return reader.traces(response, request, domain=domain)
