@@ -239,6 +239,12 @@ def test_each_recipe_has_one_row() -> None:
     assert sorted(named) == sorted(files - {"common.py"})
 
 
+@pytest.mark.parametrize("page", LINKING, ids=relative)
+def test_named_files_exist(page: Path) -> None:
+    for name in re.findall(r"`((?:osd_hf|app|recipes|docs|tests)/[\w./]*)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
 # --- figures are of this code ---------------------------------------------------------------------------------------
 
 
