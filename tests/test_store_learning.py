@@ -610,7 +610,7 @@ def test_weights_that_are_not_at_hand_change_nothing(begin: Any, tmp_path: Path,
     before = weights(again)
     with caplog.at_level(logging.INFO):
         again.step(limit=1)
-    assert "The weights of version 1 are not at hand" in caplog.text
+    assert "The weights of version 1 are not in memory" in caplog.text
     assert equal(weights(again), before)
 
 

@@ -1,4 +1,4 @@
-"""Online learning for engines that serve elsewhere: from stores that others fill to published versions."""
+"""Learn a draft from the stores that engines fill, and publish its versions."""
 
 from __future__ import annotations
 
@@ -45,54 +45,53 @@ __all__ = ["StoreLearner"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TAKEN_AT_ONCE = 16  # requests between two looks at the clock, and at who wants to stop
-RETRY_SECONDS = 30.0  # between two attempts to write what could not be written
-RECENT = 4096  # requests whose acceptance is kept
+MAX_REQUESTS_PER_STEP = 16
+RETRY_SECONDS = 30.0  # between two attempts to write
+MAX_RECENT = 4096  # requests whose acceptance is kept
 
 
 class StoreLearner:
     """
-    Takes in what stores gain, as if the draft had drafted those answers, learns from it by the rule of an
-    [`OnlineConfig`], and publishes what the gate lets through. What was learned, and how far each store was read, is
-    saved together, so a killed learner goes on with no request learned twice or not at all since then.
+    Learns from new requests in stores, and publishes the versions that pass the gate.
+
+    Requests are replayed as if the draft had drafted their answers. What was learned and how far each store was read
+    are saved together, so that a killed learner continues without learning a request twice or not at all.
 
     Args:
         draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
-            Where learning starts, with the target's vocabulary size; not changed. The tokenizer is published with it.
-        follower (`StoreFollower`), versions (`VersionFolder`): Where requests come from, and where versions go.
-        config (`OnlineConfig`): The rule of learning; `num_assistant_tokens` must not be `None`.
-        state (`Path`, *optional*): Folder of the session; one that lies there is gone on with.
-        domain (`str`, *optional*): Learn from requests of this label only.
+            The initial draft, which stays unchanged, with the target's vocabulary size; and the tokenizer to publish.
+        follower (`StoreFollower`), versions (`VersionFolder`): Source of the requests, and destination of versions.
+        config (`OnlineConfig`): Settings; `num_assistant_tokens` must not be `None`.
+        state (`Path`, *optional*): Folder of the session. An existing session is continued.
+        domain (`str`, *optional*): Learn only from requests with this label.
         by_domain (`bool`, *optional*, defaults to `False`):
-            Teach each domain a draft of its own, whose versions are in a folder of its own below that of `versions`.
-        peft_config (`peft.PeftConfig`, *optional*): Teach adapters; versions have them merged.
+            Train one draft per label, with versions in subfolders.
+        peft_config (`peft.PeftConfig`, *optional*): Train adapters, which are merged in versions.
         target_version (`str`, *optional*):
-            Learn from requests of this version of the target only; by default from those of the one whose requests are
-            the newest in the stores, and of others as they take its place, an earlier one again among them. Requests
-            that do not say one are taken for its own, as long as there was no other.
+            Learn only from requests of this target version. By default, learn from the version with the newest
+            requests. Requests without a version count as that one while it is the only one.
         target (`PreTrainedModel`, *optional*):
-            The version that is learned from: requests of other ones are scored anew by it, see [`rescore`], instead of
-            left out, and learned from without being judged by. Once there is a newer one, they are left out as well.
-        facts (`DraftFacts`, *optional*): What the cards say beside the figures.
+            The target of that version. It rescores requests of other versions (see [`rescore`]), which are then
+            learned from, but not used by the gate. Without it they are left out.
+        facts (`DraftFacts`, *optional*): Facts for the model cards.
         repo_id (`str`, *optional*), token (`str`, *optional*), private (`bool`, *optional*):
-            Repo of the Hub that each version is pushed to as well, by [`~osd_hf.hub.push.push_folder`].
+            Hub repo that versions are pushed to, see [`~osd_hf.hub.push.push_folder`].
         publish_seconds (`float`, *optional*, defaults to 0.0):
-            Least time between two publications; what comes sooner waits, and the newest goes out.
-        accelerator (`Accelerator`, *optional*): Runs backward and step, and has the trackers.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds, for publications.
+            Minimum time between two publications. In between, the newest version waits.
+        accelerator (`Accelerator`, *optional*): Runs the training steps, and has the trackers.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
 
     Raises:
-        ConfigError: a configuration without a fixed k, or a `target` that is not the version that is learned from.
-        VocabularyMismatchError: a `target` of another vocabulary than the draft's.
-        StateError: a session of another draft.
+        ConfigError: no fixed number of draft tokens, or a `target` of another version.
+        VocabularyMismatchError: a `target` with another vocabulary size.
+        StateError: the session belongs to another draft.
 
     Attributes:
-        skipped (`Counter[str]`): What this run left out as it does not fit this learner, by reason.
+        skipped (`Counter[str]`): Requests of this run that do not fit, by reason.
         learned (`deque[AcceptanceStats]`), frozen (`deque[AcceptanceStats]`):
-            What the version that served at the time, and the draft of the beginning, made of the newest requests of
-            this run.
-        domains (`deque[str]`): Their labels.
-        published (`list[dict]`): Facts of the versions published by this run.
+            Acceptance of the serving version and of the initial draft on the newest requests of this run.
+        domains (`deque[str]`): Labels of these requests.
+        published (`list[dict]`): Facts of the versions that this run published.
     """
 
     def __init__(
@@ -117,31 +116,42 @@ class StoreLearner:
         accelerator: Accelerator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Nothing is drafted here.
+        # Nothing is drafted here, so there is no time to share.
         config = replace(config, update_strategy="interval", compile_draft=False)
         if config.compared_k is None:
             raise ConfigError("A fixed k is needed, got `num_assistant_tokens=None`.")
-        self.config, self.k = config, config.compared_k
-        self.tokenizer, self.follower, self.versions = tokenizer, follower, versions
-        self.domain, self.facts, self.repo_id = domain, facts or DraftFacts(), repo_id
-        self._draft, self._token, self._private, self._state = draft, token, private, state
-        self._publish_seconds, self._clock, self._published_at = publish_seconds, clock, -float("inf")
+        self.config = config
+        self.k = config.compared_k
+        self.tokenizer = tokenizer
+        self.follower = follower
+        self.versions = versions
+        self.domain = domain
+        self.facts = facts or DraftFacts()
+        self.repo_id = repo_id
+        self.skipped: Counter[str] = Counter()
+        self.learned: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
+        self.frozen: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
+        self.domains: deque[str | None] = deque(maxlen=MAX_RECENT)
+        self.published: list[dict[str, Any]] = []
+        self._draft = draft
+        self._token = token
+        self._private = private
+        self._state = state
+        self._publish_seconds = publish_seconds
+        self._clock = clock
+        self._published_at = -float("inf")
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=by_domain)
         self.learner = Learner(drafts, config, accelerator, chooses=False)
         self._readable = Readable.by(drafts.base)
         self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
-        self.skipped: Counter[str] = Counter()
-        self.learned: deque[AcceptanceStats] = deque(maxlen=RECENT)
-        self.frozen: deque[AcceptanceStats] = deque(maxlen=RECENT)
-        self.domains: deque[str | None] = deque(maxlen=RECENT)
-        self.published: list[dict[str, Any]] = []
-        self._target, self._asked_version = target, target_version
-        self._version = target_version  # that is learned from
-        self._seen: dict[str, float] = {}  # versions, and when the newest request of each ended
+        self._target = target
+        self._requested_version = target_version
+        self._version = target_version  # the target version that is learned from
+        self._last_seen: dict[str, float] = {}  # target version -> time of its newest request
         self._unpublished: dict[str | None, GateDecision] = {}
-        # The learner's number and weights of versions that engines may be taken back to, by domain and number.
+        # The learner's version number and weights of published versions that may be rolled back to.
         self._served: dict[tuple[str | None, int], tuple[int, Snapshot]] = {}
-        self._unstarted: list[str | None] = []  # whose draft as it was is to be published
+        self._unpublished_starts: list[str | None] = []  # drafts whose `v000000` could not be written yet
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
@@ -153,34 +163,33 @@ class StoreLearner:
         if not target_version:  # those that have come already
             found = follower.targets(domain, self._readable.vocab_size)
             self._choose_version(found.items())
-        self._at_hand = self._version  # what the model at hand scores for
+        self._version_of_target = self._version  # what the model at hand scores for
         if target is not None:
             self._check_target()
 
     @property
     def requests(self) -> int:
-        """Learned from, or judged by, since the session began."""
+        """Number of requests that were learned from or used by the gate since the session began."""
         return sum(requests for requests, _ in self._counts.values())
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answers to these requests."""
+        """Number of tokens of their answers."""
         return sum(tokens for _, tokens in self._counts.values())
 
     @property
     def is_pushed(self) -> bool:
-        """Whether nothing waits to be pushed to the Hub."""
+        """Whether no version waits for the Hub."""
         return self._unpushed is None
 
     @property
     def set_aside(self) -> Counter[str]:
-        """What cannot be read or learned from, since the session began, by reason; learning goes on without it, and
-        it does not come back."""
-        return self.learner.set_aside + self.follower.left_out.copy()  # which another thread may be adding to
+        """Requests since the session began that cannot be read or learned from, by reason."""
+        return self.learner.set_aside + self.follower.left_out.copy()  # another thread may add to it
 
     @property
     def learning_seconds(self) -> float:
-        """Time that this run spent on learning."""
+        """Time that this run has spent on learning."""
         return self.learner.seconds
 
     def step(
@@ -190,28 +199,33 @@ class StoreLearner:
         limit: int | None = None,
     ) -> int:
         """
-        Take in some of the requests that have come, at most `limit`, and return how many; 0 where nothing new has
-        come. `on_request` is called for each with what the draft that serves and the frozen one made of it, and the
-        version.
+        Process some new requests.
+
+        Args:
+            on_request (`Callable`, *optional*):
+                Called for each request with the acceptance of the serving and of the initial draft, and the version.
+            limit (`int`, *optional*): Maximum number of requests.
+
+        Returns:
+            `int`: The number of processed requests; 0 if there is nothing new.
 
         Raises:
-            StateError: a version or the session cannot be written. Learning goes on by further calls, and writing is
-                tried again after half a minute.
+            StateError: a version or the session cannot be written. Further calls continue to learn, and try to write
+                again after half a minute.
         """
         self._follow_engines()
-        taken = self.follower.take(min(limit or TAKEN_AT_ONCE, TAKEN_AT_ONCE))
+        taken = self.follower.take(min(limit or MAX_REQUESTS_PER_STEP, MAX_REQUESTS_PER_STEP))
         before = self.set_aside
         fitting = [trace for trace in taken if self._fits(trace) and self._updater(trace).accepts(trace)]
-        if not self._asked_version:
+        if not self._requested_version:
             self._choose_version((trace.target, trace.created_at_seconds) for trace in fitting)
-        if aside := [trace for trace in fitting if trace.is_rescored or self._is_another(trace)]:
-            self._learn_anew(aside)
+        if aside := [trace for trace in fitting if trace.is_rescored or self._is_other_version(trace)]:
+            self._learn_from_rescored(aside)
             fitting = [trace for trace in fitting if trace not in aside]
-        # Each request has one place in the order of learning, so that counting on is safe where writing fails below.
         replays = self._isolated(lambda those: replay_each(self._draft, those, self.k), fitting)
         found = [(t, stats) for t, stats in zip(fitting, replays, strict=True) if stats is not None]
         frozen = iter([stats for _, stats in found])
-        if self.set_aside != before:  # a restart is not to begin with what cannot be learned from
+        if self.set_aside != before:  # saved soon, so that a restart does not repeat them
             self._unsaved_updates = max(self._unsaved_updates, session.UPDATES_BETWEEN_SAVES)
         for moment in serve_recorded(self.learner, [trace for trace, _ in found], self.k):
             if isinstance(moment, UpdateReport):
@@ -239,7 +253,7 @@ class StoreLearner:
         return self.learner.updater(self.learner.drafts.key(trace.domain))
 
     def _isolated(self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]) -> list[T | None]:
-        """What work makes of each request; `None` for one that it fails on, which is set aside, for its draft."""
+        """Apply `work` to the requests of each draft. Set aside those that it fails on, with the result `None`."""
         groups: dict[str | None, list[int]] = {}
         for place, trace in enumerate(traces):
             groups.setdefault(self.learner.drafts.key(trace.domain), []).append(place)
@@ -255,56 +269,65 @@ class StoreLearner:
         counts = self._counts.setdefault(self.learner.drafts.key(trace.domain), [0, 0])
         counts[0], counts[1] = counts[0] + 1, counts[1] + len(trace)
 
-    def _choose_version(self, ended: Iterable[tuple[str | None, float]]) -> None:
-        """Learn from the version of the newest request, by the versions of requests and when they ended: at once where
-        it is a new one; where it was there before, once none is of the present one. Those of both may come mixed."""
-        known, arrived = set(self._seen), set[str]()
-        for version, at in ended:
+    def _choose_version(self, arrivals: Iterable[tuple[str | None, float]]) -> None:
+        """
+        Select the target version of the newest request.
+
+        A new version is selected at once. An earlier one is selected when no request of the present one arrives any
+        more, because requests of both may come mixed.
+
+        Args:
+            arrivals (`Iterable[tuple[str | None, float]]`): Target versions of requests, and when these ended.
+        """
+        known, arrived = set(self._last_seen), set[str]()
+        for version, at in arrivals:
             if version is not None:
                 arrived.add(version)
-                self._seen[version] = max(at, self._seen.get(version, -math.inf))
-        newest = max(reversed(self._seen), key=self._seen.__getitem__, default=None)
+                self._last_seen[version] = max(at, self._last_seen.get(version, -math.inf))
+        newest = max(reversed(self._last_seen), key=self._last_seen.__getitem__, default=None)
         if newest in arrived and (newest not in known or self._version not in arrived):
             self._version = newest
 
-    def _is_another(self, trace: Trace) -> bool:
-        """Whether a request is of another version of the target than the one that is learned from."""
-        is_sure = self._asked_version or len(self._seen) > 1
+    def _is_other_version(self, trace: Trace) -> bool:
+        """Return whether a request belongs to another target version than the selected one."""
+        is_sure = self._requested_version or len(self._last_seen) > 1
         return trace.target not in (None, self._version) or bool(trace.target is None and is_sure)
 
     def _check_target(self) -> None:
-        """Refuse a model that cannot score requests for the version that is learned from."""
+        """Raise an error if the target cannot rescore requests for the selected version."""
         size, wanted = vocab_size_of(self._target), self._readable.vocab_size
         if size != wanted:
             raise VocabularyMismatchError(
                 f"The target has {size} tokens, the draft {wanted}. Use a draft of its size (see `align_vocab`)."
             )
-        if not self._is_at_hand():
+        if not self._target_is_current():
             raise ConfigError(
                 f"The target is of version {version_of(self._target)}, but {self._version} is learned from, the "
                 "newest in the stores or the one asked for. Load that, as it was served, or name this one's version."
             )
 
-    def _is_at_hand(self) -> bool:
-        """Whether the model at hand is the version that is learned from: names of engines are taken for the model's
-        that were there when it was given, or came first."""
+    def _target_is_current(self) -> bool:
+        """
+        Return whether the target is of the selected version.
+
+        Engines may name their versions. A name that was selected when the target was given, or first, is its own.
+        """
         if is_fingerprint(self._version):
             return version_of(self._target) == self._version
-        self._at_hand = self._at_hand or self._version
-        return self._version == self._at_hand
+        self._version_of_target = self._version_of_target or self._version
+        return self._version == self._version_of_target
 
-    def _learn_anew(self, traces: Sequence[Trace]) -> None:
-        """Learn from requests of other versions with the rows of this one: those that were scored anew, and what the
-        model that is at hand scores now, where it is this one."""
-        others, anew = [trace for trace in traces if self._is_another(trace)], list[Trace]()
-        if self._target is not None and self._is_at_hand():
+    def _learn_from_rescored(self, traces: Sequence[Trace]) -> None:
+        """Learn from requests of other versions, rescored by the target if it is of the selected version."""
+        others, rescored = [trace for trace in traces if self._is_other_version(trace)], list[Trace]()
+        if self._target is not None and self._target_is_current():
             found = self._isolated(lambda those: rescore(self._target, those), others)
-            anew = [replace(trace, target=self._version) for trace in found if trace is not None]
+            rescored = [replace(trace, target=self._version) for trace in found if trace is not None]
         else:
-            hint = "" if self._target is None else " So is the target at hand: begin again with the newest."
+            hint = "" if self._target is None else " So is the given target: begin again with the newest."
             for _ in others:
                 self._leave_out("of another version of the target", hint)
-        for trace in (*anew, *(trace for trace in traces if trace not in others)):
+        for trace in (*rescored, *(trace for trace in traces if trace not in others)):
             self.learner.observe(trace.domain, trace)
             self._count(trace)
         while (report := self.learner.after_answer()) is not None:
@@ -326,7 +349,7 @@ class StoreLearner:
             f"longer than the draft's {most} positions": len(trace.prompt_ids) + len(trace) > most,
             "sampled, whose corrections cannot be known": trace.is_sampled and self.config.learn_from == "corrections",
         }
-        reason = next((reason for reason, is_so in misfits.items() if is_so), None)
+        reason = next((reason for reason, applies in misfits.items() if applies), None)
         if reason is None and not drafts.admit(name):
             reason = "of more domains than get a draft"
         if reason is not None:
@@ -350,24 +373,26 @@ class StoreLearner:
 
     def publish(self) -> bool:
         """
-        Publish the versions that serve now, or push the one published last, where they wait; whether something did.
-        The session is saved apart, but for a failure.
+        Publish and push the versions that wait.
+
+        Returns:
+            `bool`: Whether there were any.
 
         Raises:
-            StateError: a version cannot be written, or does not say what the draft says; the one before it stays. Of
-                several drafts, the others are published; the session is saved, and another call tries again.
+            StateError: a version cannot be written, or its files differ from the draft. Earlier versions stay, those
+                of other drafts are published, the session is saved, and another call tries again.
         """
         self._follow_engines()
-        if not self._unpublished and self._unpushed is None and not self._unstarted:
+        if not self._unpublished and self._unpushed is None and not self._unpublished_starts:
             return False
         failures = []
-        waiting = [partial(self._start, domain) for domain in self._unstarted]
+        waiting = [partial(self._start, domain) for domain in self._unpublished_starts]
         for publish in (*waiting, *(partial(self._publish, decision) for decision in self._unpublished.values())):
             try:
                 publish()
             except StateError as error:
                 failures.append(error)
-            except OSError as error:  # each folder may be away
+            except OSError as error:
                 failures.append(StateError(f"The folder {self.versions.path} cannot be used: {first_line(error)}."))
         if self._unpushed is not None:
             self._push(self._unpushed)
@@ -377,9 +402,13 @@ class StoreLearner:
         return True
 
     def publish_start(self, domain: str | None = None) -> None:
-        """Publish the draft as it was, or the base draft of a domain, as `v000000`, which engines can be taken back
-        to; raises StateError where it cannot be written now, and tries again with the versions."""
-        self._unstarted.append(domain)
+        """
+        Publish the initial draft as `v000000`, for rollbacks.
+
+        Raises:
+            StateError: it cannot be written now. [`~StoreLearner.publish`] tries again.
+        """
+        self._unpublished_starts.append(domain)
         self._start(domain)
 
     def _start(self, domain: str | None) -> None:
@@ -387,7 +416,7 @@ class StoreLearner:
         if versions.version(0) is None:
             draft = self.learner.drafts.base
             versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
-        self._unstarted.remove(domain)
+        self._unpublished_starts.remove(domain)
 
     def _publish(self, decision: GateDecision) -> None:
         self._published_at = self._clock()
@@ -397,9 +426,9 @@ class StoreLearner:
             folder = versions.publish(lambda path: self._write(path, serving.model, facts, domain), facts)
         del self._unpublished[domain]
         self.published.append(json.loads((folder / FACTS).read_text()))
-        number, whose = versions.number, "" if domain is None else f" of {domain!r}"
-        logger.info("Published version %d%s after %d requests.", number, whose, facts["requests"])
-        if versions.pinned:  # by engines
+        number, suffix = versions.number, "" if domain is None else f" of {domain!r}"
+        logger.info("Published version %d%s after %d requests.", number, suffix, facts["requests"])
+        if versions.pinned:  # engines may roll back
             drafts = self.learner.drafts
             weights = drafts.aside(drafts.serving_snapshot(domain))
             self._served[domain, number] = drafts.serving_version(domain), weights
@@ -427,7 +456,7 @@ class StoreLearner:
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
         version = self.learner.drafts.taught_for(domain) if decision else None
-        version = version if is_fingerprint(version) else None  # names of engines may be folders of theirs
+        version = version if is_fingerprint(version) else None  # the name of an engine may be a private path
         name = self.repo_id or f"{self.versions.of(domain).path.name}/{folder.name.lstrip('.').split('-')[0]}"
         domains = self.facts.domains if domain is None else (domain,)
         card = replace(self.facts, training=training, target_version=version, domains=domains)
@@ -435,8 +464,11 @@ class StoreLearner:
         check_written(folder, draft, draft)
 
     def _follow_engines(self) -> None:
-        """Go on from what engines serve where a version was taken back there: by its weights, as long as this process
-        has published them; otherwise from what has been learned."""
+        """
+        Continue from the version that engines serve after a rollback.
+
+        This needs weights that this process has published. Otherwise learning continues from its own weights.
+        """
         drafts, has_gone_back = self.learner.drafts, False
         for decision in self.versions.take_rejections():
             domain, (number, weights) = decision.domain, (0, None)
@@ -447,21 +479,21 @@ class StoreLearner:
                 continue
             if decision.serving != 0:
                 if (domain, decision.serving) not in self._served:
-                    logger.info("The weights of version %d are not at hand; learning goes on.", decision.serving)
+                    logger.info("The weights of version %d are not in memory; learning goes on.", decision.serving)
                     continue
                 number, weights = self._served[domain, decision.serving]
             self._unpublished.pop(domain, None)
             rejected = drafts.serving_version(domain)
             self.learner.go_back(replace(decision, version=rejected, serving=number), weights)
-            self.learner.take_decisions()  # it is published already
+            self.learner.take_decisions()  # this version is published already
             has_gone_back = True
-        if has_gone_back:  # whoever is killed now is not to begin with what was taken back
-            self._unsaved_updates = session.UPDATES_BETWEEN_SAVES  # where it fails now, it is told of and tried again
+        if has_gone_back:  # saved at once, so that a restart does not continue from the rejected version
+            self._unsaved_updates = session.UPDATES_BETWEEN_SAVES  # a failure is repeated and raised later
             with contextlib.suppress(StateError):
                 self.save()
 
     def _push(self, folder: Path) -> None:
-        """Push what was published last; a failure is tried again after the time between two versions."""
+        """Push the newest version. After a failure, try again when the next publication is due."""
         assert self.repo_id is not None
         self._unpushed = folder
         message = f"Version {int(folder.name.removeprefix('v'))} of the draft"
@@ -473,18 +505,22 @@ class StoreLearner:
         else:
             self._unpushed = None
 
-    # --- keeping ----------------------------------------------------------------------------------------------------
+    # --- the session ------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the session, where there is a folder for it; raises StateError where it cannot be written."""
+        """Save the session if it has a folder; raises StateError."""
         if self._state is None:
             return
-        waiting = [decision.to_dict() for decision in self._unpublished.values()]
         facts = {
-            "config": self.config.to_dict(), "counts": list(self._counts.items()),
-            "taken": self.follower.state_dict(), "unpublished": waiting, "unpushed": self._unpushed is not None,
-            "left_out": dict(self.follower.left_out), "target_versions": self._seen, "target_version": self._version,
-        }  # fmt: skip
+            "config": self.config.to_dict(),
+            "counts": list(self._counts.items()),
+            "taken": self.follower.state_dict(),
+            "left_out": dict(self.follower.left_out),
+            "unpublished": [decision.to_dict() for decision in self._unpublished.values()],
+            "unpushed": self._unpushed is not None,
+            "target_versions": self._last_seen,
+            "target_version": self._version,
+        }
         save_session(self._state, self.learner.state_dict(), facts)
         self._unsaved_updates = 0
 
@@ -492,21 +528,16 @@ class StoreLearner:
         facts = load_session(state, self.learner)
         try:
             self.follower.load_state_dict(facts["taken"], facts["left_out"])
-            counts = facts["counts"] if "counts" in facts else [(None, [facts["requests"], facts["tokens"]])]
-            self._counts = {domain: [int(requests), int(tokens)] for domain, (requests, tokens) in counts}
-            seen = facts.get("target_versions")
-            self._seen = {str(name): float(at) for name, at in seen.items()} if isinstance(seen, dict) else {}
-            self._version = self._asked_version or facts.get("target_version")
-            waiting = facts["unpublished"] or []
-            for decision in [waiting] if isinstance(waiting, dict) else waiting:  # one, in sessions from before
-                self._unpublished[decision["domain"]] = GateDecision(**decision)
+            self._counts = {domain: [int(requests), int(tokens)] for domain, (requests, tokens) in facts["counts"]}
+            self._last_seen = {str(name): float(at) for name, at in facts["target_versions"].items()}
+            self._version = self._requested_version or facts["target_version"]
+            self._unpublished = {each["domain"]: GateDecision(**each) for each in facts["unpublished"]}
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"The session in {state} is of another command. Choose another folder.") from error
 
     def close(self) -> None:
-        """Publish and push what waits, save, end tracking, and let others publish; raises StateError where something
-        cannot be written."""
+        """Publish and push what waits, save the session, end tracking, and release the folder; raises StateError."""
         with contextlib.ExitStack() as last:
             last.callback(self.versions.close)
             last.callback(self.learner.accelerator.end_training)

@@ -1,15 +1,15 @@
 """
-New weights for the draft of a running vLLM (0.32): a worker extension, for vLLM's own environment.
+A worker extension for vLLM (0.32) that loads new weights into its draft, for vLLM's own environment.
 
-    pip install --no-deps osd-hf                # beside vLLM: nothing but this file is loaded of it
+    pip install --no-deps osd-hf                # in vLLM's environment; only this file is imported
     VLLM_SERVER_DEV_MODE=1 vllm serve TARGET --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload \\
         --speculative-config '{"method": "draft_model", "model": "static", "num_speculative_tokens": 5}'
 
 `osd-hf learn --deploy reload=URL` calls it. The development mode opens endpoints that strangers must not reach.
-Requests go on: their answers are the target's own whatever the draft says. Run on a CPU; on GPUs it takes the same
-functions of vLLM.
+Requests continue during a load, because answers are the target's own with any draft. Tested on a CPU; on GPUs it uses
+the same functions of vLLM.
 
-This module is imported where only vLLM's packages are: nothing of this package may be imported here.
+This module must not import anything else of this package, because only vLLM's dependencies are installed there.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from typing import Any
 
 __all__ = ["DraftReload", "Weights", "weights_digest"]
 
-PROBES = 4  # random vectors that a head is tried on
-TOLERANCE = 0.05  # of the largest logit; half precisions round
+NUM_PROBES = 4  # random vectors to test an output head
+TOLERANCE = 0.05  # relative to the largest logit, for half precisions
 
 
 class Weights:
     """
-    The weights in the safetensors files of a folder, to be iterated once, and a digest of what has been handed out:
-    SHA-256 over names, dtypes, shapes and bytes, in the order of names. The files that they are spread over do not
-    matter.
+    The weights in the safetensors files of a folder, to be iterated once, and their digest.
+
+    The digest is SHA-256 over names, dtypes, shapes and bytes in the order of names. It does not depend on how the
+    weights are split into files.
 
     Args:
-        folder (`Path`): Such as a published version.
+        folder (`Path`): Folder such as a published version.
 
     Raises:
-        FileNotFoundError: there are no weights.
+        FileNotFoundError: the folder has no weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,12 +61,12 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """64 hexadecimal digits."""
+        """Digest of the weights that were iterated, in 64 hexadecimal digits."""
         return hashlib.sha256(b"".join(own for _, own in sorted(self._found.items()))).hexdigest()
 
 
 def weights_digest(folder: Path) -> str:
-    """The digest of the weights in a folder (see [`Weights`]); raises FileNotFoundError where there are none."""
+    """Return the digest of the weights in a folder (see [`Weights`]); raises FileNotFoundError."""
     weights = Weights(folder)
     for _ in weights:
         pass
@@ -73,24 +74,21 @@ def weights_digest(folder: Path) -> str:
 
 
 class DraftReload:
-    """Mixed into vLLM's worker by `--worker-extension-cls`."""
+    """Adds `load_draft` to vLLM's worker, by `--worker-extension-cls`."""
 
-    _draft_digest: str | None = None  # of what was loaded here to its end
+    _draft_digest: str | None = None  # of the last complete load
 
     def load_draft(self: Any, path: str, digest: str | None = None) -> dict[str, Any]:
         """
-        Read the weights of a draft of the same shape into the one that serves. Nothing is raised, as errors of workers
-        reach nobody as text.
+        Load the weights of a draft with the same shape. Errors are returned, because vLLM would not pass their text on.
 
         Args:
-            path (`str`):
-                Folder of a published version, or the link to the newest.
-            digest (`str`, *optional*):
-                That of its weights; where these were loaded last, nothing is done.
+            path (`str`): Folder of a published version, or the link to the newest one.
+            digest (`str`, *optional*): Digest of its weights; nothing is done if they were loaded last.
 
         Returns:
-            `dict[str, Any]`: the folder that was read, the `digest` of what was loaded, whether it `is_new`, and the
-            seconds that it took; or an `error`, after which the draft may be a mixture until it is loaded again.
+            `dict[str, Any]`: The folder's name as `draft`, the `digest` of what was loaded, whether it `is_new`, and
+            the `seconds`; or an `error`, after which the draft may be a mixture until the next load.
         """
         began = time.perf_counter()
         if digest is not None and digest == self._draft_digest:
@@ -99,7 +97,7 @@ class DraftReload:
         try:
             folder = Path(path).resolve(strict=True)
             self._draft_digest = _load(self, folder)
-        except Exception as error:  # noqa: BLE001 - it is told
+        except Exception as error:  # noqa: BLE001 - it is returned
             return {"error": f"{type(error).__name__}: {error}", "seconds": time.perf_counter() - began}
         seconds = time.perf_counter() - began
         return {"draft": folder.name, "digest": self._draft_digest, "is_new": True, "seconds": seconds}
@@ -119,7 +117,7 @@ def _load(worker: Any, folder: Path) -> str:
     with set_current_vllm_config(config):
         reload_weights(config, model, iter(weights), None, True)
         for head in model.modules():
-            # One that is tied to the embeddings is no layer of the checkpoint; on CPUs it has packed the old ones.
+            # A head tied to the embeddings is not in the checkpoint; on CPUs it has packed the old weights.
             if isinstance(head, ParallelLMHead):
                 head.quant_method.process_weights_after_loading(head)
                 _check_head(head)
@@ -127,12 +125,15 @@ def _load(worker: Any, folder: Path) -> str:
 
 
 def _check_head(head: Any) -> None:
-    """Raises RuntimeError for a head that computes with other weights than those that it shows: its logits are what a
-    draft is accepted by, and nothing else would tell."""
+    """
+    Check that an output head computes with the weights that it shows; raises RuntimeError.
+
+    Otherwise only the acceptance rate would fall, without an error.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(PROBES, head.weight.shape[1], generator=generator).to(head.weight)
+    probe = torch.randn(NUM_PROBES, head.weight.shape[1], generator=generator).to(head.weight)
     found, wanted = head.quant_method.apply(head, probe).float(), (probe @ head.weight.T).float()
     if not (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max():
         raise RuntimeError("the output head computes with other weights than were loaded")

@@ -1,4 +1,4 @@
-"""A command that runs beside a server, as a process of its own, so that what it computes delays no request."""
+"""Run a command beside the proxy, as a process of its own, and restart it when it fails."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from typing import Any
 
 __all__ = ["Companion"]
 
-MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 300.0  # seconds until it is started again
-END_SECONDS = 60.0  # to save what it has, when it is told to end
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 300.0  # before a restart
+STOP_SECONDS = 60.0  # to save a session
 
 logger = logging.getLogger(__name__)
 
 
 class Companion:
     """
-    A command that is started again when it fails: after a second, and after twice as long each time, up to five
-    minutes; once it has run for longer than that, after a second again.
+    A command that is restarted when it fails.
+
+    The pause before a restart doubles each time, from a second up to five minutes. A run that is longer than five
+    minutes resets it.
 
     Args:
-        name (`str`), command (`Sequence[str]`): Its name for the log, and its arguments.
-        start (`Callable`, *optional*, defaults to `subprocess.Popen`): Starts it.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Seconds.
+        name (`str`): Name for the log.
+        command (`Sequence[str]`): The command and its arguments.
+        start (`Callable`, *optional*, defaults to `subprocess.Popen`): Starts the command.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
     """
 
     def __init__(
@@ -37,16 +40,20 @@ class Companion:
         start: Callable[[Sequence[str]], Any] = subprocess.Popen,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._command, self._start, self._clock = name, command, start, clock
+        self._name = name
+        self._command = command
+        self._start = start
+        self._clock = clock
         self._process: Any = None
-        self._stopping, self._lock = threading.Event(), threading.Lock()
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"osd_hf-{name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         pause = MIN_PAUSE_SECONDS
         while True:
-            began, code = self._clock(), None
+            start, code = self._clock(), None
             try:
                 with self._lock:
                     if self._stopping.is_set():
@@ -57,7 +64,7 @@ class Companion:
                 logger.warning("%s cannot be started: %s.", self._name, error.strerror)
             if code == 0 or self._stopping.is_set():
                 return
-            if self._clock() - began > MAX_PAUSE_SECONDS:
+            if self._clock() - start > MAX_PAUSE_SECONDS:
                 pause = MIN_PAUSE_SECONDS
             logger.warning("%s ended with code %s; it is started again in %.0f s.", self._name, code, pause)
             if self._stopping.wait(pause):
@@ -65,14 +72,14 @@ class Companion:
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
     def stop(self) -> None:
-        """End it, and wait until it has saved what it has; after a minute it is killed."""
+        """Terminate the command and wait until it has ended; kill it after a minute."""
         self._stopping.set()
         with self._lock:
             process = self._process
         if process is not None:
             process.terminate()
             try:
-                process.wait(END_SECONDS)
+                process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(OSError):
                     process.kill()
