@@ -831,7 +831,7 @@ def test_lines_of_no_use_are_counted_by_reason(lines: Sequence[str], log: Path, 
     assert_recorded(store, recorded, 1)
     assert report.skipped == {
         "a line is cut off, or no JSON": 3,
-        "it is a piece of a stream, or was cut off; log whole responses": 1,
+        "it is a piece of a stream, or was cut off; log complete responses": 1,
         "a line is no JSON object": 3,
         "there is no response with `choices`": 1,
         "the log-probs name tokens by their text; ask with `return_tokens_as_token_ids=true`": 1,

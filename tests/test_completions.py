@@ -502,7 +502,7 @@ def chat_by_text(asked: Any, response: Any) -> None:
 REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
     (lambda asked, response: response.update(choices=[]), "the response has no choices"),
     (lambda asked, response: response.update(choices=["text"]), "a choice is no object"),
-    (of_choice(finish_reason=None), "a piece of a stream, or was cut off; log whole responses"),
+    (of_choice(finish_reason=None), "a piece of a stream, or was cut off; log complete responses"),
     (of_choice(delta={}), "a piece of a stream"),
     (without_prompt, "no token ids of the prompt; ask with `return_token_ids=true`"),
     (of_choice(prompt_token_ids=[3, 64]), "the prompt has the id 64, the target's vocabulary ends at 64"),

@@ -30,7 +30,7 @@ __all__ = ["CollectionReport", "LogReader", "collect", "collect_log"]
 
 MAX_FAILURES = 8  # requests that fail in a row before the collection ends
 MAX_REASONS = 256  # counted separately, because servers may give a different reason each time
-POLL_SECONDS = 0.2  # between two looks at `stop`
+POLL_SECONDS = 0.2  # between two checks of `stop`
 GRACE_SECONDS = 5.0  # for requests under way when a collection ends early
 HEAD_BYTES = 1024  # of a log, to recognize it
 
@@ -93,10 +93,10 @@ def collect(
     **settings: Any,
 ) -> CollectionReport:
     """
-    Send prompts to a server, `concurrency` at once, and store the answers.
+    Send prompts to a server, `concurrency` at a time, and store the answers.
 
-    A prompt whose answer is refused or cannot be learned from is counted and left out. The collection ends with the
-    reason if that happens eight times in a row, or to all prompts.
+    A prompt with an answer that is refused or cannot be learned from is counted and left out. The collection ends with
+    the reason if that happens eight times in a row, or to all prompts.
 
     Args:
         prompts (`Sequence[tuple[Prompt, list[int]]]`): Prompts with their token ids.

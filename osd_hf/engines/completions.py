@@ -351,8 +351,8 @@ class ResponseReader:
 
     Args:
         vocab_size (`int`): Width of the target's logits.
-        num_logprobs (`int`): Number of log-probs per position that are kept (K); responses must have as many.
-        eos_token_ids (`Sequence[int]`, *optional*): Ids that end an answer, besides the last id of a response.
+        num_logprobs (`int`): Number of log-probs per position that are kept (K); responses must have at least K.
+        eos_token_ids (`Sequence[int]`, *optional*): Ids that end an answer, in addition to the last id of a response.
         target_version (`str`, *optional*): Version of the target; by default the model name in each response.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
             Returns the Unix time, used for traces if the server's time is implausible.
@@ -398,7 +398,7 @@ class ResponseReader:
         if not isinstance(choice, Mapping):
             raise DataError("a choice is no object")
         if choice.get("finish_reason") is None or "delta" in choice:
-            raise DataError("it is a piece of a stream, or was cut off; log whole responses")
+            raise DataError("it is a piece of a stream, or was cut off; log complete responses")
         prompt = self._ids(_prompt_ids(choice, response, request), "prompt")
         emitted, rows = self._rows(choice)
         completion = self._ids(choice.get("token_ids") or emitted, "completion")
@@ -474,7 +474,7 @@ class ResponseReader:
             raise DataError("the log-probs of a position add up to more than one")
         relative = np.maximum(logprobs - logprobs[:, :1], np.finfo(np.float16).min).astype(np.float16)
         dtype = ids_dtype(self.vocab_size)
-        if self.num_logprobs >= self.vocab_size:  # whole rows, in the order of the vocabulary
+        if self.num_logprobs >= self.vocab_size:  # full rows, in the order of the vocabulary
             top_logits = np.take_along_axis(relative, ids.argsort(axis=1), axis=1)
             tail = np.full(len(ids), -np.inf, np.float32)
             return {"top_logits": top_logits, "top_ids": np.zeros((len(ids), 0), dtype), "tail_logprob": tail}

@@ -41,14 +41,14 @@ MIN_WATCHED_REQUESTS = MIN_WINDOWS * WINDOW_REQUESTS
 HISTORY_FACTOR = 2  # a version is compared with this many times the requests of a watch
 LIMIT_STANDARD_ERRORS = 2.6  # at the end of a watch, for many windows; see `compare_windows`
 CONNECT_SECONDS = 10.0
-QUICK_SECONDS = 10.0  # timeout of requests that an engine answers at once
+QUICK_SECONDS = 10.0  # timeout of requests that an engine answers immediately
 RESET_SECONDS = 30.0
 RETRY_SECONDS = 30.0
 PAUSE_SECONDS = 1.0  # between two attempts at an engine that is not ready
 IDLE_SECONDS = 600.0  # without a request, after which the roll-out does not wait for an engine's counters
 MIN_POLL_SECONDS = 0.1
 MAX_LOAD_FAILURES = 3  # of a new version in an engine that had another one, after which it is rolled back
-MAX_JOURNAL_LINES = 1000  # kept when a process begins, besides decisions and the last line of each kind
+MAX_JOURNAL_LINES = 1000  # kept when a process begins, in addition to decisions and the last line of each kind
 DECISIONS = ("kept", "rolled back")
 METHOD = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
 EXTENSION_HINT = (
@@ -76,7 +76,7 @@ class DraftCounts(NamedTuple):
         return DraftCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
     def limited_to(self, requests: float) -> DraftCounts:
-        """Return counts with the same rates and at most so many requests."""
+        """Return counts with the same rates and at most `requests` requests."""
         share = min(requests / self.requests, 1.0) if self.requests else 1.0
         return DraftCounts(*(count * share for count in self))
 
@@ -133,7 +133,7 @@ def compare_windows(
     alphas, variances, squares = [], [], 0.0
     for examined, accepted in (side.T for side in sides):
         alpha = accepted.sum() / examined.sum()
-        smoothed = (accepted.sum() + 0.5) / (examined.sum() + 1)  # neither 0 nor 1, whose variance would be 0
+        smoothed = (accepted.sum() + 0.5) / (examined.sum() + 1)  # neither 0 nor 1, with a variance of 0
         variance = smoothed * (1 - smoothed)
         squares += float(((accepted - alpha * examined) ** 2 / (examined * variance)).sum())
         alphas.append(float(alpha))
@@ -154,9 +154,9 @@ class DeployMethod:
 
     Args:
         kind (`str`): `"reload"`, `"restart"` or `"webhook"`.
-        url (`str`): Address of the engine, whose `/metrics` are read.
+        url (`str`): Address of the engine, with its `/metrics`.
         argument (`str`): The command of a restart, or the address of a webhook.
-        domain (`str`, *optional*): The domain whose versions are loaded.
+        domain (`str`, *optional*): The domain of the versions.
     """
 
     kind: str
@@ -516,7 +516,7 @@ class Deployer:
     If significantly fewer tokens are accepted than with the version before, that one is loaded again, `latest` points
     to it, and weights with that digest are never deployed again. A failed load is repeated later. A new version that
     fails to load does not go to further engines, and is rolled back after the third failure. The log and the file
-    `deploy.jsonl` beside the versions record everything; another process continues from that file.
+    `deploy.jsonl` in the folder record everything; another process continues from that file.
 
     Args:
         versions (`VersionFolder`): The published versions.
@@ -592,7 +592,7 @@ class Deployer:
                 self._roll_out()
                 self._write()
                 self._failure = ""
-            except Exception as error:  # learning goes on whatever happens
+            except Exception as error:  # learning continues after any failure
                 if self._failure != (failure := f"{type(error).__name__}: {error}"):
                     logger.exception("Looking after the versions in engines failed; it is tried again.")
                 self._failure = failure
@@ -621,7 +621,7 @@ class Deployer:
     def close(self) -> None:
         """Write the counts to the journal, and close the connections."""
         self.stop.set()
-        if self._lock.acquire(blocking=False):  # otherwise a load is under way, and nobody waits for it
+        if self._lock.acquire(blocking=False):  # otherwise a load is under way, and this does not wait for it
             with contextlib.suppress(OSError):
                 if self._has_read_journal and (version := self.candidate or self.serving) is not None:
                     self._note("closed", version, windows=self._windows())
@@ -656,7 +656,7 @@ class Deployer:
         self.versions.pin(version.number for version in (self.serving, self.candidate) if version is not None)
 
     def _roll_out(self) -> None:
-        """Load the serving version wherever it is missing, and the candidate into one more engine."""
+        """Load the serving version wherever it is missing, and the candidate into another engine."""
         candidate, may_spread = self.candidate, self._may_spread()
         for engine in self.engines:
             has_candidate = candidate is not None and candidate.digest in (engine.digest, engine.failed_digest)
@@ -671,7 +671,7 @@ class Deployer:
                 return
 
     def _may_spread(self) -> bool:
-        """Return whether one more engine may get the candidate: no load failed, and there are enough windows."""
+        """Return whether another engine may get the candidate: no load failed, and there are enough windows."""
         if self.candidate is None or any(engine.failed_digest == self.candidate.digest for engine in self.engines):
             return False
         serving = [e for e in self.engines if e.digest == self.candidate.digest and e.counts_drafts is not False]

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 MAX_REQUESTS_PER_STEP = 16
 RETRY_SECONDS = 30.0  # between two attempts to write
-MAX_RECENT = 4096  # requests whose acceptance is kept
+MAX_RECENT = 4096  # requests with their acceptance
 
 
 class StoreLearner:
@@ -151,7 +151,7 @@ class StoreLearner:
         self._unpublished: dict[str | None, GateDecision] = {}
         # The learner's version number and weights of published versions that may be rolled back to.
         self._served: dict[tuple[str | None, int], tuple[int, Snapshot]] = {}
-        self._unpublished_starts: list[str | None] = []  # drafts whose `v000000` could not be written yet
+        self._unpublished_starts: list[str | None] = []  # drafts with a `v000000` that could not be written yet
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
@@ -273,8 +273,8 @@ class StoreLearner:
         """
         Select the target version of the newest request.
 
-        A new version is selected at once. An earlier one is selected when no request of the present one arrives any
-        more, because requests of both may come mixed.
+        A new version is selected immediately. An earlier one is selected when no request of the present one arrives
+        any more, because requests of both may come mixed.
 
         Args:
             arrivals (`Iterable[tuple[str | None, float]]`): Target versions of requests, and when these ended.
@@ -303,7 +303,7 @@ class StoreLearner:
         if not self._target_is_current():
             raise ConfigError(
                 f"The target is of version {version_of(self._target)}, but {self._version} is learned from, the "
-                "newest in the stores or the one asked for. Load that, as it was served, or name this one's version."
+                "newest in the stores or the one asked for. Load that version, or name this one's version."
             )
 
     def _target_is_current(self) -> bool:
@@ -479,7 +479,7 @@ class StoreLearner:
                 continue
             if decision.serving != 0:
                 if (domain, decision.serving) not in self._served:
-                    logger.info("The weights of version %d are not in memory; learning goes on.", decision.serving)
+                    logger.info("The weights of version %d are not in memory; learning continues.", decision.serving)
                     continue
                 number, weights = self._served[domain, decision.serving]
             self._unpublished.pop(domain, None)
@@ -487,7 +487,7 @@ class StoreLearner:
             self.learner.go_back(replace(decision, version=rejected, serving=number), weights)
             self.learner.take_decisions()  # this version is published already
             has_gone_back = True
-        if has_gone_back:  # saved at once, so that a restart does not continue from the rejected version
+        if has_gone_back:  # saved immediately, so that a restart does not continue from the rejected version
             self._unsaved_updates = session.UPDATES_BETWEEN_SAVES  # a failure is repeated and raised later
             with contextlib.suppress(StateError):
                 self.save()

@@ -1,4 +1,4 @@
-"""Published draft versions: whole folders and a link to the newest one."""
+"""Published draft versions: complete folders and a link to the newest one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 LATEST = "latest"
 FACTS = "version.json"
 REJECTED = "REJECTED.json"
-JOURNAL, PLOT = "deploy.jsonl", "alpha.png"  # files beside the versions
+JOURNAL, PLOT = "deploy.jsonl", "alpha.png"  # files next to the versions
 MIN_KEPT = 2  # the newest version, and the one that an engine may be loading
 LOCK = ".publisher.lock"
 VERSION = re.compile(r"v(\d{6,})")
@@ -77,7 +77,7 @@ class VersionFolder:
     """
     Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one.
 
-    Readers only find whole versions: each one is written to a hidden folder, synced, and renamed; then the link is
+    Readers only find complete versions: each one is written to a hidden folder, synced, and renamed; then the link is
     replaced. `v000000` is the original draft, for rollbacks. Other files in the folder stay unchanged: versions are
     recognized by their `version.json`. Methods may be called from several threads.
 
@@ -156,7 +156,7 @@ class VersionFolder:
 
         Args:
             write (`Callable[[Path], object]`): Writes the version to a folder that does not exist yet.
-            facts (`dict`): Content of `version.json`, besides the number and the digest of the weights.
+            facts (`dict`): Content of `version.json`, in addition to the number and the digest of the weights.
             is_start (`bool`, *optional*, defaults to `False`):
                 Whether this is `v000000`, which `latest` only points to if there is no other version.
 
@@ -213,7 +213,7 @@ class VersionFolder:
             old_numbers = self._numbers()[: -self.keep]
         for old in filter(self._is_ours, old_numbers):
             if old not in self.pinned and old != number:
-                with contextlib.suppress(OSError):  # renamed first, so that nobody reads half a version
+                with contextlib.suppress(OSError):  # renamed first, so that no reader finds half a version
                     os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
                     _remove(gone)
 

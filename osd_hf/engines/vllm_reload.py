@@ -80,7 +80,7 @@ class DraftReload:
 
     def load_draft(self: Any, path: str, digest: str | None = None) -> dict[str, Any]:
         """
-        Load the weights of a draft with the same shape. Errors are returned, because vLLM would not pass their text on.
+        Load the weights of a draft with the same shape. Errors are returned, because vLLM would drop their text.
 
         Args:
             path (`str`): Folder of a published version, or the link to the newest one.

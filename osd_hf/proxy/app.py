@@ -96,7 +96,7 @@ class _Body:
                 yield piece
 
     async def read(self) -> bytes:
-        """Return the whole body."""
+        """Return the complete body."""
         return b"".join([piece async for piece in self])
 
     async def wait_for_disconnect(self) -> None:
@@ -113,7 +113,7 @@ class _Request:
 
     Attributes:
         headers (`Headers`): The headers for the engine.
-        content (`bytes` or `_Body`): The whole body if the request may be sent twice, or the body as it arrives.
+        content (`bytes` or `_Body`): The complete body if the request may be sent twice, or the body as it arrives.
         parsed (`Mapping`, *optional*): The JSON of the body, if the answer is to be recorded.
     """
 
@@ -151,19 +151,19 @@ class _Exchange:
     has_added_fields: bool = False
 
     def client_bytes(self, piece: bytes, *, is_event: bool) -> bytes:
-        """Return what the client gets of an event or of a whole body."""
+        """Return what the client gets of an event or of a complete body."""
         if not self.has_added_fields:
             return piece
         return remove_fields_of_event(piece) if is_event else remove_fields(piece)
 
     def record(self, piece: bytes, *, is_event: bool) -> None:
-        """Record an event or a whole body."""
+        """Record an event or a complete body."""
         data = event_data(piece) if is_event else piece
         if self.recording is not None and data is not None:
             self.recording.add(data, is_event=is_event)
 
     def end(self) -> None:
-        """Hand over the recording of a whole answer."""
+        """Hand over the recording of a complete answer."""
         if self.recording is not None:
             self.recording.end()
 
@@ -185,7 +185,7 @@ class Proxy:
         counts (`ProxyCounts`): Counts requests and answers.
         recorder (`Recorder`, *optional*): Records answers; nothing is recorded without one.
         routes (`Mapping[str, Upstream]`, *optional*): The engine for requests with a label.
-        share (`float`, *optional*, defaults to 1.0): Share of the requests whose answers are recorded.
+        share (`float`, *optional*, defaults to 1.0): Share of the requests with a recorded answer.
         domain (`str`, *optional*): Label of requests without one.
         max_body_bytes (`int`, *optional*, defaults to 64 MiB): Requests with a larger body are refused.
         allow_development (`bool`, *optional*, defaults to `False`):
@@ -336,7 +336,7 @@ class Proxy:
         Return the response of the first engine that answers.
 
         A request goes to another engine if it could not be sent. It is sent a second time, once, if the engine closed
-        the connection at once and the request may be repeated.
+        the connection immediately and the request may be repeated.
         """
         upstreams, num_attempts, was_repeated = deque(self._by_preference(request.domain)), 0, False
         while upstreams:
@@ -405,7 +405,7 @@ class Proxy:
         if again.status_code < 400:
             assert self.recorder is not None
             upstream.pause_recording(
-                f"it refuses what was asked for beside requests ({_error_message(response)}); let it give "
+                f"it refuses the added fields ({_error_message(response)}); let it give "
                 f"{self.recorder.num_logprobs} log-probs (vLLM: --max-logprobs), or keep fewer"
             )
         return again, _Exchange(request.content)

@@ -1,4 +1,4 @@
-"""Run a command beside the proxy, as a process of its own, and restart it when it fails."""
+"""Run a command in a separate process, next to the proxy, and restart it when it fails."""
 
 from __future__ import annotations
 

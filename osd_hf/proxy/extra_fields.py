@@ -53,7 +53,7 @@ def asks_for_all_fields(request: Mapping[str, Any], *, is_chat: bool, num_logpro
     """Return whether the client itself asks for everything that learning needs."""
     names = ("logprobs", "return_token_ids", "return_tokens_as_token_ids")
     count = request.get("top_logprobs" if is_chat else "logprobs") or 0
-    return all(request.get(name) for name in names) and not 0 <= count < num_logprobs  # -1: the whole vocabulary
+    return all(request.get(name) for name in names) and not 0 <= count < num_logprobs  # -1: the full vocabulary
 
 
 def reason_not_to_record(request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> str | None:
@@ -82,7 +82,7 @@ def remove_fields(body: bytes) -> bytes:
     """
     Return the JSON of a response with `null` in place of the fields that the proxy asked for.
 
-    vLLM writes `null` for fields that nobody asked for, so the client gets the bytes of a direct call. Text that is
+    vLLM writes `null` for fields that were not requested, so the client gets the bytes of a direct call. Text that is
     not the JSON of a response is returned unchanged.
     """
     try:
@@ -138,7 +138,7 @@ class EventSplitter:
     Splits a stream of server-sent events at blank lines.
 
     Attributes:
-        rest (`bytes`): The bytes after the last whole event.
+        rest (`bytes`): The bytes after the last complete event.
     """
 
     def __init__(self) -> None:

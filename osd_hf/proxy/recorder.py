@@ -1,4 +1,4 @@
-"""Record the answers that pass the proxy: a process of its own reads them and writes them to a store."""
+"""Record the answers that pass the proxy: a separate process reads them and writes them to a store."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ProxyCounts:
 @dataclass(frozen=True)
 class RecordedAnswer:
     """
-    A whole answer.
+    A complete answer.
 
     Args:
         pieces (`Sequence[bytes]`): The body in pieces, or the data of each event of a stream.
@@ -151,7 +151,7 @@ class Recording:
     An answer while it passes the proxy.
 
     Args:
-        recorder (`Recorder`): Takes the whole answer.
+        recorder (`Recorder`): Takes the complete answer.
         request (`Mapping[str, Any]`): The client's request, of which only some settings are kept.
         domain (`str`, *optional*): Label of the request.
         upstream (`Upstream`, *optional*): Engine that got extra fields, and learns whether the answer could be read.
@@ -159,7 +159,7 @@ class Recording:
 
     Attributes:
         is_open (`bool`): Whether the answer is recorded. It is not if there is no memory for it.
-        has_ended (`bool`): Whether the answer is whole and was handed to the recorder.
+        has_ended (`bool`): Whether the answer is complete and was handed to the recorder.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Recording:
             self._is_stream = self._is_stream or is_event
 
     def end(self) -> None:
-        """Hand the whole answer to the recorder."""
+        """Hand the complete answer to the recorder."""
         self.has_ended = True
         if self.is_open:
             self._recorder.put(self)
@@ -268,7 +268,7 @@ class AnswerWriter:
 
 class AnswerWriterProcess:
     """
-    An [`AnswerWriter`] in a process of its own, because reading an answer would delay the events of other answers.
+    An [`AnswerWriter`] in a separate process, because reading an answer would delay the events of other answers.
 
     If that process dies, what it had not written is lost, and the next call starts another one. If this process dies,
     the other one writes what it has and ends.
@@ -396,7 +396,7 @@ class Recorder:
         return is_available
 
     def put(self, recording: Recording) -> None:
-        """Write a whole answer soon, or drop it if too many wait."""
+        """Write a complete answer soon, or drop it if too many wait."""
         try:
             self._queue.put_nowait(recording)
         except queue.Full:
@@ -466,7 +466,7 @@ class Recorder:
         try:
             if self._has_unflushed:
                 self._writer.flush()
-        except Exception as error:  # noqa: BLE001  # the thread goes on after any failure
+        except Exception as error:  # noqa: BLE001  # the thread continues after any failure
             self._fail(error)
             return False
         self._has_unflushed = False

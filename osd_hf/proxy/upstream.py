@@ -27,7 +27,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class DroppedConnectionError(httpx2.ReadError):
-    """The engine closed the connection at once, probably before it read the request."""
+    """The engine closed the connection immediately, probably before it read the request."""
 
 
 class Upstream:
@@ -75,10 +75,10 @@ class Upstream:
         self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterable[bytes]
     ) -> httpx2.Response:
         """
-        Send a request and return the response, whose body is still to be read.
+        Send a request and return the response with an unread body.
 
         Raises:
-            DroppedConnectionError: the connection ended at once.
+            DroppedConnectionError: the connection ended immediately.
             httpx2.TransportError: the request failed in another way.
         """
         extensions = {"target": self._prefix + target, "timeout": TIMEOUT}  # the path and query exactly as sent
@@ -103,7 +103,7 @@ class Upstream:
         return self._clock() < self._avoid_until
 
     def failed(self, reason: str) -> None:
-        """Avoid the engine for a while, twice as long after each failure."""
+        """Avoid the engine for some seconds, twice as long after each failure."""
         if not self._avoid_seconds:
             logger.warning("%s does not answer: %s.", self.name, reason)
         if not self.is_avoided:  # requests that fail together count once
@@ -123,13 +123,13 @@ class Upstream:
         return self._clock() >= self._pause_until
 
     def pause_recording(self, reason: str) -> None:
-        """Stop adding fields for a while, twice as long each time until an answer could be read."""
+        """Stop adding fields for some minutes, twice as long each time until an answer could be read."""
         if not self.can_record:  # other requests were under way
             return
         self._pause_until = self._clock() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
         if not self._has_warned:
-            logger.warning("Nothing is collected from %s for a while, then it is asked again: %s.", self.name, reason)
+            logger.warning("Collecting from %s is paused for some minutes: %s.", self.name, reason)
         self._has_warned = True
 
     def answer_was_read(self) -> None:

@@ -58,17 +58,17 @@ def stopping_error() -> ApiError:
 
 
 def client_left_error() -> ApiError:
-    """Return the error for a client that has left, which nobody reads."""
+    """Return the error for a client that has left; it is not read."""
     return ApiError(499, "The client has left.")
 
 
 class Job:
     """
-    A request that waits, is answered, or is learned from.
+    A request while it waits, is answered, and is learned from.
 
     Attributes:
         updates (`asyncio.Queue`): What the client gets next.
-        is_left (`threading.Event`): Set when nobody waits for the answer any more.
+        is_left (`threading.Event`): Set when the client has left.
         is_answered (`bool`): Whether the client has the answer. The draft may still learn from it.
         future (`Future`): Done when the draft has learned, or when the job is canceled.
     """
@@ -90,7 +90,7 @@ class Job:
             self._loop.call_soon_threadsafe(self.updates.put_nowait, update)
 
     def leave(self, reason: ApiError) -> None:
-        """Stop the job, in the event loop: within a round if it runs, at once if it waits."""
+        """Stop the job, in the event loop: within a round if it runs, immediately if it waits."""
         self.is_left.set()
         self.future.cancel()
         self.updates.put_nowait(reason)
@@ -111,7 +111,7 @@ class Service:
     Attributes:
         assistant (`OnlineAssistant`, *optional*): `None` while it is loaded.
         jobs (`set[Job]`): The waiting requests, and the one that is answered or learned from.
-        num_reading (`int`): Requests whose bodies are being read.
+        num_reading (`int`): Requests with a body that is being read.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ async def _watch(request: Request, job: Job) -> None:
 
 
 async def _stream(job: Job, update: Update, watch: asyncio.Task[None]) -> AsyncIterator[str]:
-    """Yield the events of an answer, whose first update has come."""
+    """Yield the events of an answer after its first update."""
     answer = job.answer
     try:
         yield answer.first_event()
@@ -393,8 +393,8 @@ def make_app(
         service (`Service`): Answers the requests; it may still be loading.
         api_key (`str`, *optional*): Key that clients must send for everything under `/v1`.
         hosts (`Sequence[str]`, *optional*):
-            Allowed values of the header `host`; any by default. Without a key, they keep out web pages whose name
-            leads to this machine (DNS rebinding).
+            Allowed values of the header `host`; any by default. Without a key, they keep out web pages with a
+            name that leads to this machine (DNS rebinding).
         routes (`Sequence[BaseRoute]`, *optional*): Other routes.
     """
     endpoints = _Endpoints(service, api_key)

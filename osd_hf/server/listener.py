@@ -26,7 +26,7 @@ class Listener:
     """
     An address where an application will be served.
 
-    The address is bound at once, so that an error comes before models are loaded.
+    The address is bound immediately, so that an error comes before models are loaded.
 
     Args:
         host (`str`), port (`int`): Where to listen; port 0 selects a free one.
@@ -68,7 +68,7 @@ class Listener:
         Serve until SIGTERM, SIGINT or [`~Listener.stop`].
 
         Then no connections are accepted, running requests have some seconds to finish, and are canceled after that. A
-        second signal cancels them at once. Signals are only handled in the main thread.
+        second signal cancels them immediately. Signals are only handled in the main thread.
 
         Args:
             app (`Any`): An ASGI application with a lifespan.

@@ -142,7 +142,7 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
     tokens, seconds, *_ = stats.timed
     yield _counter("osd_hf_timed_tokens", "Tokens that timed rounds of decoding have emitted.", [((), tokens)])
     yield _counter("osd_hf_timed_seconds", "Time that these rounds took, drafting included.", [((), seconds)])
-    help = "Times as fast as the target alone, by what its tokens cost."
+    help = "Times as fast as the target alone, from measured costs."
     yield _gauge("osd_hf_speedup_ratio", help, [((), stats.speedup)])
     versions = {(d or NO_DOMAIN,): assistant.drafts.serving_version(d) for d in assistant.drafts.domains}
     yield _gauge("osd_hf_draft_version", "Version of the draft that serves.", versions.items(), "domain")
@@ -192,7 +192,7 @@ def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
     yield from _acceptance("osd_hf_learner", help, recent, "draft")
     numbers = {NO_DOMAIN: learner.versions.number}
     numbers |= {facts["decision"]["domain"] or NO_DOMAIN: facts["version"] for facts in list(learner.published)}
-    help = "Number of the newest published version; of a domain, of those that this run has published."
+    help = "Number of the newest published version; for a domain, only versions of this run count."
     yield _gauge("osd_hf_published_version", help, [((name,), n) for name, n in numbers.items()], "domain")
     help = "Versions that this run has published."
     yield _counter("osd_hf_published_versions", help, [((), len(learner.published))])

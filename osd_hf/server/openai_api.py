@@ -30,7 +30,7 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5  # below the minimum, sampling diff
 DEFAULT_COMPLETION_TOKENS = 16  # of `/v1/completions`, as in OpenAI's API
 NO_LIMIT = -1  # value of `max_tokens` in clients of llama.cpp and LM Studio
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Parameters that would change the answer and are not supported, with the values that change nothing (besides null).
+# Parameters that would change the answer and are not supported, with the values that change nothing (and null).
 # Unknown parameters are ignored, as other servers do.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "frequency_penalty": (0,),
@@ -104,7 +104,7 @@ class CompletionRequest:
     A checked request.
 
     Args:
-        prompt_ids (`tuple[int, ...]`): Token ids of the whole prompt, at least one.
+        prompt_ids (`tuple[int, ...]`): Token ids of the prompt, at least one.
         max_new_tokens (`int`): Maximum length of the answer; prompt and answer fit into the model.
         is_chat (`bool`): Whether the request came to `/v1/chat/completions`.
         sampling (`Mapping[str, Any]`): `do_sample` and other sampling settings of `generate`.
@@ -208,7 +208,7 @@ class RequestReader:
     def _chat_prompt(self, body: Mapping[str, Any]) -> list[int]:
         """Apply the chat template; returns token ids."""
         if not getattr(self._tokenizer, "chat_template", None):
-            message = f"The tokenizer of `{self.name}` has no chat template. Send the whole prompt to /v1/completions."
+            message = f"The tokenizer of `{self.name}` has no chat template. Send the prompt to /v1/completions."
             raise ApiError(400, message, param="messages", code="no_chat_template")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
@@ -426,7 +426,7 @@ class Answer:
         return self._show("".join(self._pieces.texts[before:]))
 
     def end(self) -> str:
-        """End the answer; returns the rest of the text."""
+        """End the answer; returns the remaining text."""
         return self._show(self._pieces.unfinished, is_end=True)
 
     def _show(self, new: str, *, is_end: bool = False) -> str:
@@ -491,13 +491,13 @@ class Answer:
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = text_of(self._tokenizer, [token])
-        # A part of a character has no text, and no bytes of its own.
+        # A part of a character has no text, and no own bytes.
         return {"token": text, "logprob": logprob, "bytes": None if INCOMPLETE in text else list(text.encode())}
 
     # --- response bodies --------------------------------------------------------------------------------------------
 
     def body(self) -> dict[str, Any]:
-        """Return the body of the whole answer."""
+        """Return the body of the answer."""
         content: dict[str, Any] = {"text": self.text}
         if self.request.is_chat:
             content = {"message": {"role": "assistant", "content": self.text, "refusal": None}}
