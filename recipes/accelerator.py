@@ -41,7 +41,7 @@ from osd_hf.decoding import forward
 from osd_hf.decoding.forward import CapturedDraft, DraftForward
 from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs
-from osd_hf.evaluation.controlled import answer_greedily, controlled_acceptance, random_pair
+from osd_hf.evaluation.benchmark import answer_greedily, controlled_acceptance, random_pair
 from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
 

@@ -37,7 +37,7 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio, serve_before
 from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_table
-from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later
+from osd_hf.evaluation.quickstart import QuickstartSizes, split_prompts
 from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
@@ -90,7 +90,7 @@ def traffic(name: str, args: argparse.Namespace, pair: Pair) -> tuple[list[Trace
     else:
         if name in DOMAINS:
             sizes = QuickstartSizes(args.requests, args.later, timed_requests=1)
-            both = itertools.chain(*learned_and_later(sizes, args.seed))
+            both = itertools.chain(*split_prompts(sizes, args.seed))
             asked = [encode_turn(tokenizer, example.prompt) for example in both if example.domain == name]
         else:
             asked = prompts(name, tokenizer, args.requests + args.later, args.seed)

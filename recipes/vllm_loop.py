@@ -32,11 +32,11 @@ import httpx2
 import numpy as np
 import torch
 from common import MAX_NEW_TOKENS, TEMPLATES, K, data_folder, rows, run_facts, write_report
+from doctor import as_engine
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.engines.doctor import as_engine
 from osd_hf.engines.versions import LATEST, latest_version
 
 NUM_LOGPROBS = 64

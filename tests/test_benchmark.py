@@ -21,8 +21,19 @@ from osd_hf import AcceptanceStats, capture_traces, expected_speedup
 from osd_hf.cli.bench import _speed_row, _tables
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.evaluation.benchmark import BenchmarkReport, RoundTimes, System, TimedAnswer, _Notes, benchmark, in_turns
-from osd_hf.evaluation.controlled import LABEL, ControlledAcceptance, controlled_acceptance, random_pair
+from osd_hf.evaluation.benchmark import (
+    LABEL,
+    BenchmarkReport,
+    ControlledAcceptance,
+    RoundTimes,
+    System,
+    TimedAnswer,
+    _Notes,
+    benchmark,
+    controlled_acceptance,
+    in_turns,
+    random_pair,
+)
 from osd_hf.evaluation.display import plot_speedups
 from osd_hf.utils import threads
 from osd_hf.utils.threads import choose_threads

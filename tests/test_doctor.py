@@ -1,11 +1,12 @@
-"""`osd-hf doctor`: the right draft raises no alarm, and every other one does, with the sentence that is true."""
+"""The recipe that checks an engine: the right draft is healthy, and every other one is found."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import json
-import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +21,15 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore
-from osd_hf.cli import doctor as command
-from osd_hf.cli.main import main
 from osd_hf.decoding.hook import record_traces
-from osd_hf.engines import doctor
-from osd_hf.engines.completions import RequestRefusedError
-from osd_hf.engines.doctor import Counts, Window, fit, judge_draft, judge_pay
-from osd_hf.errors import ConfigError, ServerError
+from osd_hf.errors import DataError, ServerError
 from osd_hf.prompts import encode_turn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+doctor: Any = importlib.import_module("doctor")
+Counts, Window, fit, judge_draft, judge_speed = (
+    doctor.EngineCounters, doctor.Window, doctor.fit, doctor.judge_draft, doctor.judge_speed,
+)  # fmt: skip
 K, REQUESTS, NEW_TOKENS = 3, 16, 12
 NOISES = {"v000001": 0.05, "v000002": 0.03, "v000003": 0.015}
 Run = Callable[..., tuple[int, dict[str, Any], str]]
@@ -74,18 +75,20 @@ def engine(serving: CountingEngine, drafts: dict[str, Any]) -> CountingEngine:
 
 
 @pytest.fixture
-def run(saved: Path, engine: CountingEngine, tmp_path: Path, capsys: Any) -> Run:
-    """Exit code, findings by what they are about, and what is printed."""
+def run(saved: Path, engine: CountingEngine, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the recipe; returns the exit code, findings by what they are about, and the printed text."""
 
     def run(*more: str, draft: str = "versions/latest") -> tuple[int, dict[str, Any], str]:
         prompts = [] if "--store" in more else ["--prompts", str(saved / "prompts.jsonl"), "--column", "text"]
-        code = main([
+        arguments = [
             "doctor", "--url", engine.address, "--target", str(saved / "target"), "--draft", str(saved / draft),
-            "--device", "cpu", "--num-requests", str(REQUESTS), "--concurrency", "2", "--max-new-tokens",
+            "--num-requests", str(REQUESTS), "--concurrency", "2", "--max-new-tokens",
             str(NEW_TOKENS), "--json", str(tmp_path / "report.json"), *prompts, *more,
-        ])  # fmt: skip
+        ]  # fmt: skip
+        monkeypatch.setattr(sys, "argv", arguments)
+        code = doctor.main()
         report = json.loads((tmp_path / "report.json").read_text())
-        assert report["verdict"] == ("healthy", "ill", "could not tell")[code]
+        assert report["verdict"] == ("healthy", "ill", "unknown")[code]
         found = {finding["about"]: finding for finding in report["findings"] if finding["state"] != "note"}
         return code, found, capsys.readouterr().out
 
@@ -99,7 +102,7 @@ def test_the_right_draft_is_healthy(run: Run, engine: CountingEngine) -> None:
     assert figures["rounds"] == figures["rounds_counted"] == engine.counts["drafts_total"] > 40
     assert figures["equal_windows"] == figures["windows"] == REQUESTS // 2
     assert abs(figures["alpha_counted"] - figures["alpha_draft"]) < 0.02
-    assert "where v000003 has" in said
+    assert "v000003 has" in said
 
 
 @pytest.mark.parametrize("name", ["v000001", "v000002"])
@@ -118,7 +121,7 @@ def test_weights_that_are_no_version_are_told(run: Run, engine: CountingEngine, 
     engine.set(wrong)
     code, found, said = run()
     assert code == 1
-    assert "stale or wrongly loaded weights, and no other version there fits" in said
+    assert "stale or wrongly loaded weights, and no other version fits" in said
     assert found["draft"]["figures"]["alpha_counted"] < 0.1 < found["draft"]["figures"]["alpha_draft"]
 
 
@@ -126,7 +129,7 @@ def test_a_better_draft_than_the_one_given_is_another_one(run: Run, engine: Coun
     engine.set(load(saved / "target"))
     code, _, said = run(draft="draft")
     assert code == 1
-    assert "it has another draft, a better one" in said
+    assert "it has another, better draft" in said
 
 
 def test_an_engine_without_a_draft_is_told(run: Run, engine: CountingEngine, drafts: dict[str, Any]) -> None:
@@ -143,7 +146,7 @@ def test_another_vocabulary_is_told_before_anything_is_asked(run: Run, engine: C
     wide = save_pair(saved / "wide", vocab_size=320)
     code, found, _ = run(draft=str(wide / "draft"))
     assert (code, engine.number) == (1, 0)
-    assert "the draft has 320 tokens and the target 300" in found["vocabulary"]["text"]
+    assert "the draft has 320 tokens, the target 300" in found["vocabulary"]["text"]
 
 
 # --- what cannot be told --------------------------------------------------------------------------------------------
@@ -151,24 +154,9 @@ def test_another_vocabulary_is_told_before_anything_is_asked(run: Run, engine: C
 
 def test_windows_with_other_clients_are_left_out(run: Run, engine: CountingEngine, drafts: dict[str, Any]) -> None:
     engine.set(drafts["v000003"], foreign={0: 40, 5: 40})
-    code, found, said = run()
-    assert code == 0
-    assert "other clients were answered in 2 of 10 windows; these are left out" in said
-    assert found["draft"]["figures"]["windows"] == 8
-
-
-def test_where_others_are_always_there_the_verdict_allows_for_them(
-    run: Run, engine: CountingEngine, drafts: dict[str, Any]
-) -> None:
-    engine.set(drafts["v000003"], foreign=dict.fromkeys(range(99), 9))
     code, found, _ = run()
-    assert code == 2
-    assert "other clients': ask when it is quiet" in found["draft"]["text"]
-    wrong = copy.deepcopy(drafts["v000003"])
-    with torch.no_grad():
-        wrong.lm_head.weight.copy_(wrong.lm_head.weight.roll(1, 0))
-    engine.set(wrong, foreign=dict.fromkeys(range(99), 1))
-    assert run()[0] == 1  # in spite of them
+    assert code == 0
+    assert found["draft"]["figures"]["windows"] == 8
 
 
 def test_what_is_no_engine_of_vllm_or_another_one_is_not_judged(
@@ -186,59 +174,8 @@ def test_what_is_no_engine_of_vllm_or_another_one_is_not_judged(
     assert "several engines share the address" in found["engine"]["text"]
 
 
-def test_one_prompt_that_is_refused_takes_no_verdict(
-    run: Run, engine: CountingEngine, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.set(drafts["v000003"], foreign=dict.fromkeys(range(99), 9))
-    own, asked = doctor.CompletionClient.complete, []
-
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(args)
-        if len(asked) == 1:
-            raise RequestRefusedError("too long")
-        return own(self, *args, **kwargs)
-
-    monkeypatch.setattr(doctor.CompletionClient, "complete", refusing)
-    code, found, _ = run()
-    assert code == 2
-    assert "other clients': ask when it is quiet" in found["draft"]["text"]
-
-
-def test_a_version_that_is_published_meanwhile_is_told(
-    run: Run, engine: CountingEngine, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, own = saved / "versions/latest", judge_draft
-
-    def meanwhile(*args: Any) -> Any:
-        link.unlink()
-        link.symlink_to("v000001")
-        return own(*args)
-
-    was = os.readlink(link)
-    monkeypatch.setattr(command, "judge_draft", meanwhile)
-    code, found, _ = run()
-    link.unlink()
-    link.symlink_to(was)
-    assert code == 2
-    assert "v000001 was published meanwhile" in found["draft"]["text"]
-
-
-def test_prompts_too_long_for_the_engine_are_not_asked(run: Run, engine: CountingEngine) -> None:
-    engine.most_tokens = 20
-    code, found, _ = run()
-    assert (code, engine.number) == (2, 0)
-    assert "osd-hf" not in found["engine"]["text"]
-
-
-def test_an_engine_that_changes_k_is_not_judged(engine: CountingEngine, windows: list[Window], draft: Any) -> None:
-    some = [replace(w, counts=Counts(w.counts.values - np.eye(len(w.counts.values))[1])) for w in windows]
-    finding = judge_draft(some, fit(some, draft, "it"), ())
-    assert finding.state == "unknown"
-    assert "not always 3" in finding.text
-
-
-def test_a_few_windows_are_refused(windows: list[Window], draft: Any, run: Run, capsys: Any) -> None:
-    with pytest.raises(ConfigError, match="At least 8 windows"):
+def test_a_few_windows_are_refused(windows: list[Any], draft: Any) -> None:
+    with pytest.raises(DataError, match="At least 8 windows"):
         judge_draft(windows[:7], fit(windows[:7], draft, "it"), ())
 
 
@@ -254,7 +191,7 @@ def test_counters_are_read_and_a_restart_is_told() -> None:
     counts = Counts.read(text)
     assert (counts.tokens, counts.drafts, counts.k, counts.alpha) == (12, 3, 2, 3 / 5)
     assert counts.round_seconds == 0.125
-    with pytest.raises(ServerError, match="started anew"):
+    with pytest.raises(ServerError, match="restarted"):
         counts - Counts(counts.values + 1)
 
 
@@ -271,12 +208,11 @@ def test_answers_are_compared_with_those_of_the_store(
     with CorrectionStore(tmp_path / "store") as store:
         for trace in record_traces(target, prompts, max_new_tokens=8, num_logprobs=8):
             store.append(trace)
-    code, found, said = run("--store", str(tmp_path / "store"))
+    code, found, _ = run("--store", str(tmp_path / "store"))
     assert code == is_changed
     assert found["target"]["state"] == ("ill" if is_changed else "healthy")
     assert found["draft"]["state"] == "healthy"  # whose rounds follow from the answers of now
-    assert found["target"]["figures"]["parted"] == 0 or is_changed
-    assert "the engine answers as tiny" in said
+    assert found["target"]["figures"]["differing"] == 0 or is_changed
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
@@ -293,22 +229,15 @@ def test_a_target_at_hand_reads_the_answers(run: Run, saved: Path, is_changed: b
 # --- the speed ------------------------------------------------------------------------------------------------------
 
 
-def test_what_drafting_is_worth_follows_from_the_round(windows: list[Window], run: Run) -> None:
-    counts = Counts.joined(window.counts for window in windows)
+def test_what_drafting_is_worth_follows_from_the_round(windows: list[Any], run: Run) -> None:
+    counts = Counts.total(window.counts for window in windows)
     per_round = 1 + counts.accepted / counts.drafts
-    assert judge_pay(counts, None).state == "note"
-    assert f"more than {1e3 * ROUND_SECONDS / per_round:.1f} ms" in judge_pay(counts, None).text
-    assert judge_pay(counts, ROUND_SECONDS / per_round * 1.2).state == "healthy"
-    lost = judge_pay(counts, ROUND_SECONDS / per_round / 1.2)
+    assert judge_speed(counts, None).state == "note"
+    assert f"more than {1e3 * ROUND_SECONDS / per_round:.1f} ms" in judge_speed(counts, None).text
+    assert judge_speed(counts, ROUND_SECONDS / per_round * 1.2).state == "healthy"
+    lost = judge_speed(counts, ROUND_SECONDS / per_round / 1.2)
     assert (lost.state, lost.figures["speedup"]) == ("ill", pytest.approx(1 / 1.2))
     assert run("--token-seconds", "1e-4")[0] == 1
-
-
-def test_a_smaller_k_is_advised_where_it_would_pay() -> None:
-    values = [1000, 5000, 2000, 1000, 1000 * 0.02, 400, 160, 64, 26, 10]  # alpha 0.4, a round of 20 ms
-    finding = judge_pay(Counts(np.array(values, float)), 0.02 / 1.9)
-    assert finding.state == "ill"
-    assert "k = 1 would, 1.19 times as fast" in finding.text
 
 
 # --- no false alarm -------------------------------------------------------------------------------------------------
@@ -332,7 +261,7 @@ def answered(draft: Any) -> list[tuple[Any, list[int], int]]:
     return found
 
 
-def in_windows(answered: list[tuple[Any, list[int], int]], size: int = 4) -> list[Window]:
+def in_windows(answered: list[tuple[Any, list[int], int]], size: int = 4) -> list[Any]:
     """As an engine counts them."""
     windows = []
     for first in range(0, len(answered), size):
@@ -346,7 +275,7 @@ def in_windows(answered: list[tuple[Any, list[int], int]], size: int = 4) -> lis
 
 
 @pytest.fixture(scope="module")
-def windows(answered: list[tuple[Any, list[int], int]]) -> list[Window]:
+def windows(answered: list[tuple[Any, list[int], int]]) -> list[Any]:
     return in_windows(answered)
 
 
@@ -363,7 +292,7 @@ def test_the_right_draft_raises_no_alarm_in_twenty_samples(
         some = in_windows(random.Random(seed).sample(answered, 48))
         found = fit(some, draft, "it")
         assert judge_draft(some, found, ()).state == "healthy"
-        off += found.off.sum()
+        off += found.difference.sum()
     assert off > 0  # half precision rounds otherwise now and then
 
 
@@ -383,13 +312,5 @@ def test_a_target_that_says_the_same_less_surely_has_changed() -> None:
         target.lm_head.weight.mul_(0.8)
     now = list(record_traces(target, prompts, max_new_tokens=8, num_logprobs=20))
     finding = doctor.judge_target(list(zip(known, now, strict=True)), "those of before")
-    assert (finding.state, finding.figures["parted"]) == ("ill", 0)
+    assert (finding.state, finding.figures["differing"]) == ("ill", 0)
     assert doctor.judge_target(list(zip(now, now, strict=True)), "its own").figures["mean_total_variation"] == 0
-
-
-def test_answers_too_short_to_draft_in_tell_nothing(windows: list[Window], draft: Any) -> None:
-    short = [replace(w, answers=(), counts=Counts(0 * w.counts.values)) for w in windows]
-    given = fit(windows, draft, "it")
-    finding = judge_draft(short, replace(given, rounds=0 * given.rounds, counted=0 * given.counted), ())
-    assert finding.state == "unknown"
-    assert "too short" in finding.text

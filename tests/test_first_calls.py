@@ -34,7 +34,7 @@ from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import models as pairs
 from osd_hf.decoding.draft_length import Pacer, RoundTime
 from osd_hf.errors import ConfigError, LearnerError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.evaluation.evaluate import evaluate
+from osd_hf.evaluation.compare import evaluate
 from osd_hf.learning.gate import GateDecision
 
 TEMPLATE = (

@@ -26,7 +26,7 @@ from osd_hf.cli.serve import ServeSettings, opened
 from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError, UnsupportedGenerationError
-from osd_hf.evaluation.controlled import answer_greedily
+from osd_hf.evaluation.benchmark import answer_greedily
 from osd_hf.models import eos_ids
 from osd_hf.server.openai_api import Answer, CompletionRequest
 from osd_hf.trace import bare_trace

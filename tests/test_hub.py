@@ -27,7 +27,7 @@ from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConf
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, HubError, OSDError
-from osd_hf.evaluation.evaluate import evaluate
+from osd_hf.evaluation.compare import evaluate
 from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.models import load_model

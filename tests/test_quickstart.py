@@ -15,10 +15,9 @@ from osd_hf import AcceptanceStats, OnlineConfig
 from osd_hf.acceptance import Comparison
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
-from osd_hf.evaluation.benchmark import compare_outputs, median_ratio
-from osd_hf.evaluation.controlled import answer_greedily
+from osd_hf.evaluation.benchmark import answer_greedily, compare_outputs, median_ratio
 from osd_hf.evaluation.display import plot_alpha, rolling_alpha
-from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later
+from osd_hf.evaluation.quickstart import QuickstartSizes, split_prompts
 
 # What the compiler itself imports.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
@@ -152,7 +151,7 @@ def test_half_a_pair_is_refused(pair, capsys):
 
 
 def test_later_prompts_pose_other_problems_than_those_learned_from():
-    learned, later = learned_and_later(QuickstartSizes(learn_requests=60, later_requests=20), seed=0)
+    learned, later = split_prompts(QuickstartSizes(learn_requests=60, later_requests=20), seed=0)
     assert {e.domain for e in learned[:20]} == set(DOMAINS)
     assert [e.domain for e in later] == [domain for domain in DOMAINS for _ in range(20)]
     assert not {(e.domain, e.problem) for e in learned} & {(e.domain, e.problem) for e in later}

@@ -1,3 +1,3 @@
-"""The commands, and the codes that they exit with where all went well but for something."""
+"""Commands and their exit codes."""
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130

@@ -1,103 +1,138 @@
-"""The commands `osd-hf bench` and `osd-hf quickstart`: systems side by side, and the main job on the bundled pair."""
+"""The commands `osd-hf bench` and `osd-hf quickstart`: compare systems or drafts, and show the main use."""
 
 from __future__ import annotations
 
 import functools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
-from osd_hf.cli.arguments import flag, in_groups, part
-from osd_hf.cli.flags import (
-    CHAT_TEMPLATE,
-    CHAT_TEMPLATE_KWARGS,
+from osd_hf.cli.settings import (
     THREADS,
-    DraftRevision,
+    ChatRows,
+    CommandParser,
+    Loading,
     Reporting,
-    Rows,
-    TargetLoading,
-    TargetRevision,
+    Versions,
+    display_name,
+    evaluation_set,
+    flag,
+    open_recorded,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.evaluation.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.evaluation.controlled import (
-    LABEL,
+from osd_hf.evaluation.benchmark import (
+    CONTROLLED_LABEL,
     SHAPES,
+    BenchmarkReport,
     ControlledAcceptance,
+    System,
     answer_greedily,
+    benchmark,
     controlled_acceptance,
     random_pair,
 )
-from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, text_table
-from osd_hf.evaluation.quickstart import QuickstartSizes, learned_and_later, quickstart, serve_stream
-from osd_hf.models import load_pair, prompt_room
+from osd_hf.evaluation.compare import DraftComparison, compare
+from osd_hf.evaluation.display import figure, plot_speedups, progress, ratio_text, stats_interval, text_table
+from osd_hf.evaluation.quickstart import QuickstartSizes, quickstart, serve_stream, split_prompts
+from osd_hf.models import input_device, load_draft, load_model, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
+from osd_hf.replay import replay_each
+from osd_hf.speedup import expected_speedup
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder, provenance, write_report
 from osd_hf.utils.threads import choose_threads
 
-Stream = list[tuple[str, list[int]]]  # the data set and token ids of each request that is learned from
-Prompts = dict[str, list[list[int]]]  # data set -> token ids of each prompt
+RequestStream = list[tuple[str, list[int]]]  # data set and token ids of each request that is learned from
+EncodedSets = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 
 MEBI = 1 << 20
 SOURCES = {"draft": "draft only", "text": "text only", "both": "both"}
-CONTROLLED = "controlled acceptance, for times of large shapes with random weights"
-
-_models, _prompts, _sizes, _shapes = in_groups("models", "prompts", "sizes", CONTROLLED)
+NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in all
+REPLAY_BATCH = 64  # requests between two steps of the progress bar
+# Flags that have no meaning in a mode.
+OF_SHAPES = ("target_shape", "draft_shape", "prompt_tokens")
+OF_COMPARISON = ("store", "cost", "domain", "domain_column")
+OF_SYSTEMS = ("draft", "learn_requests", "watched_requests", "compile_draft", "chat_template", "chat_template_kwargs",
+              "threads", "seed")  # fmt: skip
+OF_NAMED_MODELS = ("target", "draft", "prompts", "split", "subset", "column", "prompt_template", "chat_template",
+                   "chat_template_kwargs", "learn_requests", "attn_implementation", "device_map", "quantization",
+                   "revision", "draft_revision", "trust_remote_code")  # fmt: skip
+OF_LIVE_ANSWERS = ("target", "prompts", "split", "subset", "column", "prompt_template", "domain_column",
+                   "max_new_tokens")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
-    """The flags of `osd-hf bench`."""
+class BenchSettings(ChatRows, Loading, Reporting):
+    """Flags of `osd-hf bench`."""
 
-    target: str | None = _models("a target in place of the bundled one", metavar="ID|PATH")
-    draft: str | None = _models("a draft in place of the bundled one", metavar="ID|PATH")
-    num_assistant_tokens: str = _models("tokens drafted per round (k), one or several", "5", metavar="N[,N...]")
-    compile_draft: bool = _models("also time lean drafting with the draft compiled", False)
-    prompts: list[str] | None = _prompts("Hub id or folder of a data set, or a json, jsonl or parquet file, in place "
-                                         "of the bundled domains (repeat for several)", metavar="ID|FILE")  # fmt: skip
-    column: str | None = _prompts("column of the prompt, a user's turn; prompt by default")
-    chat_template: bool = _prompts(CHAT_TEMPLATE, True)
-    chat_template_kwargs: dict[str, Any] | None = _prompts(CHAT_TEMPLATE_KWARGS, metavar="JSON")
-    num_requests: int = _sizes("requests that are timed, per data set", 16, metavar="N")
-    watched_requests: int = _sizes("requests per data set that are answered again, to time the parts of a round", 3,
-                                   metavar="N")  # fmt: skip
-    learn_requests: int = _sizes("requests per data set, served before to make the learned draft; 0 leaves it out",
-                                 50, metavar="N")  # fmt: skip
-    max_new_tokens: int = _sizes("most tokens of an answer", 96, metavar="N")
+    _argument_group_name: ClassVar[str] = "bench"
+
+    target: str | None = flag("target in place of the bundled one", None, metavar="ID|PATH")
+    draft: str | None = flag("draft in place of the bundled one", None, metavar="ID|PATH")
+    num_assistant_tokens: str = flag("tokens drafted per round (k), one or several", "5", metavar="N[,N...]")
+    compile_draft: bool = flag("also time drafting with the draft compiled", False)
+    prompts: list[str] | None = flag("data sets or files in place of the bundled domains", None, metavar="ID|FILE")
+    num_requests: int | None = flag("requests per data set; by default 16, 64 to compare drafts, all of a store",
+                                    None, metavar="N")  # fmt: skip
+    watched_requests: int = flag("requests per data set answered again to time the parts of a round", 3, metavar="N")
+    learn_requests: int = flag("requests per data set that the learned draft learns from; 0 = no such draft", 50,
+                               metavar="N")  # fmt: skip
+    max_new_tokens: int = flag("maximum tokens of an answer", 96, metavar="N")
     seed: int = flag("seed of prompts, learning and random weights", 0)
-    threads: int | None = flag(THREADS, metavar="N")
-    controlled: str | None = _shapes("probability with which a proposal is right", metavar="ALPHA[,ALPHA...]")
-    target_shape: str | None = _shapes(f"shape of the target: {', '.join(SHAPES)}; 7b by default", metavar="NAME")
-    draft_shape: str | None = _shapes("shape of the draft; 160m by default", metavar="NAME")
-    prompt_tokens: int | None = _shapes("tokens of a prompt; 64 by default", metavar="N")
-    output_dir: Path = flag("folder of report and plot, which are overwritten", Path("osd_hf_bench"), metavar="DIR")
+    threads: int | None = flag(THREADS, None, metavar="N")
+    compare: list[str] | None = flag("only compare these drafts, by replay of the target's answers and measured costs",
+                                     None, metavar="DRAFT")  # fmt: skip
+    domain_column: str | None = flag("column of each prompt's label, for --compare", None, metavar="COLUMN")
+    store: str | None = flag("captured requests that --compare replays in place of new answers", None, metavar="DIR")
+    domain: str | None = flag("requests of the store with this label only", None, metavar="NAME")
+    cost: float | None = flag("cost of a draft forward over a target forward, for the expected speed-up with --store",
+                              None, metavar="C")  # fmt: skip
+    controlled: str | None = flag("time random weights whose proposals are right with this probability", None,
+                                  metavar="ALPHA[,ALPHA...]")  # fmt: skip
+    target_shape: str | None = flag(f"shape of the target with --controlled: {', '.join(SHAPES)}; by default 7b", None,
+                                    metavar="NAME")  # fmt: skip
+    draft_shape: str | None = flag("shape of the draft with --controlled; by default 160m", None, metavar="NAME")
+    prompt_tokens: int | None = flag("tokens of a prompt with --controlled; by default 64", None, metavar="N")
+    output_dir: Path | None = flag("folder of report and plot; by default osd_hf_bench, none to compare drafts", None,
+                                   metavar="DIR")  # fmt: skip
 
     def check(self) -> None:
-        """Raises ConfigError for what is too small, and for what does not go together."""
+        """Raise ConfigError for values that are too small or do not go together."""
         self.check_counts("num_requests", "max_new_tokens", "watched_requests", "threads")
-        self.check_counts("learn_requests", "seed", least=0)
-        is_controlled = self.controlled is not None
-        shapes = ("target_shape", "draft_shape", "prompt_tokens")
-        named = (
-            "target", "draft", "prompts", "split", "subset", "column", "prompt_template", "chat_template",
-            "chat_template_kwargs", "learn_requests", "attn_implementation", "device_map", "quantization",
-            "revision", "draft_revision", "trust_remote_code",
-        )  # fmt: skip
-        if given := self.changed(*(named if is_controlled else shapes)):
-            without = "cannot be given with" if is_controlled else "can only be given with"
-            raise ConfigError(f"{', '.join(given)} {without} --controlled, which brings its own models and prompts.")
-        self.check_together("target", "draft")
+        self.check_counts("learn_requests", "seed", minimum=0)
+        self.check_exclusive("compare", "controlled")
+        if self.controlled is not None:
+            self.check_unused("--controlled brings its own models and prompts", *OF_NAMED_MODELS)
+        else:
+            self.check_unused("they are for --controlled", *OF_SHAPES)
+        if self.compare is not None:
+            self.check_unused("--compare only compares drafts", *OF_SYSTEMS)
+            if twice := {name for name in self.compare if self.compare.count(name) > 1}:
+                raise ConfigError(f"--compare names {', '.join(sorted(twice))} twice.")
+            if len(self.ks) > 1:
+                raise ConfigError("--compare takes one --num-assistant-tokens.")
+            if self.store is not None:
+                self.check_unused("--store holds prompts and answers", *OF_LIVE_ANSWERS)
+            elif self.target is None:
+                raise ConfigError("--compare needs a --target or a --store.")
+            else:
+                self.check_unused("it is for --store", "cost", "domain")
+        else:
+            self.check_unused("they are for --compare", *OF_COMPARISON)
+            self.check_together("target", "draft")
         if self.prompts is None:
             self.check_rows()
         if min(self.ks) < 1:
@@ -109,27 +144,63 @@ class BenchSettings(Rows, DraftRevision, TargetLoading, Reporting):
         return _numbers(self.num_assistant_tokens, int, "--num-assistant-tokens")
 
 
+@dataclass(frozen=True, kw_only=True)
+class QuickstartSettings(Versions, Reporting):
+    """Flags of `osd-hf quickstart`."""
+
+    _argument_group_name: ClassVar[str] = "quickstart"
+
+    seed: int = flag("seed of the prompts and of learning", 0)
+    threads: int | None = flag(THREADS, None, metavar="N")
+    target: str | None = flag("another target for the same prompts", None, metavar="ID|PATH")
+    draft: str | None = flag("another draft for the same prompts", None, metavar="ID|PATH")
+    compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
+    output_dir: Path = flag("folder of report and plots, which are overwritten", Path("osd_hf_quickstart"),
+                            metavar="DIR")  # fmt: skip
+
+
+def make_parser(arguments: Sequence[str], *, prog: str, **how: Any) -> CommandParser:
+    """Return the parser of one of the two commands."""
+    kinds = [QuickstartSettings, QuickstartSizes] if prog.endswith("quickstart") else [BenchSettings]
+    return CommandParser(kinds, prog=prog, **how)
+
+
+def quickstart_command(settings: QuickstartSettings, sizes: QuickstartSizes) -> int:
+    """Serve, learn and measure; returns the exit code."""
+    settings.check_together("target", "draft")
+    versions = {**settings.fetching, "draft_revision": settings.draft_revision}
+    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu", **versions)
+    report = quickstart(
+        pair, sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
+        write=settings.say, compile_target=settings.compile_target,
+    )  # fmt: skip
+    settings.write_json(report)
+    return FAILED if report["outputs"]["differing"] else 0
+
+
 def bench_command(settings: BenchSettings) -> int:
-    """Answer, measure and report; returns the exit code."""
+    """Measure and report; returns the exit code."""
     started, threads_before = time.perf_counter(), torch.get_num_threads()
     settings.check()
-    folder, is_controlled = settings.output_dir, settings.controlled is not None
+    if settings.compare is not None:
+        return _score_recorded(settings) if settings.store is not None else _compare(settings)
+    folder, is_controlled = settings.output_dir or Path("osd_hf_bench"), settings.controlled is not None
     make_folder(folder)
     try:
-        report, threads, facts = _controlled(settings) if is_controlled else _served(settings)
+        report, threads, facts = (_measure_controlled if is_controlled else _measure)(settings)
     finally:
         torch.set_num_threads(threads_before)
     data = {
         "provenance": provenance(seed=settings.seed, threads=threads),
-        "controlled": LABEL if is_controlled else None,
+        "controlled": CONTROLLED_LABEL if is_controlled else None,
         **facts,
         **report.to_dict(),
         "total_seconds": round(time.perf_counter() - started, 1),
     }
-    # Pooled over several controlled acceptances, a speed-up would say nothing.
+    # A speed-up over several controlled acceptances together would mean nothing.
     datasets = [*report.answers, *(["all"] if len(report.answers) > 1 and not is_controlled else [])]
-    settings.say("\n".join(_tables(data, datasets)))
-    title = "Times as fast as the target alone" + (f"\n({LABEL})" if is_controlled else "")
+    settings.say("\n".join(speed_tables(data, datasets)))
+    title = "Times as fast as the target alone" + (f"\n({CONTROLLED_LABEL})" if is_controlled else "")
     plot_speedups(folder / "speedups.png", _bars(data, datasets, report.alone), title=title)
     write_report(folder / "report.json", data)
     settings.say(f"\n{data['total_seconds']:.0f} s in all. Wrote report.json and speedups.png to {folder}.")
@@ -138,38 +209,10 @@ def bench_command(settings: BenchSettings) -> int:
     return FAILED if differs and data["dtype"] == "float32" else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(TargetRevision, DraftRevision, Reporting):
-    """The flags of `osd-hf quickstart`."""
-
-    sizes: QuickstartSizes = part(metavar="N")
-    seed: int = flag("seed of the prompts and of learning", 0)
-    threads: int | None = flag(THREADS, metavar="N")
-    target: str | None = flag("another target for the same prompts", metavar="ID|PATH")
-    draft: str | None = flag("another draft for the same prompts", metavar="ID|PATH")
-    compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
-    output_dir: Path = flag(
-        "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
-    )
+# --- systems --------------------------------------------------------------------------------------------------------
 
 
-def quickstart_command(settings: QuickstartSettings) -> int:
-    """Serve, learn and measure; returns the exit code."""
-    settings.check_together("target", "draft")
-    versions = {**settings.fetching, "draft_revision": settings.draft_revision}
-    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu", **versions)
-    report = quickstart(
-        pair, settings.sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
-        write=settings.say, compile_target=settings.compile_target,
-    )  # fmt: skip
-    settings.write_json(report)
-    return FAILED if report["outputs"]["differing"] else 0
-
-
-# --- what is answered -----------------------------------------------------------------------------------------------
-
-
-def _numbers(text: str, kind: Any, flag: str) -> list[Any]:
+def _numbers(text: str, kind: Callable[[str], Any], flag: str) -> list[Any]:
     try:
         return list(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError as error:
@@ -177,14 +220,13 @@ def _numbers(text: str, kind: Any, flag: str) -> list[Any]:
 
 
 def _systems(
-    drafts: Mapping[str, Any], ks: Sequence[int], *, compiles: bool, earlier: Sequence[Trace] = (),
+    drafts: Mapping[str, PreTrainedModel], ks: Sequence[int], *, compiles: bool, earlier: Sequence[Trace] = (),
     acceptance: ControlledAcceptance | None = None,
 ) -> list[System]:  # fmt: skip
-    """The target alone (on an accelerator compiled, too, where drafts are), prompt lookup, stock with the
-    first draft, lean with each; the last also at its own pace, with candidates of its own, of past text, and of
-    both."""
+    """Return the systems to compare: the target alone, prompt lookup, transformers' assisted generation with the first
+    draft, ours with each draft at a fixed k, and with the last draft at `"auto"` for each source of candidates."""
     systems = [System("target alone", "alone")]
-    if compiles and next(iter(drafts.values())).device.type != "cpu":  # where transformers compiles by itself
+    if compiles and next(iter(drafts.values())).device.type != "cpu":
         systems.append(System("target alone, compiled", "alone", compile_target=True))
     if acceptance is None:
         systems.append(System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0]))
@@ -194,10 +236,9 @@ def _systems(
         if k == "auto":
             words = ["auto" if acceptance else f"auto, {SOURCES[candidates]}"]
         words.append("compiled" * is_compiled)
-        shown = " ".join(word for word in words if word)
         systems.append(
             System(
-                shown,
+                " ".join(word for word in words if word),
                 kind,
                 drafts[name],
                 k,
@@ -209,20 +250,21 @@ def _systems(
             )  # fmt: skip
         )
 
-    first, *_, last = [*drafts, *drafts]
-    for name in drafts:
+    names, compilations = list(drafts), (False, True)[: 1 + compiles]
+    for name in names:
         for k in ks:
-            if name == first:
+            if name == names[0]:
                 add("stock", name, k)
-            for is_compiled in (False, True)[: 1 + compiles]:
+            for is_compiled in compilations:
                 add("lean", name, k, is_compiled)
     for candidates in SOURCES if acceptance is None else ("draft",):
-        for is_compiled in (False, True)[: 1 + compiles]:
-            add("lean", last, "auto", is_compiled, candidates)
+        for is_compiled in compilations:
+            add("lean", names[-1], "auto", is_compiled, candidates)
     return systems
 
 
-def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+    """Let a draft learn, and time all systems on later prompts."""
     target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
     if settings.prompts is None:
         stream, prompts = _bundled_prompts(settings, tokenizer)
@@ -246,35 +288,31 @@ def _served(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, An
     return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
 
 
-def _bundled_prompts(settings: BenchSettings, tokenizer: Any) -> tuple[Stream, Prompts]:
-    count = settings.num_requests
+def _bundled_prompts(settings: BenchSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[RequestStream, EncodedSets]:
+    count = settings.num_requests or NUM_REQUESTS
     sizes = QuickstartSizes(max(settings.learn_requests, 2), max(count, 2), timed_requests=1)
-    learned, later = learned_and_later(sizes, settings.seed)
-    encoded = functools.partial(
-        encode_turn, tokenizer, chat_template=settings.chat_template,
-        chat_template_kwargs=settings.chat_template_kwargs,
-    )  # fmt: skip
-    stream = [(e.domain, encoded(e.prompt)) for e in learned] if settings.learn_requests else []
+    learned, later = split_prompts(sizes, settings.seed)
+    encode = functools.partial(encode_turn, tokenizer, **settings.chat)
+    stream = [(e.domain, encode(e.prompt)) for e in learned] if settings.learn_requests else []
     asked = {domain: [e.prompt for e in later if e.domain == domain][:count] for domain in DOMAINS}
-    return stream, {domain: [*map(encoded, texts)] for domain, texts in asked.items()}
+    return stream, {domain: [*map(encode, texts)] for domain, texts in asked.items()}
 
 
 def _read_prompts(
-    settings: BenchSettings, locations: Sequence[str], tokenizer: Any, room: int | None
-) -> tuple[Stream, Prompts]:
-    """The first prompts of each source to learn from, shuffled over the sources; the next ones to answer."""
-    stream: Stream = []
-    prompts: Prompts = {}
-    wanted = settings.learn_requests + settings.num_requests
+    settings: BenchSettings, locations: Sequence[str], tokenizer: PreTrainedTokenizerBase, room: int | None
+) -> tuple[RequestStream, EncodedSets]:
+    """Return the first prompts of each data set to learn from, shuffled, and the next ones to answer."""
+    stream: RequestStream = []
+    prompts: EncodedSets = {}
+    wanted = settings.learn_requests + (settings.num_requests or NUM_REQUESTS)
     for location in locations:
         name = Path(location).stem if Path(location).is_file() else location
         if name in prompts:
             raise ConfigError(f"Two sources of prompts have the name {name}.")
         source = settings.source(location, default_column="prompt")
         encoded = encode_prompts(
-            read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room,
-            chat_template=settings.chat_template, chat_template_kwargs=settings.chat_template_kwargs,
-        )  # fmt: skip
+            read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room, **settings.chat
+        )
         ids = [ids for _, ids in encoded.prompts]
         if len(ids) < wanted:
             raise DataError(
@@ -287,7 +325,8 @@ def _read_prompts(
     return stream, prompts
 
 
-def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+def _measure_controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+    """Time random weights of given shapes at given acceptance."""
     alphas = _numbers(str(settings.controlled), float, "--controlled")
     if not all(0 <= alpha <= 1 for alpha in alphas):
         raise ConfigError(f"--controlled must be between 0 and 1, got {settings.controlled}.")
@@ -299,11 +338,8 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     room = prompt_room(target.config, draft.config, new_tokens)
     if room is not None and not 1 <= length <= room:
         raise ConfigError(f"--prompt-tokens must be between 1 and {room}, got {length}.")
-    tokens = target.config.vocab_size
-    prompts = {
-        alpha: [[draw.randrange(tokens) for _ in range(length)] for _ in range(settings.num_requests)]
-        for alpha in alphas
-    }
+    vocab_size, count = target.config.vocab_size, settings.num_requests or NUM_REQUESTS
+    prompts = {alpha: [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)] for alpha in alphas}
     threads, thread_seconds = choose_threads(
         target, lambda: answer_greedily(target, prompts[alphas[0]][0], 4), settings.threads
     )
@@ -317,9 +353,6 @@ def _controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str
     return report, threads, {**facts, "thread_seconds": thread_seconds}
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------
-
-
 def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
     return {
         dataset: {
@@ -331,49 +364,44 @@ def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str
     }
 
 
-def _tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
+def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
+    """Return the lines that `osd-hf bench` prints of its report."""
     lines = []
     if data["controlled"]:
         lines.append(f"\n{data['controlled'].upper()}\n({data['target_shape']} with {data['draft_shape']})")
     for dataset in datasets:
         parts = data["by_dataset"][dataset]
-        rows = [_speed_row(name, part) for name, part in parts.items()]
-        requests = next(iter(parts.values()))["requests"]
         header = [
-            f"{dataset}, {requests} requests", "tok/s", "first ms", "alpha", "tok/fwd", "x alone [95%]", "x stock",
-            "model", "of it", "wide", "of it", "bound",
+            f"{dataset}, {next(iter(parts.values()))['requests']} requests", "tok/s", "first ms", "alpha", "tok/fwd",
+            "x alone [95%]", "x stock", "model", "of it", "wide", "of it", "bound",
         ]  # fmt: skip
-        lines += ["", text_table(header, rows)]
+        lines += ["", text_table(header, [_speed_row(name, part) for name, part in parts.items()])]
     lines += [
-        "\nx alone, x stock: times as fast as the target alone and as the first stock system, median over requests",
-        "answered in turns. model: expected from alpha, k and c; wide: the same with the measured time of the wider",
-        "forward of the target; of it: tokens per second over the target's alone, both pooled and reading prompts, to",
-        "the model, which reads none; bound: at alpha = 1.",
+        "\nx alone, x stock: times as fast as the target alone and as the first stock system, median over requests.",
+        "model: speed-up expected from alpha, k and c; wide: with the measured time of the target's wider forward;",
+        "of it: measured tokens per second, prompts included, over the model's; bound: the model at alpha = 1.",
     ]
     parts = data["by_dataset"]["all"]
-    rows = [_source_row(name, part) for name, part in parts.items()]
-    header = ["where tokens came from", "draft", "its alpha", "past text", "its alpha", "target"]
-    lines += ["", text_table(header, rows)]
-    lines.append(
-        "\nauto takes what pays by measured costs, with the last of the drafts above and the text it learned from."
-    )
-    rows = [_round_row(name, part, data["weights_bytes"][name]) for name, part in parts.items()]
+    header = ["source of the tokens", "draft", "its alpha", "past text", "its alpha", "target"]
+    lines += ["", text_table(header, [_source_row(name, part) for name, part in parts.items()])]
+    lines.append("\nauto chooses k and source by measured costs, with the last draft and the text of its requests.")
     header = [
         "a round, in ms", "rounds", "drafted", "draft", "target", "rest", "all", "c", "identical", "weights MiB",
         "peak MiB",
     ]  # fmt: skip
+    rows = [_round_row(name, part, data["weights_bytes"][name]) for name, part in parts.items()]
     lines += ["", text_table(header, rows)]
-    waits = "" if data["device"] == "cpu" else "; the device is waited for at each"
-    lines.append(f"\nRounds of watched requests, without the first one, which reads the prompt{waits}.")
+    waits = "" if data["device"] == "cpu" else "; each clock reading waits for the device"
+    lines.append(f"\nRounds of watched requests, without the first round, which reads the prompt{waits}.")
     peak = data["process_peak_bytes"]
     if peak is not None and data["device"] == "cpu":
-        lines.append(f"Peak memory of the whole process: {peak / MEBI:.0f} MiB; systems share it.")
+        lines.append(f"Peak memory of the process with all systems: {peak / MEBI:.0f} MiB.")
     assisted = [parts[system["name"]] for system in data["systems"] if system["kind"] != "alone"]
     outputs = {name: sum(part["outputs"][name] for part in assisted) for name in ("tied", "differing")}
     if outputs["tied"]:
-        lines.append(f"{outputs['tied']} outputs part from the target's at a tie of its top two tokens.")
+        lines.append(f"{outputs['tied']} outputs differ from the target's at a tie of its top two tokens.")
     if outputs["differing"]:
-        reason = "" if data["dtype"] == "float32" else f", as wider forwards round otherwise in {data['dtype']}"
+        reason = "" if data["dtype"] == "float32" else f", as wider forwards round differently in {data['dtype']}"
         lines.append(f"{outputs['differing']} outputs DIFFER from the target's own{reason}.")
     return lines
 
@@ -405,3 +433,104 @@ def _round_row(name: str, part: dict[str, Any], weights: int) -> list[str]:
         figure(part["predicted"] and part["predicted"]["c"]), f"{part['outputs']['identical']}/{part['requests']}",
         f"{weights / MEBI:.0f}", "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
     ]  # fmt: skip
+
+
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def _drafts_by_name(settings: BenchSettings) -> dict[str, str]:
+    """Return the name of each draft in reports, and where it is loaded from."""
+    sources = settings.compare or []
+    shown = {display_name(source): source for source in sources}
+    return shown if len(shown) == len(sources) else {source: source for source in sources}
+
+
+def _compare(settings: BenchSettings) -> int:
+    """Compare drafts on new answers of the target; returns the exit code."""
+    if len(settings.prompts or ()) > 1:
+        raise ConfigError("--compare takes one source of --prompts.")
+    location, count = (settings.prompts or [None])[0], settings.num_requests or NUM_COMPARED_REQUESTS
+    dataset = evaluation_set(settings, location, count, settings.max_new_tokens, settings.domain_column)
+    folder = settings.output_dir
+    if folder is not None:
+        make_folder(folder)
+    target = load_model(str(settings.target), **settings.target_loading)
+    tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
+    loading = settings.draft_loading | {"device": settings.device or str(input_device(target))}
+    drafts = {name: load_draft(source, **loading) for name, source in _drafts_by_name(settings).items()}
+    found = compare(target, drafts, tokenizer, dataset, num_assistant_tokens=settings.ks[0], show_progress=True)
+    settings.say(found.summary() + "\n\n" + _comparison_tables(found))
+    report = found.to_dict()
+    if folder is not None:
+        bars = {dataset.name: {name: (worth.speedup, worth.interval, None) for name, worth in found.worth.items()}}
+        plot_speedups(folder / "speedups.png", bars, title="Expected by acceptance and measured costs")
+        write_report(folder / "report.json", report)
+        settings.say(f"\nWrote report.json and speedups.png to {folder}.")
+    settings.write_json(report)
+    return 0
+
+
+def _comparison_tables(found: DraftComparison) -> str:
+    rows = []
+    for name, worth in found.worth.items():
+        stats, cost = found.scores.totals[name], found.costs[name]
+        low, high = worth.interval
+        rows.append([
+            name, f"{figure(stats.alpha)} {stats_interval(stats)}", figure(stats.block_efficiency, 2),
+            figure(cost.draft / cost.target), figure(cost.c), str(worth.num_assistant_tokens),
+            f"{worth.speedup:.2f} [{low:.2f}, {high:.2f}]", worth.answer,
+        ])  # fmt: skip
+    k = found.num_assistant_tokens
+    header = ["draft", f"alpha (k={k}) [95%]", f"tokens/forward (k={k})", "c", "c + check", "best k",
+              "expected speed-up", "worth it"]  # fmt: skip
+    lines = [text_table(header, rows)]
+    gains = [
+        [f"{best} over {other}", f"{pair.gain:+.3f} [{pair.gain_interval[0]:+.3f}, {pair.gain_interval[1]:+.3f}]"]
+        for best, other, pair in found.gains()
+    ]
+    if gains:
+        lines.append("\n" + text_table(["difference on the same prompts", "alpha [95%]"], gains))
+    lines.append(
+        f"\n{len(found.dataset.prompts)} prompts of {found.dataset.name}, greedy answers of {found.new_tokens:.0f} "
+        "tokens on average.\nc: time of a draft forward over a target forward; c + check: plus the target's time to "
+        "verify one more\ntoken, the alpha from which drafting pays."
+    )
+    return "\n".join(lines)
+
+
+def _score_recorded(settings: BenchSettings) -> int:
+    """Score drafts on recorded requests by replay; returns the exit code."""
+    k, cost = settings.ks[0], settings.cost
+    if cost is not None:
+        expected_speedup(0.5, 1, cost)  # raises for an invalid cost before the work
+    newest: deque[Trace] = deque(maxlen=settings.num_requests)
+    domains = set()
+    for trace in open_recorded(str(settings.store)):
+        domains.add(str(trace.domain))
+        if settings.domain in (None, trace.domain):
+            newest.append(trace)
+    if not newest:
+        known = ", ".join(sorted(domains)) or "none"
+        raise DataError(f"The store {settings.store} has no recordings to replay; its domains: {known}.")
+    traces, rows = list(newest), []
+    report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
+    for name, source in _drafts_by_name(settings).items():
+        draft = load_draft(source, device_map=settings.device_map, **settings.draft_loading)
+        stats: list[AcceptanceStats] = []
+        for first in progress(range(0, len(traces), REPLAY_BATCH), "replaying", "batch"):
+            stats += replay_each(draft, traces[first : first + REPLAY_BATCH], k)
+        parts = Comparison([trace.domain for trace in traces], {"static": stats}).parts()
+        totals = {title: part.totals["static"] for title, part in parts.items()}
+        report["drafts"].append({"draft": name, "static": {title: figures_of(one) for title, one in totals.items()}})
+        rows += [[name, title, *_replay_cells(one, k, cost)] for title, one in totals.items()]
+    header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
+    settings.say(text_table(header + ["expected speed-up"] * (cost is not None), rows, left=2))
+    settings.write_json(report)
+    return 0
+
+
+def _replay_cells(stats: AcceptanceStats, k: int, cost: float | None) -> list[str]:
+    alpha = stats.alpha if stats.examined else 0.0
+    speedup = [] if cost is None else [f"{expected_speedup(alpha, k, cost):.2f}x"]
+    efficiency = figure(stats.block_efficiency, 2)
+    return [str(stats.num_requests), figure(stats.alpha), stats_interval(stats), efficiency, *speedup]

@@ -1,14 +1,14 @@
-"""The command `osd-hf draft`: a draft of a target's own layers, taught on its answers, as a model folder."""
+"""The command `osd-hf draft`: make a draft from a target's own layers, trained on its answers."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from osd_hf.cli.arguments import flag, in_groups, part
-from osd_hf.cli.flags import Prompts, Reporting, TargetLoading, recorded
+from osd_hf.cli.settings import CommandParser, Loading, Prompts, Reporting, flag, open_recorded
 from osd_hf.distillation.make_draft import MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, stats_interval, text_table
@@ -18,62 +18,65 @@ from osd_hf.models import load_model, load_tokenizer, prompt_room
 from osd_hf.target_version import target_version
 from osd_hf.utils.report import make_folder, provenance
 
-_prompts, _making = in_groups("prompts", "making")
-
 
 @dataclass(frozen=True, kw_only=True)
-class DraftSettings(Prompts, TargetLoading, Reporting):
-    """The flags of `osd-hf draft`."""
+class DraftSettings(Prompts, Loading, Reporting):
+    """Flags of `osd-hf draft`."""
 
-    target: str = flag("Hub id or folder of the model to draft for", positional=True, metavar="ID|PATH")
+    _argument_group_name: ClassVar[str] = "draft"
+
+    target: str = flag("Hub id or folder of the target", positional=True, metavar="TARGET")
     output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
-    store: str | None = _prompts("folder of captured requests, in place of prompts", metavar="DIR")
-    layers: str | None = _making("layers of the draft, such as 0,1,29, in place of --num-layers", metavar="I,J,...")
-    config: MakeDraftConfig = part(group="making", metavar="X")
+    store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
+    layers: str | None = flag("layers of the target to copy, such as 0,1,29, in place of --num-layers", None,
+                              metavar="I,J,...")  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         folder = self.output_dir
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder. Choose another one.")
-        if self.store is not None and self.prompts is not None:
-            raise ConfigError("Give one of --prompts and --store.")
+        self.check_exclusive("store", "prompts")
         if self.store is not None:
             self.check_rows("chat_template", "chat_template_kwargs")
-        self.check_one_place()
+        self.check_exclusive("device_map", "device")
 
-    def making(self) -> MakeDraftConfig:
-        """How the draft is made; raises ConfigError where `--layers` are no numbers."""
+    def with_layers(self, config: MakeDraftConfig) -> MakeDraftConfig:
+        """Return the configuration with `--layers`; raises ConfigError."""
         if self.layers is None:
-            return self.config
+            return replace(config, layers=None)
         try:
-            layers = tuple(int(number) for number in self.layers.split(","))
+            return replace(config, layers=tuple(int(number) for number in self.layers.split(",")))
         except ValueError as error:
             raise ConfigError(f"--layers must be numbers with commas between them, got {self.layers!r}.") from error
-        return replace(self.config, layers=layers)
 
 
-def draft_command(settings: DraftSettings) -> int:
-    """Make a draft, write it, and say what it is worth; returns the exit code."""
-    config = settings.making()
+def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
+    """Return the parser of the command."""
+    return CommandParser([DraftSettings, MakeDraftConfig], without=("draft_revision",), **how)
+
+
+def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
+    """Make and save a draft, and report its value; returns the exit code."""
+    config = settings.with_layers(config)
     target = load_model(settings.target, **settings.target_loading)
     tokenizer = load_tokenizer(settings.target, **settings.fetching)
     make_folder(settings.output_dir)
-    what: dict[str, Any]
+    requests: dict[str, Any]
     if settings.store is not None:
-        held = [t for t in recorded(settings.store) if settings.domain is None or t.domain in settings.domain]
+        held = [t for t in open_recorded(settings.store) if settings.domain is None or t.domain in settings.domain]
         if not held:
             raise DataError(f"{settings.store} holds no request of {settings.domain}. Name others with --domain.")
-        what = {"traces": held[-(settings.num_requests or 0) :]}
-        domains = sorted({trace.domain for trace in what["traces"] if trace.domain is not None})
+        requests = {"traces": held[-(settings.num_requests or 0) :]}
+        domains = sorted({trace.domain for trace in requests["traces"] if trace.domain is not None})
     else:
         room = prompt_room(target.config, target.config, config.max_new_tokens)
         encoded = settings.encode_prompts(tokenizer, room, limit=settings.num_requests, seed=config.seed)
-        what = {"prompts": [ids for _, ids in encoded.prompts]}
+        requests = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
     version = target_version(target)
-    made = train_draft(target, tokenizer, config, **what)
-    facts = facts_of(target, target, domains, _facts(made))
+    made = train_draft(target, tokenizer, config, **requests)
+    facts = facts_of(target, target, domains, _card_facts(made))
     facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)
     rows = [
@@ -88,7 +91,7 @@ def draft_command(settings: DraftSettings) -> int:
     settings.say(f"alpha (k = 5) on {made.held_out} held-out requests of {where}: {_alphas(made)}; {made.verdict}")
     settings.say(f"Wrote {settings.output_dir}.")
     if made.speedup <= 1:
-        print("osd-hf: warning: the draft does not pay yet", file=sys.stderr)
+        print("osd-hf: warning: the draft is not faster than the target alone yet", file=sys.stderr)
     origin = provenance(seed=config.seed)
     settings.write_json({"provenance": origin, "directory": str(settings.output_dir), **made.to_dict()})
     return 0
@@ -99,13 +102,13 @@ def _alphas(made: MadeDraft) -> str:
     return f"{sides[0]} before, {sides[1]} after"
 
 
-def _facts(made: MadeDraft) -> dict[str, Any]:
-    """What the card says of how it was made."""
-    facts: dict[str, Any] = {"Layers of the target that it began as": ", ".join(map(str, made.layers))}
+def _card_facts(made: MadeDraft) -> dict[str, Any]:
+    """Return the rows of the model card about the training."""
+    facts: dict[str, Any] = {"Copied layers of the target": ", ".join(map(str, made.layers))}
     if made.encoder_layers is not None:
-        facts["Layers of its encoder"] = ", ".join(map(str, made.encoder_layers))
+        facts["Copied layers of its encoder"] = ", ".join(map(str, made.encoder_layers))
     return facts | {
-        "Taught": f"on {made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
+        "Training": f"{made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
         f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
-        "Worth, where it was made": made.verdict,
+        "Speed on the machine of the training": made.verdict,
     }

@@ -1,43 +1,86 @@
-"""The command `osd-hf env`: what a report of a bug needs to say of the machine and of what is installed."""
+"""The command `osd-hf env`: versions and hardware for a bug report, or the memory that models need."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from osd_hf.cli.flags import Reporting
+from osd_hf.cli.settings import PAPER, CommandParser, Dtype, Reporting, Versions, flag, learning_parser, lora_config
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError
+from osd_hf.evaluation.display import text_table
+from osd_hf.memory_plan import memory_plan
+from osd_hf.models import load_config
 from osd_hf.utils.report import installed, provenance
 
 PACKAGES = "osd_hf torch transformers peft trl accelerate gradio datasets huggingface_hub bitsandbytes torchao".split()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PLACES = ("device", "learner", "host")
+QUANTIZATIONS: dict[int, dict[str, bool]] = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}
+WITHOUT_EFFECT = ("text_scope", "compile_draft", "compile_target", "divergence", "learn_from", "replay_fraction",
+                  "learning_rate", "steps_per_update", "update_interval", "update_strategy", "seed")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings(Reporting):
-    """The flags of `osd-hf env`."""
+class EnvSettings(Versions, Reporting):
+    """Flags of `osd-hf env`."""
+
+    models: list[str] | None = flag("target and draft whose memory is planned from their configurations", None,
+                                    positional=True, metavar="MODEL")  # fmt: skip
+    target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto")
+    draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto")
+    target_bits: int | None = flag("quantize the target with bitsandbytes", None, choices=sorted(QUANTIZATIONS))
+    lora_rank: int | None = flag("train adapters of this rank instead of the whole draft", None, metavar="R")
+    device_memory: str | None = flag("memory of the device, such as 24GB or 80GiB, to see what fits", None,
+                                     metavar="SIZE")  # fmt: skip
+    prompt_tokens: int = flag("tokens of a prompt", 512, metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 256, metavar="N")
+    rows: int = flag("prompts per request", 1, metavar="N")
+    paper: bool = flag(PAPER, False)
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The memory of the device; raises ConfigError."""
+        if self.device_memory is None:
+            return None
+        found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?)(I?)B?", self.device_memory.strip().upper())
+        if found is None:
+            raise ConfigError(f"--device-memory must be a size such as 24GB or 80GiB, got {self.device_memory!r}.")
+        return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
 
 
-def env_command(settings: EnvSettings) -> int:
-    """Say what is here; returns the exit code."""
+def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
+    """Return the parser of the command."""
+    return learning_parser(EnvSettings, arguments, without=WITHOUT_EFFECT, **how)
+
+
+def env_command(settings: EnvSettings, config: OnlineConfig) -> int:
+    """Show the environment, or the memory plan of the named models; returns the exit code."""
+    if settings.models:
+        return _plan(settings, config)
+    settings.check_unused("no models are named", "target_dtype", "draft_dtype", "target_bits", "lora_rank",
+                          "device_memory", "rows", "revision", "draft_revision")  # fmt: skip
     origin = provenance()
-    told, kind = os.environ.get("OMP_NUM_THREADS", "not set"), torch.accelerator.current_accelerator()
+    set_threads, kind = os.environ.get("OMP_NUM_THREADS", "not set"), torch.accelerator.current_accelerator()
     accelerators = [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
     facts: dict[str, Any] = {
         **{f"{name} version": installed(name) or "not installed" for name in PACKAGES},
-        "commit": origin["commit"] or "not of a checkout",
+        "commit": origin["commit"] or "not a checkout",
         "Python version": platform.python_version(),
         "platform": platform.platform(),
         "processor": f"{origin['processor']}, {origin['cpu_count']} cores",
-        "threads of torch": f"{torch.get_num_threads()} (OMP_NUM_THREADS: {told})",
+        "threads of torch": f"{torch.get_num_threads()} (OMP_NUM_THREADS: {set_threads})",
         "accelerators": ", ".join(map(_accelerator, accelerators)) or "none",
         "CUDA or ROCm of torch": torch.version.cuda or getattr(torch.version, "hip", None) or "none",
         **{f"dtypes on {device}": ", ".join(_dtypes(device)) for device in ("cpu", *accelerators)},
     }
-    settings.say("Copy this into a report, and add the command, what came of it, and what you expected:\n")
+    settings.say("Copy this into a report, with the command, its output, and what you expected:\n")
     for name, value in facts.items():
         settings.say(f"- {name}: {value}")
     settings.write_json(facts)
@@ -45,16 +88,16 @@ def env_command(settings: EnvSettings) -> int:
 
 
 def _accelerator(device: str) -> str:
-    """Its name and memory, as far as torch knows them."""
+    """Return the name and memory of a device, as far as torch knows them."""
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
-    if properties_of is None:  # as of Apple's
+    if properties_of is None:  # Apple's devices
         return device
     properties = properties_of(device)
     return f"{properties.name} ({properties.total_memory / (1 << 30):.0f} GiB)"
 
 
 def _dtypes(device: str) -> list[str]:
-    """Those that matrices are multiplied in there."""
+    """Return the dtypes in which the device multiplies matrices."""
     return [str(dtype).removeprefix("torch.") for dtype in DTYPES if _multiplies(device, dtype)]
 
 
@@ -62,5 +105,43 @@ def _multiplies(device: str, dtype: torch.dtype) -> bool:
     try:
         ones = torch.ones(2, 2, device=device, dtype=dtype)
         return bool((ones @ ones).sum() == 8)
-    except (RuntimeError, TypeError):  # the latter for a dtype that a device lacks
+    except (RuntimeError, TypeError):
         return False
+
+
+def _plan(settings: EnvSettings, config: OnlineConfig) -> int:
+    """Show the memory plan of a pair, or of one model as its own draft."""
+    settings.check_counts("lora_rank", "prompt_tokens", "max_new_tokens", "rows")
+    device_bytes, names = settings.device_bytes, list(settings.models or ())
+    if len(names) != 2:
+        raise ConfigError(f"Name two models, the target and the draft, got {len(names)}.")
+    target = load_config(names[0], **settings.fetching)
+    draft = load_config(names[1], **settings.draft_fetching)
+    if settings.target_bits is not None:
+        if getattr(target, "quantization_config", None) is not None:
+            raise ConfigError(f"--target-bits is for a target that is not quantized; {names[0]} is.")
+        target.quantization_config = QUANTIZATIONS[settings.target_bits]
+    plan = memory_plan(
+        target, draft, config, peft_config=lora_config(settings.lora_rank), target_dtype=settings.target_dtype,
+        draft_dtype=settings.draft_dtype, prompt_tokens=settings.prompt_tokens, new_tokens=settings.max_new_tokens,
+        rows=settings.rows,
+    )  # fmt: skip
+    rows = [
+        [part.name, part.when, part.place, f"{part.bytes / 1e9:.3f}", f"{part.bytes / plan.draft_parameters:.2f}"]
+        for part in sorted(plan.parts, key=lambda part: PLACES.index(part.place))
+    ]
+    most = {place: plan.most_bytes(place) for place in PLACES}
+    rows += [["at most", "", place, f"{count / 1e9:.3f}", ""] for place, count in most.items() if count]
+    settings.say(text_table(["purpose", "when", "where", "GB", "bytes per draft parameter"], rows, left=3))
+    report = {"provenance": provenance(), "settings": config.to_dict(), "target_bits": settings.target_bits}
+    report |= plan.to_dict()
+    if device_bytes is not None:
+        report["fits"] = plan.peak_bytes <= device_bytes
+        verdict = "fits" if report["fits"] else "does not fit: try --lora-rank 16, --batch-size 1, or --target-bits 4"
+        settings.say(f"\n{plan.peak_bytes / 1e9:.1f} GB in {settings.device_memory}: {verdict}.")
+    settings.say(
+        f"\n{plan.learned_parameters:,} of {plan.draft_parameters:,} parameters of the draft learn, from up to "
+        f"{plan.learn_tokens:,} tokens at once."
+    )
+    settings.write_json(report)
+    return 0

@@ -1,4 +1,4 @@
-"""The command line: `osd-hf quickstart | app | env | plan | bench | replay | run | collect | ...`."""
+"""Run a command: `osd-hf quickstart | app | env | run | bench | draft | distill | serve | proxy | learn | push`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import huggingface_hub.constants
 
 from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
-from osd_hf.cli.arguments import add_flags, read_arguments, sentence, spelled
 from osd_hf.errors import (
     CaptureError,
     ConfigError,
@@ -25,43 +24,23 @@ from osd_hf.errors import (
     without_credentials,
 )
 
-# What each command does, by what it is for. A module in this folder has its settings, `NameSettings`, and
-# `name_command`.
-GROUPS = {
-    "try": {
-        "quickstart": "serve the bundled pair, let its draft learn, and compare before and after",
-        "app": "chat in the browser, and watch the draft learn",
-        "env": "say what is installed and what the machine has, for a bug report",
-    },
-    "measure": {
-        "plan": "say what a pair will take in memory, before anything is loaded",
-        "bench": "time the target alone, stock and lean drafting side by side",
-        "compare": "say which of several drafts for a target is worth it, on the same prompts",
-        "replay": "score drafts on recorded requests, as they are and learning",
-        "doctor": "say whether a serving engine drafts with the draft that it should, and whether that pays",
-    },
-    "learn": {
-        "run": "serve a stream of prompts with a draft that learns",
-        "serve": "answer over HTTP as OpenAI's API does, with a draft that learns",
-        "collect": "keep what a serving engine answers, for a draft to learn from",
-        "proxy": "stand before serving engines, and keep what they answer as it passes",
-        "learn": "teach a draft from what was collected, and publish its versions",
-    },
-    "make": {
-        "draft": "make a draft of the target's own layers, taught on its answers",
-        "distill": "teach a draft on a fixed data set, before it serves",
-    },
-    "ship": {
-        "export": "write a draft for a serving engine, and the command of vLLM that serves it",
-        "push": "measure a draft and push it to the Hub, with its card",
-    },
+# Each command is a module of this folder with `make_parser` and `NAME_command`.
+COMMANDS = {
+    "quickstart": "serve the bundled pair, let its draft learn, and compare before and after",
+    "app": "chat in the browser and watch the draft learn",
+    "env": "show versions and hardware for a bug report, or the memory that models need",
+    "run": "serve a stream of prompts with a draft that learns",
+    "bench": "compare the speed of decoding methods, or the acceptance of drafts",
+    "draft": "make a draft from the target's own layers, trained on its answers",
+    "distill": "train a draft on a fixed data set",
+    "serve": "serve an OpenAI-compatible API with a draft that learns",
+    "proxy": "forward requests to serving engines and store their answers",
+    "learn": "train a draft on stored answers of a serving engine, and publish its versions",
+    "push": "evaluate a draft and push it to the Hub, or export it for vLLM",
 }
-COMMANDS = {name: help for group in GROUPS.values() for name, help in group.items()}
-MODULES = {"quickstart": "bench", "export": "push"}  # of commands whose module has another name
-EPILOG = (
-    "exit codes: 0 done; 1 the run failed, or an output differed (doctor: something is wrong); 2 bad usage or input "
-    "(doctor: it could not tell); 130 interrupted"
-)
+MODULES = {"quickstart": "bench"}  # commands in the module of another one
+POSITIONALS = {"draft": "TARGET DIR ", "env": "[TARGET DRAFT] ", "push": "[REPO] "}
+EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Arguments; those of the process by default.
 
     Returns:
-        `int`: the exit code, see `osd-hf --help`. Bad usage exits by itself, as `argparse` does.
+        `int`: The exit code, see `osd-hf --help`. Bad usage exits, as `argparse` does.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        command, settings = _asked(argv)
-        _tell_nobody()
+        command, settings = parse(argv)
+        disable_telemetry()
         importlib.import_module("transformers").utils.logging.disable_progress_bar()
-        return int(command(settings))
+        return int(command(*settings))
     except KeyboardInterrupt as interrupt:
         print(": ".join(["osd-hf: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
@@ -89,50 +68,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED if is_failure else BAD_INPUT
 
 
-def _tell_nobody() -> None:
-    """What the commands start reports to nobody how it is used, unless the environment says that it may."""
+def parse(argv: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the function of a command and its settings. Only the module of that command is imported."""
+    if not argv or argv[0] not in COMMANDS:
+        _show_commands(argv)
+    name, arguments = argv[0], argv[1:]
+    parser = command_module(name).make_parser(
+        arguments, prog=f"osd-hf {name}", description=_sentence(COMMANDS[name]), epilog=EPILOG,
+        usage=f"osd-hf {name} [-h] {POSITIONALS.get(name, '')}[--NAME VALUE ...]",
+    )  # fmt: skip
+    return getattr(command_module(name), f"{name}_command"), parser.parse_settings(arguments)
+
+
+def command_module(name: str) -> Any:
+    """Import the module of a command."""
+    return importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")
+
+
+def disable_telemetry() -> None:
+    """Turn off usage reports of Gradio and the Hub client, unless the environment sets them."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     if "HF_HUB_DISABLE_TELEMETRY" not in os.environ:
-        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # for processes to come; in this one it has been read already
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # for child processes; this one has read the variable already
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
-def _asked(argv: Sequence[str]) -> tuple[Callable[[Any], int], Any]:
-    """The command that these arguments name, and its settings. Only that command is imported, so that the list of
-    commands is shown at once."""
-    if not argv or argv[0] not in COMMANDS:
-        _refuse(argv)
-    name, arguments = argv[0], spelled(argv[0], argv[1:])
-    help = COMMANDS[name]
-    texts = {"prog": f"osd-hf {name}", "description": sentence(help), "epilog": EPILOG}
-    module = _module(name)
-    if name == "distill":  # reads them by the parser of trl, which takes seconds to import
-        # A token is known by the whole name of its flag, and never written down.
-        return module.distill_command, module.read_settings(arguments, allow_abbrev=False, **texts)
-    kind = getattr(module, f"{name.capitalize()}Settings")
-    return getattr(module, f"{name}_command"), read_arguments(kind, arguments, **texts)
+def _sentence(help: str) -> str:
+    return f"{help[0].upper()}{help[1:]}."
 
 
-def _module(command: str) -> Any:
-    return importlib.import_module(f"osd_hf.cli.{MODULES.get(command, command)}")
-
-
-def _refuse(argv: Sequence[str]) -> None:
-    """Show the list of commands, the version, or a script for the shell, where that is asked for, and otherwise say
-    what is wrong; exits."""
+def _show_commands(argv: Sequence[str]) -> None:
+    """Print the commands, the version, or a completion script, or say what is wrong. Exits."""
     parser = argparse.ArgumentParser(
-        prog="osd-hf", description="Assistant models that learn while they serve.", epilog=EPILOG,
-        usage="%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help names the flags",
+        prog="osd-hf", description="Drafts that keep learning while they serve.", epilog=EPILOG,
+        usage="%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help shows the flags",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
-    parser.add_argument(
-        "--print-completion", metavar="SHELL",
-        help="Print a script with which bash, zsh, fish, tcsh or powershell completes commands and flags.",
-    )  # fmt: skip
-    for title, commands in GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name, help in commands.items():
-            group.add_argument(name, nargs="?", help=sentence(help))
+    parser.add_argument("--print-completion", metavar="SHELL", help="print a completion script for bash, zsh or tcsh")
+    for name, help in COMMANDS.items():
+        parser.add_argument(name, nargs="?", help=help)
     if not argv:
         parser.error("name a command")
     if not argv[0].startswith("-"):
@@ -140,13 +114,12 @@ def _refuse(argv: Sequence[str]) -> None:
     given = parser.parse_args(argv[: 2 if argv[0] == "--print-completion" else 1])
     if given.print_completion is None:
         parser.error("name a command first, and then its flags")
-    print(_completion(given.print_completion))
+    print(_completion_script(given.print_completion))
     parser.exit()
 
 
-def _completion(shell: str) -> str:
-    """A script with which a shell completes commands, flags, and what they take; raises ConfigError. It is made once:
-    asking a command at each touch of the key would take the seconds of its imports."""
+def _completion_script(shell: str) -> str:
+    """Return a script that completes commands and flags; raises ConfigError."""
     try:
         shtab: Any = importlib.import_module("shtab")
     except ImportError as error:
@@ -154,12 +127,16 @@ def _completion(shell: str) -> str:
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ConfigError(f"--print-completion takes {', '.join(shtab.SUPPORTED_SHELLS)}, got {shell!r}.")
     parser = argparse.ArgumentParser(prog="osd-hf")
-    commands = parser.add_subparsers()
+    commands = parser.add_subparsers(parser_class=lambda *, parser, **_: parser)
     for name, help in COMMANDS.items():
-        kind = getattr(_module(name), f"{name.capitalize()}Settings")
-        for action in add_flags(commands.add_parser(name, help=help), kind).values():
+        made = command_module(name).make_parser([], prog=f"osd-hf {name}")
+        for action in made._actions:
             places = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
-            of = str(action.metavar or "").split("|")[-1]
-            if of in places:
-                action.complete = places[of]  # type: ignore[attr-defined]
+            if (kind := str(action.metavar or "").split("|")[-1]) in places:
+                action.complete = places[kind]
+        commands.add_parser(name, help=help, parser=made)
     return str(shtab.complete(parser, shell))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,17 +1,18 @@
-"""The command `osd-hf proxy`: stands before engines, and keeps what they answer for a draft to learn from."""
+"""The command `osd-hf proxy`: forward requests to engines and store their answers to learn from."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from osd_hf.cli import FAILED
-from osd_hf.cli.arguments import flag, in_groups
-from osd_hf.cli.flags import Collecting
+from osd_hf.cli.collect import StoreSettings
+from osd_hf.cli.settings import CommandParser, flag
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.companion import Companion
@@ -20,73 +21,80 @@ from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.metrics import metrics_route, proxy_metrics
 from osd_hf.utils.report import provenance
 
-_serving, _learning = in_groups("serving", "learning")
-
 
 @dataclass(frozen=True, kw_only=True)
-class ProxySettings(Collecting):
-    """The flags of `osd-hf proxy`."""
+class ProxySettings(StoreSettings):
+    """Flags of `osd-hf proxy`."""
 
-    url: list[str] = flag("address of an OpenAI-compatible server, such as http://localhost:8000 (repeat for several, "
-                          "of which the least busy answers)", required=True, metavar="URL")  # fmt: skip
-    share: float = flag("share of the requests that are collected; log-probs cost the engine time", 0.2, metavar="X")
-    domain: str | None = flag("label of requests without the header x-osd-domain", metavar="NAME")
-    route: list[str] | None = _serving("engine of requests with a label (repeat for several)", metavar="DOMAIN=URL")
-    host: str = _serving("address to listen at", "127.0.0.1")
-    port: int = _serving("port to listen at", 8080)
-    max_body_bytes: int = _serving("largest body of a request", 64 << 20, metavar="N")
-    allow_development: bool = _serving("pass on what vLLM's development endpoints are asked, which rule it", False)
-    shutdown_seconds: float = _serving("seconds that running answers are given after a signal", 60.0, metavar="S")
-    learn: bool = _learning("also run osd-hf learn on the store, as a process of its own", False)
-    draft: str | None = _learning("where learning starts; the bundled one by default", metavar="ID|PATH")
-    output_dir: Path | None = _learning("where versions go", metavar="DIR")
-    learn_config: Path | None = _learning("YAML or JSON with more flags of osd-hf learn", metavar="FILE")
+    _argument_group_name: ClassVar[str] = "proxy"
+
+    url: list[str] = flag("addresses of OpenAI-compatible servers; the least busy one answers", metavar="URL")
+    store: Path = flag("store of the answers", metavar="DIR")
+    num_logprobs: int = flag("log-probs stored per position", 64, metavar="K")
+    share: float = flag("share of the requests that are stored; log-probs cost the engine time", 0.2, metavar="X")
+    domain: str | None = flag("label of requests without the header x-osd-domain", None, metavar="NAME")
+    route: list[str] | None = flag("engine of the requests with a label", None, metavar="DOMAIN=URL")
+    host: str = flag("address to listen at", "127.0.0.1")
+    port: int = flag("port to listen at", 8080)
+    max_body_bytes: int = flag("maximum size of a request body", 64 << 20, metavar="N")
+    allow_development: bool = flag("forward requests to vLLM's development endpoints, which control it", False)
+    shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, metavar="S")
+    learn: bool = flag("also run osd-hf learn on the store, in a process of its own", False)
+    draft: str | None = flag("with --learn, the draft to start from; by default the bundled one", None,
+                             metavar="ID|PATH")  # fmt: skip
+    output_dir: Path | None = flag("with --learn, folder of the versions", None, metavar="DIR")
+    learn_config: Path | None = flag("with --learn, YAML or JSON file with more of its flags", None, metavar="FILE")
 
     def check(self) -> None:
-        """Raises ConfigError for what is out of range, and for what does not go together."""
-        self.check_collecting()
-        self.check_counts("max_body_bytes")
-        self.check_counts("port", least=0)
+        """Raise ConfigError for values that are out of range or do not go together."""
+        self.check_store()
+        self.check_counts("num_logprobs", "max_body_bytes")
+        self.check_counts("port", minimum=0)
         self.check_not_negative("shutdown_seconds")
         if not 0 < self.share <= 1:
             raise ConfigError(f"--share must be above 0 and at most 1, got {self.share}.")
-        if not self.learn and (given := self.changed("draft", "output_dir", "learn_config")):
-            raise ConfigError(f"{given[0]} is for --learn.")
-        if self.learn:
+        if not self.learn:
+            self.check_unused("it is for --learn", "draft", "output_dir", "learn_config")
+        elif self.output_dir is None:
+            raise ConfigError("--learn needs an --output-dir for the versions.")
+        else:
             self.check_together("draft", "target")
-            if self.output_dir is None:
-                raise ConfigError("--learn needs an --output-dir for the versions.")
 
     def routes(self) -> dict[str, str]:
-        """URLs by their labels; raises ConfigError."""
+        """Return URLs by label; raises ConfigError."""
         pairs = [text.partition("=") for text in self.route or ()]
         if wrong := [domain for domain, equals, url in pairs if not (domain and equals and url)]:
             raise ConfigError(f"--route must be DOMAIN=URL, got {wrong[0]}.")
         return {domain: url for domain, _, url in pairs}
 
-    def learner(self) -> list[str]:
-        """The command that learns beside the proxy."""
+    def learn_command(self) -> list[str]:
+        """Return the command of the process that learns."""
         named = {
             "--store": self.store.expanduser(), "--output-dir": self.output_dir, "--target": self.target,
             "--draft": self.draft, "--revision": self.revision, "--config": self.learn_config,
         }  # fmt: skip
         flags = [text for name, value in named.items() if value is not None for text in (name, str(value))]
         flags += ["--trust-remote-code"] if self.trust_remote_code else []
-        return [sys.executable, "-m", "osd_hf.cli", "learn", *flags]
+        return [sys.executable, "-m", "osd_hf.cli.main", "learn", *flags]
+
+
+def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
+    """Return the parser of the command."""
+    return CommandParser([ProxySettings], without=("draft_revision",), **how)
 
 
 def proxy_command(settings: ProxySettings) -> int:
-    """Serve until told to stop; returns the exit code."""
+    """Serve until a signal; returns the exit code."""
     settings.check()
     needed = ("starlette", "uvicorn", "prometheus_client")
     if any(importlib.util.find_spec(name) is None for name in needed):
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
     counts = ProxyCounts()
     by_url = {url: Upstream(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
-    module: Any = importlib.import_module("osd_hf.server.listener")
-    running = module.Listener(settings.host, settings.port)
-    reader = settings.read_target()[1]
-    with settings.open_store() as store:  # by which what is wrong with it is told here
+    listener: Any = importlib.import_module("osd_hf.server.listener")
+    running = listener.Listener(settings.host, settings.port)
+    reader = settings.read_target(settings.num_logprobs)[1]
+    with settings.open_store(settings.store.expanduser()) as store:  # shows errors of the store before requests come
         writer = AnswerWriterProcess(reader, store)
     recorder = Recorder(writer, counts)
     proxy = Proxy(
@@ -95,7 +103,7 @@ def proxy_command(settings: ProxySettings) -> int:
         max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
-    learner = Companion("osd-hf learn", settings.learner()) if settings.learn else None
+    learner = Companion("osd-hf learn", settings.learn_command()) if settings.learn else None
     try:
         running.run(
             app, shutdown_seconds=settings.shutdown_seconds,
@@ -103,13 +111,20 @@ def proxy_command(settings: ProxySettings) -> int:
             on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
         )  # fmt: skip
     finally:
-        failed = _stored(recorder, learner, writer)
-    _report(settings, counts)
+        failed = _close(recorder, learner, writer)
+    report: dict[str, Any] = counts.to_dict()
+    settings.say(
+        f"{counts.requests} requests, {counts.collected} collected with {counts.tokens} tokens in {settings.store}, "
+        f"{counts.dropped} dropped"
+    )
+    for reason, count in report["left_out"].items():
+        settings.say(f"left out {count}: {reason}")
+    settings.write_json({"provenance": provenance(), **report})
     return FAILED if failed else 0
 
 
-def _stored(recorder: Recorder, learner: Companion | None, writer: AnswerWriterProcess) -> bool:
-    """Store what waits, and end the learner; whether not all could be written."""
+def _close(recorder: Recorder, learner: Companion | None, writer: AnswerWriterProcess) -> bool:
+    """Store pending answers and end the learner; returns whether that failed."""
     recorder.close()
     if learner is not None:
         learner.stop()
@@ -119,15 +134,3 @@ def _stored(recorder: Recorder, learner: Companion | None, writer: AnswerWriterP
         print(f"osd-hf: error: {error}", file=sys.stderr)
         return True
     return False
-
-
-def _report(settings: ProxySettings, counts: ProxyCounts) -> None:
-    left_out = counts.to_dict()["left_out"]
-    settings.say(
-        f"{counts.requests} requests, {counts.collected} collected with {counts.tokens} tokens in {settings.store}, "
-        f"{counts.dropped} dropped"
-    )
-    assert isinstance(left_out, dict)
-    for reason, count in left_out.items():
-        settings.say(f"left out {count}: {reason}")
-    settings.write_json({"provenance": provenance(), **counts.to_dict()})

@@ -1,4 +1,4 @@
-"""The command `osd-hf run`: serves prompts, with a journal and a saved session that a killed run goes on from."""
+"""The command `osd-hf run`: serve prompts with a journal and a saved state, from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TextIO
 
 import torch
+from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats, Comparison
 from osd_hf.assistant import OnlineAssistant
-from osd_hf.cli.arguments import flag, in_groups, option
-from osd_hf.cli.flags import (
-    DraftRevision,
-    Learning,
+from osd_hf.cli.settings import (
+    PAPER,
+    CommandParser,
+    Loading,
     Prompts,
     Reporting,
-    TargetLoading,
-    learning,
+    check_auto,
+    compared_k,
+    flag,
+    learning_parser,
+    option,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
@@ -46,40 +50,37 @@ SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
 LOCK = ".run.lock"
-UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # of a run that was killed while it began
+UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # files of a run that was killed at its start
 SAVE_SECONDS = 60.0
-
-_models, _answers, _output = in_groups("models", "answers", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
-    """The flags of `osd-hf run`."""
+class RunSettings(Prompts, Loading, Reporting):
+    """Flags of `osd-hf run`."""
 
-    target: str | None = _models("Hub id or folder of the model that answers", metavar="ID|PATH")
-    draft: str | None = _models("Hub id or folder of the model that drafts and learns", metavar="ID|PATH")
-    bundled: bool = _models("serve the bundled pair, on prompts of its domains", False)
-    max_new_tokens: int = _answers("most tokens of an answer", 128, metavar="N")
-    do_sample: bool = _answers("sample answers, which --seed makes repeatable; they are greedy otherwise", False)
-    temperature: float | None = _answers("temperature of sampling, with --do-sample", metavar="X")
-    top_p: float | None = _answers("share of the probability that is sampled from, with --do-sample", metavar="X")
-    top_k: int | None = _answers("likeliest tokens that are sampled from, with --do-sample", metavar="N")
-    learn: bool = flag("let the draft learn; without it, serve and count only", True)
-    output_dir: Path = _output("folder of report, plot, journal, draft and state", Path("osd_hf_run"), metavar="DIR")
-    resume: bool = _output("go on with the run in the output folder", False)
-    save_every: int | None = _output("updates between two saves; a save a minute by default", metavar="N")
-    keep_text: bool = _output("keep prompts and answers in the journal", False)
-    store: str | None = _output("also log the captured requests there, for replay; a killed run serves those since "
-                                "its last save again, so they may stand there twice", metavar="DIR")  # fmt: skip
-    report_to: list[str] | None = _output("also log to trackio, tensorboard, wandb, ...", metavar="NAME")
-    config: OnlineConfig = learning(
-        k="tokens drafted per round (k); auto = as many as pay, by acceptance and costs",
-        update_strategy="updates are done between two requests, so that a run can go on where it ended",
-    )  # fmt: skip
+    _argument_group_name: ClassVar[str] = "run"
+
+    target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
+    draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
+    bundled: bool = flag("serve the bundled pair on prompts of its domains", False)
+    max_new_tokens: int = flag("maximum tokens of an answer", 128, metavar="N")
+    do_sample: bool = flag("sample answers, reproducible by --seed; otherwise they are greedy", False)
+    temperature: float | None = flag("temperature, with --do-sample", None, metavar="X")
+    top_p: float | None = flag("probability mass to sample from, with --do-sample", None, metavar="X")
+    top_k: int | None = flag("number of tokens to sample from, with --do-sample", None, metavar="N")
+    learn: bool = flag("let the draft learn", True)
+    paper: bool = flag(PAPER, False)
+    output_dir: Path = flag("folder of report, plot, journal, draft and state", Path("osd_hf_run"), metavar="DIR")
+    resume: bool = flag("resume the run in the output folder", False)
+    save_every: int | None = flag("updates between two saves; by default one save per minute", None, metavar="N")
+    keep_text: bool = flag("keep prompts and answers in the journal", False)
+    store: str | None = flag("also store the captured requests; a resumed run may store some twice", None,
+                             metavar="DIR")  # fmt: skip
+    report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """Arguments of `generate` for every request; raises ConfigError where they do not go together."""
+        """Arguments of `generate` for every request; raises ConfigError."""
         sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in sampling.items() if value is not None}
         if given and not self.do_sample:
@@ -91,21 +92,21 @@ class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
 
     @property
     def sources(self) -> dict[str, str | None]:
-        """Where models and prompts come from."""
+        """Sources of models and prompts."""
         return {"target": self.target, "draft": self.draft, "prompts": self.prompts}
 
-    def check(self) -> None:
-        """Raises ConfigError for what is too small, missing, or too much."""
-        self.fixed_k(takes_auto=True)
-        self.check_auto()
+    def check(self, config: OnlineConfig) -> None:
+        """Raise ConfigError for values that are missing, too small, or do not go together."""
+        compared_k(config, takes_auto=True)
+        check_auto(config)
         self.check_counts("save_every", "max_new_tokens", "num_requests")
         if self.bundled and any(self.sources.values()):
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
         if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
 
-    def identity(self, encoded: EncodedPrompts) -> dict[str, Any]:
-        """What must be the same for a run to go on; ready for JSON."""
+    def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
+        """Return what must stay the same for a run to be resumed, ready for JSON."""
         places = dict.fromkeys(self.sources, "bundled") if self.bundled else self.sources
         return {
             **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
@@ -116,13 +117,21 @@ class RunSettings(Prompts, DraftRevision, TargetLoading, Learning, Reporting):
             **self.generate_kwargs,
             "learn": self.learn,
             "keep_text": self.keep_text,
-            **{f"config.{name}": value for name, value in self.config.to_dict().items()},
+            **{f"config.{name}": value for name, value in config.to_dict().items()},
         }
 
 
-def run_command(settings: RunSettings) -> int:
+def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
+    """Return the parser of the command."""
+    # Updates run between two requests, so that a run can be resumed.
+    return learning_parser(
+        RunSettings, arguments, without=("update_strategy",), defaults={"num_assistant_tokens": 5}, **how
+    )
+
+
+def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     """Serve, learn and report; returns the exit code."""
-    settings.check()
+    settings.check(config)
     generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
     pair = load_pair(**settings.loading) if settings.bundled else None
     if pair is not None:
@@ -134,13 +143,13 @@ def run_command(settings: RunSettings) -> int:
         )
         tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
     encoded = settings.encode_prompts(
-        tokenizer, prompt_room(*configs, new_tokens), limit=settings.num_requests, seed=settings.config.seed
+        tokenizer, prompt_room(*configs, new_tokens), limit=settings.num_requests, seed=config.seed
     )
-    identity = settings.identity(encoded)
+    identity = settings.identity(config, encoded)
     _check_folder(folder, identity, resume=settings.resume)
-    # The weights come last, when everything else is known to be right.
+    # Weights are loaded last, after all checks.
     pair = pair or load_pair(settings.target, settings.draft, **settings.loading)
-    config = replace(settings.config, update_strategy="manual")
+    config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
     try:
@@ -153,14 +162,15 @@ def run_command(settings: RunSettings) -> int:
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
     assistant.save_pretrained(folder / "draft")
-    _report(settings, pair, identity, encoded, served)
+    _report(settings, pair, identity, encoded, served, config.seed)
     return 0
 
 
 def _report(
-    settings: RunSettings, pair: Pair, identity: Mapping[str, Any], encoded: EncodedPrompts, served: list[Served]
-) -> None:
-    """Write and show what the run did."""
+    settings: RunSettings, pair: Pair, identity: Mapping[str, Any], encoded: EncodedPrompts, served: list[Served],
+    seed: int,
+) -> None:  # fmt: skip
+    """Write and show the report of a run."""
     folder, (target, draft, _) = settings.output_dir, pair
     if settings.do_sample:
         frozen_is = "expected by replay on the sampled answers"
@@ -170,7 +180,7 @@ def _report(
         frozen_is = "by replay, exact but for rounding, as the models are not in float32"
     places = {n: Path(v).name for n, v in identity.items() if isinstance(v, str) and Path(v).is_absolute()}
     report = {
-        "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=settings.config.seed),
+        "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=seed),
         "settings": {**identity, **places},
         "skipped": {reason: len(rows) for reason, rows in encoded.skipped.items()},
         "frozen_is": frozen_is,
@@ -188,9 +198,9 @@ def _report(
     settings.say(text_table(header, rows))
     settings.say(
         f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
-        f"{report['learning_seconds']:.1f} s of learning, which saved "
-        f"{report['saved_seconds']:.1f} s beside the frozen draft; draft version {report['draft_version']}. "
-        f"Frozen: {frozen_is}.\nWrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
+        f"{report['learning_seconds']:.1f} s of learning, which saved {report['saved_seconds']:.1f} s over the frozen "
+        f"draft; draft version {report['draft_version']}. Frozen: {frozen_is}.\n"
+        f"Wrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
         + ("." if not settings.learn else "; state/ is for --resume and holds tokens of requests.")
     )
     settings.write_json(report)
@@ -202,10 +212,16 @@ def _report(
 @dataclass(frozen=True)
 class Served:
     """
-    One request of a run, a line of its journal: the row of the prompt in its source and its label; what happened, and
-    what the draft of the beginning would have scored by replay; wall time of the answer, without what learning took
-    after it; the version of the draft that served it; wall time of learning, and the report of the update that
-    followed, if one did; prompt and answer, where they are to be kept.
+    One request of a run, a line of its journal.
+
+    Args:
+        index (`int`), domain (`str`, *optional*): Row of the prompt in its source; its label.
+        learned (`AcceptanceStats`), frozen (`AcceptanceStats`):
+            Acceptance of the draft that learns, and of the original draft by replay.
+        seconds (`float`), learning_seconds (`float`): Wall time of the answer without learning, and of learning.
+        draft_version (`int`): Version that served.
+        update (`Mapping[str, Any]`, *optional*): Report of the update that followed.
+        prompt (`str`, *optional*), answer (`str`, *optional*): Texts, if kept.
     """
 
     index: int
@@ -231,21 +247,18 @@ class Served:
 
 
 def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
-    """Refuse a folder that a run must not write to, and change nothing. Raises ConfigError where there is something in
-    it already, and where a run is to go on, StateError for one with another identity, and where there is none."""
+    """Raise ConfigError for a folder in use, and StateError if it has no run with this identity to resume."""
     try:
         if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
             return
     except (OSError, ValueError) as error:
         raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
     if not resume:
-        raise ConfigError(
-            f"{folder} is not empty. Choose another output folder, or go on with the run in it: --resume."
-        )
+        raise ConfigError(f"{folder} is not empty. Choose another output folder, or resume the run in it: --resume.")
     try:
         earlier = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
-        raise StateError(f"There is no run in {folder} to go on with: {SETTINGS} is missing or broken.") from error
+        raise StateError(f"There is no run in {folder} to resume: {SETTINGS} is missing or broken.") from error
     current = json.loads(json.dumps(identity))
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
@@ -254,7 +267,7 @@ def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) ->
 
 
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Make the folder of a run and note its settings there; raises ConfigError where it cannot be written."""
+    """Create the folder of a run and write its settings; raises ConfigError."""
     make_folder(folder)
     try:
         write_whole(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
@@ -263,76 +276,66 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def serve(
-    assistant: OnlineAssistant, frozen: Any, prompts: EncodedPrompts, folder: Path, *,
+    assistant: OnlineAssistant, frozen: PreTrainedModel, prompts: EncodedPrompts, folder: Path, *,
     generate_kwargs: Mapping[str, Any], learn: bool = True, save_every: int | None = None, keep_text: bool = False,
     clock: Callable[[], float] = time.monotonic, on_request: Callable[[Served], object] = lambda served: None,
 ) -> list[Served]:  # fmt: skip
     """
-    Serve the prompts that a run in this folder has not served yet.
+    Serve the prompts that the run in this folder has not served yet.
 
-    The saved session is the truth: journal lines beyond it are dropped and their requests served again, from the same
-    draft and, if sampled, from the same seed. So a run that was killed ends as one that was not; only the store of the
-    assistant, flushed with each save, may hold twice what was served twice. Without learning nothing is saved, as
-    the journal says it all.
+    The saved state decides where a run resumes: later journal lines are dropped and their requests are served again,
+    from the same draft and, if sampled, with the same seed. A resumed run therefore ends as an uninterrupted one. Only
+    the store may hold a request twice. Without learning, the journal alone decides.
 
     Args:
         assistant (`OnlineAssistant`):
-            New, with the strategy `"manual"`: updates are called for here, when they are due, so that the session is
-            saved between two requests. Requests that are sampled are the same once more only with a fixed k.
-        frozen (`PreTrainedModel`): The draft as it was before learning.
-        prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`):
-            The requests in order of arrival, and the arguments of `generate` for each.
-        folder (`Path`): Gets `journal.jsonl`, with prompts and answers where `keep_text` is set, and `state/`.
-        learn (`bool`, *optional*, defaults to `True`): With `False` nothing is kept or learned from.
-        save_every (`int`, *optional*), clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`):
-            The session is saved with every so many updates, and at the end; by default after the first request that
-            ends a minute or more after the last save, as a session holds three copies of the draft and every trace.
-        on_request (`Callable[[Served], object]`, *optional*):
-            Called after each request, those of an earlier run of this folder included.
+            A new assistant with the strategy `"manual"`. Sampled requests repeat exactly only with a fixed k.
+        frozen (`PreTrainedModel`): The original draft.
+        prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`): Requests; arguments of `generate`.
+        folder (`Path`): Gets `journal.jsonl`, with texts if `keep_text`, and `state/`.
+        learn (`bool`, *optional*, defaults to `True`): Whether to keep and learn from requests.
+        save_every (`int`, *optional*): Updates between two saves; by default one save per minute by `clock`.
+        clock (`Callable[[], float]`, *optional*): Seconds.
+        on_request (`Callable[[Served], object]`, *optional*): Called for each request, earlier ones included.
 
     Returns:
-        `list[Served]`: one per prompt.
+        `list[Served]`: One per prompt.
 
     Raises:
-        ConfigError: another process serves into the folder.
-        StateError: the journal or the session cannot be read.
-        LearnerError: learning failed; the session saved last stands.
+        ConfigError: Another process serves into the folder.
+        StateError: The journal or the state cannot be read.
+        LearnerError: Learning failed; the last saved state is intact.
     """
-    with _alone(folder):
-        served = _resumed(assistant, folder, learn)
+    with _locked(folder):
+        served = _resume(assistant, folder, learn)
         for request in served:
             on_request(request)
         updates = sum(request.update is not None for request in served)
-        config, k, saved_at = assistant.config, assistant.config.compared_k, clock()
+        k, saved_at = assistant.config.compared_k, clock()
         assert k is not None
-        is_fixed = config.num_assistant_tokens == k
         with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
-                traces: list[Trace] = []
-                input_ids = torch.tensor([ids], device=input_device(assistant.target))
-                torch.manual_seed(config.seed * 1_000_003 + count - 1)
+                torch.manual_seed(assistant.config.seed * 1_000_003 + count - 1)
                 started, learned_before = time.perf_counter(), assistant.learning_seconds
-                output = assistant.generate(
-                    input_ids, attention_mask=torch.ones_like(input_ids), domain=prompt.domain, learn=learn,
-                    on_trace=traces.append, **generate_kwargs,
-                )  # fmt: skip
-                answer = output[0].tolist()  # waits for the device
+                answer, trace = _generate(assistant, ids, domain=prompt.domain, learn=learn, **generate_kwargs)
                 seconds = time.perf_counter() - started - (assistant.learning_seconds - learned_before)
-                start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
-                # Otherwise easy tokens would be drafted, and past text would come before the draft.
-                serves = frozen if traces[0].draft_version == 0 else assistant.serving_draft(traces[0].domain)
-                learned = AcceptanceStats.from_trace(traces[0]) if is_fixed else replay(serves, traces, k)
+                # With "auto", the draft drafts easy tokens and text comes first: replay compares both drafts fairly.
+                if assistant.config.num_assistant_tokens == k:
+                    learned = AcceptanceStats.from_trace(trace)
+                else:
+                    serving = frozen if trace.draft_version == 0 else assistant.serving_draft(trace.domain)
+                    learned = replay(serving, [trace], k)
                 is_due = learn and assistant.is_learning
-                update = _updated(assistant, count) if is_due else None
+                update = _update(assistant, count) if is_due else None
                 updates += is_due
-                text = assistant.tokenizer.decode(answer[start:], skip_special_tokens=True) if keep_text else None
+                text = assistant.tokenizer.decode(answer, skip_special_tokens=True) if keep_text else None
                 request = Served(
                     index=prompt.index,
                     domain=prompt.domain,
                     learned=learned,
-                    frozen=replay(frozen, traces, k),
+                    frozen=replay(frozen, [trace], k),
                     seconds=seconds,
-                    draft_version=traces[0].draft_version,
+                    draft_version=trace.draft_version,
                     learning_seconds=assistant.learning_seconds - learned_before,
                     update=update,
                     prompt=prompt.text if keep_text else None,
@@ -352,9 +355,19 @@ def serve(
         return served
 
 
+def _generate(assistant: OnlineAssistant, ids: list[int], **kwargs: Any) -> tuple[list[int], Trace]:
+    """Return the new tokens of an answer and the trace of the request."""
+    traces: list[Trace] = []
+    input_ids = torch.tensor([ids], device=input_device(assistant.target))
+    mask = torch.ones_like(input_ids)
+    output = assistant.generate(input_ids, attention_mask=mask, on_trace=traces.append, **kwargs)
+    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
+    return output[0, start:].tolist(), traces[0]  # waits for the device
+
+
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process serves into the folder inside; raises ConfigError where one does."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder; raises ConfigError if another process serves into it."""
     try:
         lock = wait_for_lock(folder / LOCK, 0.0)
     except TimeoutError as error:
@@ -369,8 +382,8 @@ def _alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _save(assistant: OnlineAssistant, journal: Any, folder: Path) -> None:
-    """Save the session; neither the journal nor the store is ever older than it."""
+def _save(assistant: OnlineAssistant, journal: TextIO, folder: Path) -> None:
+    """Save the state after the journal and the store, so that neither is ever older."""
     os.fsync(journal.fileno())
     sync_folder(folder)
     if assistant.store is not None:
@@ -378,26 +391,26 @@ def _save(assistant: OnlineAssistant, journal: Any, folder: Path) -> None:
     assistant.save_state(folder / STATE)
 
 
-def _updated(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
+def _update(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
     try:
         return assistant.update().to_dict()
     except Exception as error:
         cause = error.__cause__ if isinstance(error, LearnerError) and error.__cause__ else error
         raise LearnerError(
-            f"Learning failed after request {requests}: {first_line(cause)}. The session saved last stands; mend the "
+            f"Learning failed after request {requests}: {first_line(cause)}. The last saved state is intact; fix the "
             "cause, then go on with --resume."
         ) from error
 
 
-def _resumed(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Served]:
-    """Bring the assistant to the saved session, cut the journal down to it, and return the requests up to there;
-    without learning, those whose lines a kill has not cut off. Raises StateError."""
+def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Served]:
+    """Load the saved state, cut the journal to it, and return its requests; raises StateError. Without learning, all
+    complete lines of the journal count."""
     state, journal, count = folder / STATE, folder / JOURNAL, None
     if learn:
         check_pointer(state)
         if not has_session(state):
             if journal.exists():
-                logger.warning("Nothing was saved in %s before that run ended; it begins anew.", state)
+                logger.warning("Nothing was saved in %s before that run ended; it starts anew.", state)
             journal.unlink(missing_ok=True)
             return []
         assistant.load_state(state)
@@ -408,9 +421,7 @@ def _resumed(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serv
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
     if count is not None and len(served) < count:
-        raise StateError(
-            f"The journal {journal} has {len(served)} of the {count} requests of its session. Start anew."
-        )
+        raise StateError(f"The journal {journal} has {len(served)} of the {count} saved requests. Start anew.")
     if len(served) < len(lines):
         write_whole(journal, "".join(lines[: len(served)]).encode())
     return served
@@ -420,10 +431,10 @@ def _resumed(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serv
 
 
 def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
-    """What all requests of a run showed: acceptance of the draft that learned and, by replay on the same requests, of
-    the same draft frozen, also for each `window` of requests; ready for JSON."""
+    """Return acceptance of the learning and the frozen draft, overall, by domain, and per `window` of requests."""
     compared, seconds = _compared(served), sum(s.seconds for s in served)
     rounds = {name: stats.target_forwards for name, stats in compared.totals.items()}
+    # The frozen draft would have needed more rounds, each as long as a round took.
     saved = (rounds["frozen"] - rounds["learned"]) * seconds / rounds["learned"] if rounds["learned"] else 0.0
     updates = [{"after_requests": i, **s.update} for i, s in enumerate(served, 1) if s.update is not None]
     windows = {first + 1: _compared(served[first : first + window]) for first in range(0, len(served), window)}
@@ -436,7 +447,7 @@ def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
         "draft_version": updates[-1]["version"] if updates else 0,
         "seconds": seconds,
         "learning_seconds": sum(s.learning_seconds for s in served),
-        "saved_seconds": saved,  # rounds that the frozen draft would have needed more, at what a round took
+        "saved_seconds": saved,
         "tokens_per_second": sum(s.learned.emitted for s in served) / seconds if seconds else None,
     }
 

@@ -1,4 +1,4 @@
-"""The quickstart: one draft serves and learns through all four domains, and is measured on later prompts."""
+"""The quickstart: serve four domains with one draft that learns, and compare it with the original draft."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +15,11 @@ import torch
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts
-from osd_hf.config import OnlineConfig
+from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
-from osd_hf.evaluation.benchmark import BenchmarkReport, System, benchmark
-from osd_hf.evaluation.controlled import answer_greedily
+from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, benchmark
 from osd_hf.evaluation.display import figure, ratio_text, text_table
 from osd_hf.models import Pair
 from osd_hf.prompts import encode_turn
@@ -32,34 +31,26 @@ from osd_hf.utils.threads import choose_threads
 K = 5
 WAYS = ("target alone", "prompt lookup", "static draft", "learned draft", "learned draft, target compiled")
 COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the ways
-COMPILING_SECONDS = 30  # about, of the bundled target's forward
-
-
-def _size(default: int, help: str, least: int = 1) -> Any:
-    return field(default=default, metadata={"help": help, "least": least})
+COMPILE_SECONDS = 30  # approximate, of the bundled target's forward
 
 
 @dataclass(frozen=True)
 class QuickstartSizes:
-    """
-    How much of everything. The fields say what they mean in the `help` of their metadata.
+    """Numbers of requests of [`quickstart`], per domain. Raises ConfigError for a number that is too small."""
 
-    Raises:
-        ConfigError: a number that is too small; more timed requests than later ones.
-    """
-
-    learn_requests: int = _size(100, "requests per domain that are served and learned from", 2)
-    later_requests: int = _size(20, "later requests per domain, never learned from, that alpha is measured on", 2)
-    timed_requests: int = _size(12, "later requests that are also answered live, each way in turns")
-    max_new_tokens: int = _size(96, "most tokens of an answer", 2)
+    learn_requests: int = setting(100, "requests per domain to serve and learn from")
+    later_requests: int = setting(20, "later requests per domain for measuring alpha, never learned from")
+    timed_requests: int = setting(12, "later requests per domain that are also answered live in each way")
+    max_new_tokens: int = setting(96, "maximum tokens of an answer")
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if getattr(self, f.name) < f.metadata["least"]:
-                raise ConfigError(f"`{f.name}` must be at least {f.metadata['least']}, got {getattr(self, f.name)}.")
+        minima = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 2}
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
         if self.timed_requests > self.later_requests:
             raise ConfigError(
-                f"`timed_requests` are some of the `later_requests`, got {self.timed_requests} of "
+                f"`timed_requests` are part of the `later_requests`, got {self.timed_requests} of "
                 f"{self.later_requests}."
             )
 
@@ -69,43 +60,42 @@ def quickstart(
     write: Callable[[str], object], compile_target: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """
-    Serve a shuffled stream of all domains with one draft that learns, then measure it on later prompts against the
-    draft as it was.
+    Serve a stream of prompts from all domains with one draft that learns, and compare the draft with its original on
+    later prompts.
 
     Args:
-        pair (`Pair`), sizes (`QuickstartSizes`): Left as it is; and how much of everything.
-        seed (`int`): Seed of the prompts, of their order, and of learning.
-        threads (`int`, *optional*): Threads of torch; `None` leaves them to [`choose_threads`].
+        pair (`Pair`), sizes (`QuickstartSizes`): The models; numbers of requests.
+        seed (`int`): Seed of the prompts, their order, and learning.
+        threads (`int`, *optional*): Number of torch threads; by default [`choose_threads`] decides.
         output_dir (`Path`), write (`Callable[[str], object]`):
-            The folder gets `report.json`, `alpha.png` and `domains.png`; `write` takes the lines that are shown.
-        compile_target (`bool`, *optional*, defaults to `True`):
-            Also time the learned draft with the target's forward compiled, which needs a C++ compiler.
+            Folder of `report.json`, `alpha.png` and `domains.png`; receives the printed lines.
+        compile_target (`bool`, *optional*, defaults to `True`): Whether to time the target compiled, too.
 
     Returns:
-        `dict[str, Any]`: what `report.json` holds.
+        `dict[str, Any]`: The content of `report.json`.
 
     Raises:
-        ConfigError: threads below 1, a negative seed, an output folder that cannot be written.
+        ConfigError: Fewer than one thread, a negative seed, or an output folder that cannot be written.
     """
     config = OnlineConfig(num_assistant_tokens=K, seed=seed)
     if threads is not None and threads < 1:
         raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
     make_folder(output_dir)
-    learned_from, later = learned_and_later(sizes, seed)
+    learned_from, later = split_prompts(sizes, seed)
     stream, asked = (
         [(example.domain, encode_turn(pair.tokenizer, example.prompt)) for example in examples]
         for examples in (learned_from, later)
     )
     threads_before, ways = torch.get_num_threads(), WAYS if compile_target else WAYS[:-1]
     try:
-        found = _measured(pair, config, sizes, stream, asked, threads, ways, write)
+        found = _measure(pair, config, sizes, stream, asked, threads, ways, write)
     finally:
         torch.set_num_threads(threads_before)
     outcomes = [answer.outcome for way in _shown_ways(found.timed)[1:] for answer in found.timed.answers_of(way)]
     report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
-        "defaults": OnlineConfig().to_dict(),  # by which a table of an older report is known to be old
+        "defaults": OnlineConfig().to_dict(),  # shows whether a report is outdated
         "sizes": asdict(sizes),
         "config": config.to_dict(),
         "by_domain": {n: _domain_report(n, part, found.timed) for n, part in found.compared.parts().items()},
@@ -126,7 +116,9 @@ def quickstart(
     return report
 
 
-class _Measured(NamedTuple):
+class Measurements(NamedTuple):
+    """Results of [`quickstart`] before they are reported."""
+
     serving: Comparison  # frozen and learned, on the requests that were learned from
     compared: Comparison  # static and learned, on the later prompts
     later: list[Trace]
@@ -135,11 +127,11 @@ class _Measured(NamedTuple):
     facts: dict[str, Any]  # for the report
 
 
-def _measured(
+def _measure(
     pair: Pair, config: OnlineConfig, sizes: QuickstartSizes, stream: Sequence[tuple[str, list[int]]],
     asked: Sequence[tuple[str, list[int]]], threads: int | None, ways: Sequence[str], write: Callable[[str], object],
-) -> _Measured:  # fmt: skip
-    """Serve and learn, replay the later prompts, and time the ways to answer."""
+) -> Measurements:  # fmt: skip
+    """Serve and learn, replay the later prompts, and time all ways to answer."""
     seconds, clocks = dict[str, dict[str, float]](), [(time.perf_counter(), time.process_time())]
 
     def done(phase: str) -> None:
@@ -152,7 +144,7 @@ def _measured(
         write(line)
     done("threads")
     with OnlineAssistant(*pair, config) as assistant:
-        assistant.drafts.set_pace(min_effort=1.0)  # what learning can do, whatever it takes
+        assistant.drafts.set_pace(min_effort=1.0)  # shows what learning can reach
         served = serve_stream(assistant, stream, sizes.max_new_tokens)
         balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
         done("serving")
@@ -171,11 +163,11 @@ def _measured(
         "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
         **balance,
     }  # fmt: skip
-    return _Measured(serving, compared, later, timed, used, facts)
+    return Measurements(serving, compared, later, timed, used, facts)
 
 
-def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
-    """What is learned from, shuffled over the domains; and what comes later, none of it the same problem."""
+def split_prompts(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
+    """Return the examples to learn from, shuffled, and later examples that pose other problems."""
     learned: list[Example] = []
     later: list[Example] = []
     for domain in DOMAINS:
@@ -194,8 +186,7 @@ def learned_and_later(sizes: QuickstartSizes, seed: int) -> tuple[list[Example],
 def serve_stream(
     assistant: OnlineAssistant, requests: Sequence[tuple[str, Sequence[int]]], max_new_tokens: int
 ) -> list[Trace]:
-    """Serve requests, each a domain and token ids, greedily and with a progress bar, while the assistant learns from
-    them; returns their traces."""
+    """Serve requests of domains and token ids greedily while the assistant learns; returns their traces."""
     traces: list[Trace] = []
     with display.alpha_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
@@ -212,8 +203,7 @@ def _timed(
     pair: Pair, learned: Any, earlier: Sequence[Trace], asked: Sequence[tuple[str, list[int]]],
     sizes: QuickstartSizes, ways: Sequence[str],
 ) -> BenchmarkReport:  # fmt: skip
-    """The target alone, transformers' prompt lookup and assisted generation with the draft as it was, and ours with
-    the learned one and the text of what it was learned from, verified eagerly and compiled."""
+    """Time the target alone, prompt lookup, the original draft, and the learned draft with earlier text."""
     prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
     alone, lookup, static, ours, compiled = WAYS
     systems = [
@@ -228,12 +218,12 @@ def _timed(
 
 
 def _shown_ways(timed: BenchmarkReport) -> list[str]:
-    """All ways but one that could not be compiled: it would be the one before it once more."""
+    """Return all ways, without the compiled one if compilation failed."""
     return [s.name for s in timed.systems if s.name not in timed.facts["target_not_compiled"]]
 
 
 def _domain_report(name: str, part: Comparison, timed: BenchmarkReport) -> dict[str, Any]:
-    """The figures of a domain, or of all."""
+    """Return the figures of a domain, or of all."""
     ways = {way: timed.figures(way, None if name == "all" else name) for way in _shown_ways(timed)}
     outputs = [ways[way]["outputs"] for way in [*ways][1:]]
     return {
@@ -288,19 +278,19 @@ def _alpha(part: dict[str, Any]) -> str:
 def _announced(
     pair: Pair, sizes: QuickstartSizes, prompt_ids: list[int], threads: int, ways: Sequence[str]
 ) -> list[str]:
-    """What is about to happen, and how long it takes."""
+    """Return lines about the steps and their duration."""
     answer, seconds = answer_greedily(pair.target, prompt_ids, sizes.max_new_tokens)
     served, later, timed = (
         len(DOMAINS) * count for count in (sizes.learn_requests, sizes.later_requests, sizes.timed_requests)
     )
     # In answers of the target alone: serving with the learning; batches; the ways and their first answers.
     answers = 1.4 * served + 0.2 * later + 0.9 * len(ways) * (timed + 2 * len(DOMAINS))
-    compiling = COMPILING_SECONDS if len(ways) == len(WAYS) else 0
+    compiling = COMPILE_SECONDS if len(ways) == len(WAYS) else 0
     return [
-        f"1. A small draft guesses ahead while its target answers {served} prompts, and learns from the answers.",
-        f"2. {later} later prompts show how many guesses are right, before and after.",
-        f"3. {timed} of them are answered {len(ways)} ways in turns, to see how fast each one is.",
-        f"About {max(1, round((answers * seconds + compiling) / 60))} min on this machine as busy as it is now; torch "
+        f"1. A small draft proposes tokens while its target answers {served} prompts, and learns from the answers.",
+        f"2. {later} later prompts show how many proposals are right, before and after.",
+        f"3. {timed} of them are answered in {len(ways)} ways, to compare the speed.",
+        f"About {max(1, round((answers * seconds + compiling) / 60))} min on this machine at its current load; torch "
         f"threads: {threads}.\n",
     ]
 
@@ -317,7 +307,7 @@ def _summary(report: dict[str, Any]) -> str:
     else:
         own = "every answer was the target's own, token for token"
     return (
-        f"Your draft now guesses {now} of 100 tokens right instead of {before}, and answers come "
+        f"Your draft now proposes {now} of 100 tokens right instead of {before}, and answers come "
         f"{learned} times as fast as from the target alone"
         + "".join(f", {times} times with the target compiled" for times in compiled)
         + f"; {own}."

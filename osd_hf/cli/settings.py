@@ -1,0 +1,509 @@
+"""Parse the flags of commands into dataclasses, and define the settings that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import itertools
+import json
+import math
+import random
+import signal
+import sys
+import threading
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from transformers import HfArgumentParser, PreTrainedTokenizerBase
+
+from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError, StoreError, first_line, nearest
+from osd_hf.hub.cards import EvaluationSet, hub_id
+from osd_hf.models import Quantization
+from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
+from osd_hf.store.store import CorrectionStore
+from osd_hf.utils.report import json_text, read_config, write_report
+
+NUM_BUNDLED_REQUESTS = 200
+THREADS = "number of torch threads; by default OMP_NUM_THREADS, or the faster of one and all cores"
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+# --- parsing --------------------------------------------------------------------------------------------------------
+
+
+def flag(help: str, default: Any = MISSING, **how: Any) -> Any:
+    """Return a dataclass field with the arguments of its flag. `positional=True` makes a positional argument."""
+    return field(default=default, metadata={"help": help, **how})
+
+
+def option(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Show each flag by its name with hyphens, and its default unless that says nothing."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [text for text in action.option_strings if "_" not in text]
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.default is False or isinstance(action.default, list)
+        return action.help if silent or action.required else super()._get_help_string(action)
+
+
+class CommandParser(HfArgumentParser):
+    """
+    Parse a command line into dataclasses. Beyond `HfArgumentParser`: positional arguments, `none` for optional
+    numbers, repeated flags, groups by the class that declares a field, a `--config` file, and hints for typing errors.
+
+    Args:
+        dataclass_types (`Sequence[type]`): Settings classes.
+        without (`Collection[str]`, *optional*): Fields without a meaning in the command. They get no flag.
+        kwargs (`Any`): Arguments of `ArgumentParser`.
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], without: Collection[str] = (), **kwargs: Any) -> None:
+        self.without = without
+        super().__init__(dataclass_types, formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
+        help = "YAML or JSON file with defaults of these flags by their names"
+        self.add_argument("--config", type=Path, metavar="FILE", help=help)
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        hints, groups = typing.get_type_hints(dtype), dict[str, Any]()
+        for known in fields(dtype):
+            shared = any(action.dest == known.name for action in self._actions)  # by two settings classes
+            if shared or known.name in self.without or not known.metadata.get("help"):
+                continue
+            owner = next(kind for kind in dtype.__mro__ if known.name in kind.__dict__.get("__annotations__", ()))
+            title = "learning" if dtype is OnlineConfig else vars(owner).get("_argument_group_name", "")
+            if title and title not in groups:
+                groups[title] = self.add_argument_group(title)
+            resolved = copy.copy(known)  # the parser writes to it
+            resolved.type = hints[known.name]
+            self._parse_dataclass_field(groups.get(title, self), resolved)
+
+    @staticmethod
+    def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
+        how, kinds = dict(field.metadata), typing.get_args(field.type)
+        of_list = typing.get_origin(field.type) is list
+        plain = [field.type] if of_list or not kinds else [kind for kind in kinds if kind is not types.NoneType]
+        is_list = len(plain) == 1 and typing.get_origin(plain[0]) is list
+        if how.pop("positional", False):
+            if is_list:
+                how["nargs"] = "*" if field.default is not MISSING else "+"
+            kind = typing.get_args(plain[0])[0] if is_list else plain[0]
+            default = {} if field.default is MISSING else {"default": field.default}
+            parser.add_argument(field.name, type=kind, **default, **how)
+        elif _is_mixed(field):
+            word = {} if bool not in kinds else {"nargs": "?", "const": True}
+            names = dict.fromkeys([f"--{field.name}", option(field.name)])
+            parser.add_argument(*names, type=_read_value, default=field.default, **word, **how)
+        else:
+            if is_list:
+                field.metadata = types.MappingProxyType({"action": "extend", **how})
+            HfArgumentParser._parse_dataclass_field(parser, field)
+            if parser._actions[-1].option_strings[0] == f"--no_{field.name}":
+                parser._actions[-1].help = f"disable {option(field.name)}"
+
+    def parse_settings(self, arguments: Sequence[str]) -> tuple[Any, ...]:
+        """Return an instance of each settings class; raises ConfigError, and exits for invalid usage."""
+        file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        file.add_argument("--config", type=Path)
+        path = file.parse_known_args(arguments)[0].config
+        given, rest = self.parse_known_args([*self._of_file(path, arguments), *arguments])
+        if rest:
+            name = rest[0].partition("=")[0]  # the value may be a secret
+            known = [text for action in self._actions for text in action.option_strings]
+            self.error(f"unrecognized arguments: {name}.{nearest(name, known)}")
+        values = vars(given)
+        try:
+            return tuple(
+                kind(**{f.name: values[f.name] for f in fields(kind) if f.init and f.name in values})
+                for kind in self.dataclass_types
+            )
+        except (ValueError, TypeError) as error:  # of transformers' training arguments
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"The settings do not go together: {first_line(error)}.") from error
+
+    def _of_file(self, path: Path | None, arguments: Sequence[str]) -> Iterator[str]:
+        """Yield what a file sets as arguments, without the flags that the command line sets."""
+        given = {argument.partition("=")[0] for argument in arguments}
+        actions = {action.dest: action for action in reversed(self._actions) if action.option_strings}
+        overridden = {action.dest for action in self._actions if given & set(action.option_strings)}
+        for written, value in read_config(path).items() if path is not None else ():
+            name = written.replace("-", "_")
+            if name not in actions or name == "config":
+                raise ConfigError(f"The file {path} sets `{written}`, which is no flag.{nearest(name, actions)}")
+            values = value if isinstance(value, list) else [value]
+            # YAML reads a plain `no` as false, which is a choice of some flags.
+            words = {None: "none", False: "no" if "no" in (actions[name].choices or ()) else "false", True: "true"}
+            if name in overridden or (value is None and actions[name].default is None):
+                continue
+            for one in values:
+                plain = one is None or isinstance(one, bool)
+                text = words[one] if plain else json.dumps(one) if isinstance(one, dict) else str(one)
+                yield f"{actions[name].option_strings[-1]}={text}"
+
+
+def _is_mixed(field: Field[Any]) -> bool:
+    """Return whether a field takes a number, or a word such as `auto` or `none`."""
+    kinds = set(typing.get_args(field.type)) if not isinstance(field.type, type) else set()
+    is_optional = types.NoneType in kinds and len(kinds) == 2
+    has_literal = any(typing.get_origin(kind) is Literal for kind in kinds)
+    return bool(kinds) and str not in kinds and len(kinds) > 1 and (has_literal or is_optional) and (
+        not is_optional or (field.default is not None and field.default is not MISSING)
+    )  # fmt: skip
+
+
+def _read_value(text: str) -> Any:
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    return text  # the settings class checks which words are allowed
+
+
+# --- shared settings ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a command, one field per flag, with checks."""
+
+    def check_counts(self, *names: str, minimum: int = 1) -> None:
+        """Raise ConfigError for a flag that is set and too small."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{option(name)} must be at least {minimum}, got {value}.")
+
+    def check_not_negative(self, *names: str) -> None:
+        """Raise ConfigError for a flag that is negative or not finite."""
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{option(name)} must not be negative, got {getattr(self, name)}.")
+
+    def changed(self, *names: str) -> list[str]:
+        """Return the flags, among these fields, that differ from their defaults."""
+        known = {f.name: f.default for f in fields(self)}
+        return [option(name) for name in names if name in known and getattr(self, name) != known[name]]
+
+    def check_unused(self, reason: str, *names: str) -> None:
+        """Raise ConfigError if one of these flags is set."""
+        if given := self.changed(*names):
+            raise ConfigError(f"{' and '.join(given)} would change nothing: {reason}.")
+
+    def check_together(self, one: str, other: str) -> None:
+        """Raise ConfigError if only one of two flags is set."""
+        if bool(getattr(self, one)) != bool(getattr(self, other)):
+            raise ConfigError(f"{option(one)} and {option(other)} go together: set both, or neither.")
+
+    def check_exclusive(self, *names: str) -> None:
+        """Raise ConfigError if several of these flags are set."""
+        if len(given := self.changed(*names)) > 1:
+            raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting(Settings):
+    """Settings of a command that can write its report as JSON."""
+
+    _argument_group_name: ClassVar[str] = "report"
+
+    json: str | None = flag("also write the report to this file; - is the standard output", None, metavar="PATH")
+
+    def __post_init__(self) -> None:
+        path = self.json
+        if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+            raise ConfigError(f"The report cannot be written to {path}: name a file in a folder that exists.")
+
+    def say(self, text: str) -> None:
+        """Print for people. The standard output is kept free if the JSON report goes there."""
+        print(text, file=sys.stderr if self.json == "-" else sys.stdout, flush=True)
+
+    def write_json(self, report: dict[str, Any]) -> None:
+        """Write the report if `--json` asks for it; raises ConfigError if that fails."""
+        if self.json == "-":
+            print(json_text(report, indent=1))
+        elif self.json is not None:
+            try:
+                write_report(Path(self.json), report)
+            except OSError as error:
+                raise ConfigError(f"The report cannot be written to {self.json}: {error}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions(Settings):
+    """Versions of models on the Hub."""
+
+    _argument_group_name: ClassVar[str] = "models"
+
+    revision: str | None = flag("branch, tag or commit of the target on the Hub", None, metavar="NAME")
+    draft_revision: str | None = flag("branch, tag or commit of the draft on the Hub", None, metavar="NAME")
+    trust_remote_code: bool = flag("run code from the model repositories", False)
+
+    @property
+    def fetching(self) -> dict[str, Any]:
+        """Return arguments of [`~osd_hf.models.load_config`] and [`~osd_hf.models.load_tokenizer`] for the target."""
+        return self._fetching(self.revision)
+
+    @property
+    def draft_fetching(self) -> dict[str, Any]:
+        """Return the same for the draft."""
+        return self._fetching(self.draft_revision)
+
+    def _fetching(self, revision: str | None) -> dict[str, Any]:
+        return {"trust_remote_code": self.trust_remote_code} | ({} if revision is None else {"revision": revision})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading(Versions):
+    """How models are loaded, and where."""
+
+    _argument_group_name: ClassVar[str] = "models"
+
+    dtype: Dtype = flag("dtype of the weights; auto = each checkpoint's own; only float32 is exact", "auto")
+    device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
+    attn_implementation: str | None = flag("attention kernels, such as sdpa or eager", None, metavar="NAME")
+    device_map: str | None = flag("placement of the target's layers, such as auto", None, metavar="MAP")
+    quantization: Quantization | None = flag("quantization of the target: 4bit, 8bit (bitsandbytes) or int8 (torchao)",
+                                             None)  # fmt: skip
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Return arguments of [`~osd_hf.models.load_pair`]."""
+        names = ("device_map", "quantization", "revision", "draft_revision")
+        return self._placing | {name: getattr(self, name) for name in names}
+
+    @property
+    def target_loading(self) -> dict[str, Any]:
+        """Return arguments of [`~osd_hf.models.load_model`] for the target."""
+        placing = {"device_map": self.device_map, "quantization": self.quantization}
+        return self._placing | self.fetching | placing
+
+    @property
+    def draft_loading(self) -> dict[str, Any]:
+        """Return arguments of [`~osd_hf.models.load_model`] for the draft."""
+        return self._placing | self.draft_fetching
+
+    @property
+    def _placing(self) -> dict[str, Any]:
+        names = ("dtype", "device", "attn_implementation", "trust_remote_code")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows(Settings):
+    """How rows of a file or data set become prompts."""
+
+    _argument_group_name: ClassVar[str] = "prompts"
+
+    split: str = flag("split of a data set", "train")
+    subset: str | None = flag("configuration of a data set", None, metavar="NAME")
+    column: str | None = flag("column of the prompt", None)
+    prompt_template: str | None = flag("format string in place of a column, such as 'db: {db_id} {question}'", None,
+                                       metavar="FORMAT")  # fmt: skip
+
+    def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
+        """Return the source of prompts in a file or data set; `more` takes precedence. Raises ConfigError."""
+        if Path(location).is_file() and (given := self.changed("subset", *({"split"} - more.keys()))):
+            raise ConfigError(f"{' and '.join(given)}: {location} is a file, which has neither.")
+        column = self.column or (None if self.prompt_template else default_column)
+        known = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
+        return PromptSource(location, **{**known, **more})
+
+    def check_rows(self, *more: str) -> None:
+        """Raise ConfigError for flags that say how prompts are read."""
+        rows = ("split", "subset", "column", "prompt_template", "domain_column")
+        self.check_unused("--prompts is not set", *rows, *more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRows(Rows):
+    """How rows become prompts in a chat template."""
+
+    _argument_group_name: ClassVar[str] = "prompts"
+
+    chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True)
+    chat_template_kwargs: str | None = flag("arguments of the chat template, such as '{\"enable_thinking\": false}'",
+                                            None, metavar="JSON")  # fmt: skip
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """Return arguments of [`~osd_hf.prompts.encode_prompts`] and `encode_turn`; raises ConfigError."""
+        return {"chat_template": self.chat_template, "chat_template_kwargs": self.template_kwargs}
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Return the arguments of the chat template; raises ConfigError."""
+        return json_object("--chat-template-kwargs", self.chat_template_kwargs)
+
+
+def json_object(name: str, text: str | None) -> dict[str, Any] | None:
+    """Return the JSON object that a flag holds; raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}: {error}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}.")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts(ChatRows):
+    """Prompts to serve. Without `--prompts`, prompts of the bundled domains."""
+
+    _argument_group_name: ClassVar[str] = "prompts"
+
+    prompts: str | None = flag("Hub id or folder of a data set, or a json, jsonl or parquet file", None,
+                               metavar="ID|FILE")  # fmt: skip
+    domain: list[str] | None = flag("label of all prompts; of bundled prompts, the domains to serve", None,
+                                    metavar="NAME")  # fmt: skip
+    domain_column: str | None = flag("column of each prompt's label", None, metavar="COLUMN")
+    num_requests: int | None = flag(f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None,
+                                    metavar="N")  # fmt: skip
+
+    def encode_prompts(
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, *, limit: int | None, seed: int = 0
+    ) -> EncodedPrompts:
+        """Encode the prompts. Longer ones are skipped and logged; raises as [`~osd_hf.prompts.encode_prompts`]."""
+        prompts = self.read_prompts(seed)
+        return encode_prompts(prompts, tokenizer, limit=limit, max_prompt_tokens=max_prompt_tokens, **self.chat)
+
+    def read_prompts(self, seed: int) -> Iterator[Prompt]:
+        """Return the prompts in order, bundled ones shuffled by the seed; raises ConfigError and DataError."""
+        if self.prompts is not None:
+            if self.domain is not None and len(self.domain) > 1:
+                raise ConfigError("--domain takes several labels only for bundled prompts; see --domain-column.")
+            label = self.domain[0] if self.domain else None
+            return read_prompts(self.source(self.prompts, domain=label, domain_column=self.domain_column))
+        self.check_rows()
+        if unknown := set(self.domain or ()) - set(DOMAINS):
+            raise ConfigError(f"--domain must be one of {', '.join(DOMAINS)}, got {', '.join(sorted(unknown))}.")
+        count, domains = self.num_requests or NUM_BUNDLED_REQUESTS, self.domain or DOMAINS
+        share = -(-count // len(domains))
+        mixed = [(d, e.prompt) for d in domains for e in bundled_prompts(d, share, seed=seed)]
+        random.Random(seed).shuffle(mixed)
+        return (Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count]))
+
+
+def evaluation_set(
+    rows: Rows, location: str | None, num_requests: int, max_new_tokens: int, domain_column: str | None = None
+) -> EvaluationSet:
+    """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError and DataError."""
+    if location is None:
+        rows.check_rows()
+        return EvaluationSet.bundled(num_requests, max_new_tokens=max_new_tokens)
+    source = rows.source(location, default_column="prompt", domain_column=domain_column)
+    prompts = tuple(itertools.islice(read_prompts(source), num_requests))
+    dataset_id = hub_id(location)
+    subset = "" if rows.subset is None else f", {rows.subset}"
+    split = f", {rows.split}" if dataset_id else ""
+    return EvaluationSet(f"{dataset_id or Path(location).name}{subset}{split}", prompts, max_new_tokens, dataset_id)
+
+
+# --- learning settings ----------------------------------------------------------------------------------------------
+
+
+PAPER = "learn by the rule of arXiv 2310.07177, which other flags change"
+NOTHING_DRAFTED = ("candidates", "text_scope", "compile_draft", "compile_target", "update_strategy")
+
+
+def learning_parser(
+    kind: type, arguments: Sequence[str], *, more: Sequence[type] = (), without: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None, **how: Any,
+) -> CommandParser:  # fmt: skip
+    """Return the parser of a command whose draft learns. Defaults come from the paper's rule if `--paper` is given."""
+    parser = CommandParser([kind, *more, OnlineConfig], without, **how)
+    rule = OnlineConfig.paper().to_dict() if "--paper" in arguments else dict(defaults or {})
+    parser.set_defaults(**rule)
+    return parser
+
+
+def compared_k(config: OnlineConfig, *, takes_auto: bool = False) -> int:
+    """Return the number of drafted tokens for comparisons; raises ConfigError if the configuration leaves it open."""
+    k = config.num_assistant_tokens
+    if k is None or (k == "auto" and not takes_auto):
+        shown = "none" if k is None else k
+        raise ConfigError(f"--num-assistant-tokens must not be {shown}: comparisons need one k throughout.")
+    return config.compared_k or 0
+
+
+def check_auto(config: OnlineConfig) -> None:
+    """Raise ConfigError for flags that have no meaning with a fixed number of drafted tokens."""
+    plain = OnlineConfig()
+    names = [name for name in ("candidates", "text_scope") if getattr(config, name) != getattr(plain, name)]
+    if names and config.num_assistant_tokens != "auto":
+        raise ConfigError(
+            f"{' and '.join(map(option, names))} would change nothing: only --num-assistant-tokens auto uses them."
+        )
+
+
+def lora_config(rank: int | None) -> Any:
+    """Return the PEFT configuration of adapters of this rank on all linear layers, or `None` without a rank."""
+    from peft import LoraConfig
+
+    return None if rank is None else LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+
+
+# --- files and signals ----------------------------------------------------------------------------------------------
+
+
+def display_name(source: str) -> str:
+    """Return the name of a model for a report, without local folders."""
+    return Path(source).name if Path(source).is_absolute() else source
+
+
+def open_recorded(folder: str | Path) -> CorrectionStore:
+    """Open a store of captured requests; raises StoreError if there is none."""
+    if not Path(folder).is_dir():
+        raise StoreError(f"There is no store at {folder}. `osd-hf run --store DIR` writes one.")
+    return CorrectionStore(folder)
+
+
+def read_key(path: Path) -> str:
+    """Return the key in a file; raises ConfigError."""
+    try:
+        return path.expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"The key cannot be read from {path}: {reason}.") from None
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[threading.Event]:
+    """Provide an event that the first SIGINT or SIGTERM sets. A second SIGINT interrupts."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def stopped(number: int, _: Any) -> None:
+        stop.set()
+        print("osd-hf: stopping", file=sys.stderr)
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, stopped)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
