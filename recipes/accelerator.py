@@ -40,8 +40,14 @@ from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.decoding import forward
 from osd_hf.decoding.forward import CapturedDraft, DraftForward
 from osd_hf.decoding.vocabulary import RestrictedDraft
-from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs
-from osd_hf.evaluation.benchmark import answer_greedily, controlled_acceptance, random_pair
+from osd_hf.evaluation.benchmark import (
+    System,
+    answer_greedily,
+    benchmark,
+    compare_outputs,
+    controlled_acceptance,
+    random_pair,
+)
 from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from osd_hf import CorrectionStore, Trace, best_k, expected_block_efficiency, expected_speedup
-from osd_hf.acceptance import student
+from osd_hf.acceptance import student_quantile
 from osd_hf.decoding.hook import scored
 from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, vllm_counters
 from osd_hf.errors import DataError, OSDError, ServerError
@@ -221,7 +221,7 @@ class Fit:
         """Half of the 99.9% interval of the ratio, by its standard error over windows."""
         n = len(self.rounds)
         residuals = (self.counted - self.ratio * self.rounds) / max(self.rounds.mean(), 1.0)
-        return student(Z_999, n) * float(np.std(residuals, ddof=1)) / math.sqrt(n)
+        return student_quantile(Z_999, n) * float(np.std(residuals, ddof=1)) / math.sqrt(n)
 
     @property
     def margin(self) -> float:

@@ -45,7 +45,7 @@ CLIENTS, MOST_TOKENS = 8, 24
 AGAIN_SECONDS = 60  # within which answers are whole again after a fault
 LARGE = 10 << 20  # bytes of a body
 FIRST_MS, TOKEN_MS = 20.0, 5.0
-LEARNER, READER = "osd_hf.cli learn", "multiprocessing.spawn"  # in commands of the proxy's processes
+LEARNER, READER = "osd_hf.cli.main learn", "multiprocessing.spawn"  # in commands of the proxy's processes
 
 
 class Engine(PacedEngine):

@@ -206,7 +206,7 @@ def main() -> int:
             server += ["--buffer-size", str(args.buffer_size)] if args.buffer_size else []
             with open(Path(folder) / side, "w") as log:
                 processes[side] = subprocess.Popen(
-                    [sys.executable, "-m", "osd_hf.cli", *server, *keeps], stdout=subprocess.PIPE, stderr=log,
+                    [sys.executable, "-m", "osd_hf.cli.main", *server, *keeps], stdout=subprocess.PIPE, stderr=log,
                     text=True, env=os.environ,
                 )  # fmt: skip
         try:

@@ -142,7 +142,7 @@ def serving(
 
 def osd_hf(*arguments: Any) -> list[str]:
     """Return a command line of this package."""
-    return [sys.executable, "-m", "osd_hf.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "osd_hf.cli.main", *map(str, arguments)]
 
 
 def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Path) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import torch
 from saved_pair import save_pair
 from waiting import LONG
 
-from osd_hf.cli.app import AppSettings, app_command
-from osd_hf.cli.arguments import read_arguments
+from osd_hf.cli.app import AppSettings, app_command, make_parser
 from osd_hf.errors import ConfigError
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
@@ -67,7 +66,9 @@ def components(service: Service) -> dict[str, Any]:
 
 
 def parsed(*flags: str) -> AppSettings:
-    return read_arguments(AppSettings, flags, prog="osd-hf app")
+    (settings,) = make_parser(flags).parse_settings(flags)
+    assert isinstance(settings, AppSettings)
+    return settings
 
 
 def test_the_flag_serves_what_the_cache_has(

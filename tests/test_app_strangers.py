@@ -24,8 +24,7 @@ from processes import ModuleProcess, run_python
 from saved_pair import save_pair
 from waiting import LONG
 
-from osd_hf.cli.app import AppSettings, app_command
-from osd_hf.cli.arguments import read_arguments
+from osd_hf.cli.app import AppSettings, app_command, make_parser
 from osd_hf.errors import ConfigError
 from osd_hf_app import launch as launch_module
 from osd_hf_app.bounds import (
@@ -72,7 +71,9 @@ def test_whatever_lets_others_in_makes_the_page_public(
 
 
 def parsed(*flags: str) -> AppSettings:
-    return read_arguments(AppSettings, flags, prog="osd-hf app")
+    (settings,) = make_parser(flags).parse_settings(flags)
+    assert isinstance(settings, AppSettings)
+    return settings
 
 
 class Launched(Exception):

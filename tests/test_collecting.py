@@ -389,7 +389,7 @@ def run(pair: Path, tmp_path: Path) -> Callable[..., int]:
     def run(*flags: Any, store: Any = tmp_path / "store") -> int:
         shape = ["--num-logprobs", KEPT, "--target", pair / "target"]
         shape += ["--max-new-tokens", LENGTH] if "--url" in flags else []
-        return main(list(map(str, ["collect", "--store", store, *shape, *flags])))
+        return main(list(map(str, ["learn", "--collect-only", "--store", store, *shape, *flags])))
 
     return run
 
@@ -449,7 +449,7 @@ def test_the_key_of_the_environment_goes_where_it_belongs_or_is_asked_for(
         (["--api-key-file", "nowhere"], "The key cannot be read from nowhere: No such file"),
         (["--api-key-file", "empty"], "empty holds no key"),
         (["--api-key-env", "NOT_THERE"], "--api-key-env names NOT_THERE, which is not set"),
-        (["--api-key-env", "A", "--api-key", "b"], "not allowed with"),
+        (["--api-key-env", "A", "--api-key", "b"], "exclude each other"),
     ],
 )
 def test_a_key_that_is_not_there_is_asked_for_before_anything_is_sent(
@@ -528,17 +528,17 @@ def test_the_command_fails_where_the_disk_is_full(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "One of --url and --log"),
-        (["--url", "http://x", "--log", "x"], "One of --url and --log"),
-        (["--log", "x", "--prompts", "y"], "are for --url"),
-        (["--log", "x", "--resume"], "are for --url"),
-        (["--log", "x", "--api-key-file", "y"], "--api-key-file are for --url"),
-        (["--log", "x", "--allow-plain-http"], "--allow-plain-http are for --url"),
-        (["--url", "http://x", "--follow"], "--follow is for --log"),
+        ([], "only --url and --log collect"),
+        (["--url", "http://x", "--log", "x"], "exclude each other"),
+        (["--log", "x", "--prompts", "y"], "a log has its own requests"),
+        (["--log", "x", "--resume"], "a log has its own requests"),
+        (["--log", "x", "--api-key-file", "y"], "--api-key-file would change nothing"),
+        (["--log", "x", "--allow-plain-http"], "--allow-plain-http would change nothing"),
+        (["--url", "http://x", "--follow"], "it is for --log"),
         (["--log", "nowhere.jsonl"], "The log nowhere.jsonl cannot be read: No such file"),
         (["--url", "http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
         (["--url", "http://x", "--max-new-tokens", "-1"], "--max-new-tokens must be at least 1"),
-        (["--url", "http://x", "--num-logprobs", "0"], "--num-logprobs must be at least 1"),
+        (["--url", "http://x", "--num-logprobs", "0"], "`num_logprobs` must be an integer of at least 1"),
         (["--url", "http://x", "--flush-every", "0"], "--flush-every must be at least 1"),
         (["--url", "http://x", "--num-requests", "0"], "--num-requests must be at least 1"),
         (["--url", "http://x", "--max-bytes", "0"], "--max-bytes must be at least 1"),
@@ -565,7 +565,7 @@ def test_bad_flags_are_refused(
 
 def test_prompts_of_one_s_own_need_the_name_of_the_target(rows: Path, tmp_path: Path, capsys: Any) -> None:
     flags = ["--store", str(tmp_path / "s"), "--url", "http://x", "--prompts", str(rows), "--column", "question"]
-    assert main(["collect", *flags]) == 2
+    assert main(["learn", "--collect-only", *flags]) == 2
     assert "--target and --prompts go together" in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
 
@@ -889,7 +889,7 @@ def test_the_command_keeps_each_line_once(
     append(log, "".join(lines[:5]) + lines[5][:20])
     assert run("--log", log, "--domain", "logged") == 0
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 5)
-    assert "the last line has no end yet" in capsys.readouterr().err
+    assert "the last line is incomplete" in capsys.readouterr().err
     assert run("--log", log) == 0
     assert "0 requests with 0 tokens" in capsys.readouterr().out
     append(log, lines[5][20:] + "".join(lines[6:]))
@@ -926,7 +926,7 @@ def test_a_log_is_followed_until_told_to_stop(
             append(log, coming.pop(0))
             return False
 
-    monkeypatch.setattr(collect_command, "stopping", lambda: contextlib.nullcontext(Stop()))
+    monkeypatch.setattr(collect_command, "stop_on_signal", lambda: contextlib.nullcontext(Stop()))
     assert run("--log", log, "--follow", "--poll-seconds", 0.25) == 0
     assert waited == [0.25] * 10
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded)

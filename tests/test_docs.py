@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.cli.main import COMMANDS, _asked
-from osd_hf.cli.plan import QUANTIZATIONS
+from osd_hf.cli.env import QUANTIZATIONS
+from osd_hf.cli.main import COMMANDS, parse
 from osd_hf.decoding import hook
 from osd_hf.memory_plan import memory_plan
 from osd_hf.models import Pair
@@ -175,19 +175,16 @@ def shell_lines() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("words", [*shell_lines()])
-def test_a_shell_line_is_understood(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shell_line_is_understood(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("distill.yaml").write_text(blocks(ROOT / "docs/training.md", "yaml")[0][1])
     words = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
     match words:
         case ["osd-hf", *rest]:
-            _, settings = _asked(rest)
-            assert "notice" not in capsys.readouterr().err  # of an older name of a flag
-            if rest[0] in ("push", "export"):  # from Python a draft is saved without a card
+            settings, *_ = parse(rest)[1]
+            if rest[0] == "push":  # from Python a draft is saved without a card
                 assert settings.bundled or settings.target
-                assert rest[0] == "export" or settings.bundled or settings.before
+                assert settings.export or settings.bundled or settings.before
         case ["make", *targets]:
             phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert phony and set(targets) <= set(phony[1].split())
@@ -397,16 +394,16 @@ def test_the_containers_are_started_by_commands_that_there_are(
         assert set(service.get("depends_on", {})) <= set(services)
         match service.get("command"):
             case ["osd-hf", *words]:
-                asked, settings = _asked(words)
+                asked, (settings, *_) = parse(words)
                 run.add(asked.__name__.removesuffix("_command"))
-                getattr(settings, "check", lambda: None)()
+                settings.check()
             case [*words]:
                 assert json.loads(words[-1])["model"] in services["export"]["command"]
-    assert run == {"export", "proxy", "learn", "doctor"}
+    assert run == {"push", "proxy", "learn"}
     configs = {name: yaml.safe_load(entry["content"]) for name, entry in compose["configs"].items()}
     scraped = {job["job_name"]: job["static_configs"][0]["targets"] for job in configs["prometheus"]["scrape_configs"]}
     assert set(scraped) <= set(services)
-    assert f"learner:{_asked(services['learner']['command'][1:])[1].metrics_port}" in scraped["learner"]
+    assert f"learner:{parse(services['learner']['command'][1:])[1][0].metrics_port}" in scraped["learner"]
     assert set(re.findall(r"http://(\w+):\d+", text)) - {"localhost"} <= set(services)
 
 

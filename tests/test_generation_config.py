@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.cli.serve import ServeSettings, opened
+from osd_hf.cli.serve import ServeSettings, open_assistant
 from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError, UnsupportedGenerationError
@@ -455,12 +455,12 @@ def test_recorded_traces_are_the_targets_own_choice_whatever_its_config_asks_for
 
 def test_a_server_starts_and_answers_with_stop_strings_in_the_saved_config(tmp_path: Path) -> None:
     pair = {name: str(save_pair(tmp_path) / name) for name in ("target", "draft")}
-    settings = ServeSettings(**pair, config=OnlineConfig(update_strategy="interval"))
-    free = opened(settings).chat("hello", max_new_tokens=24, do_sample=False)
+    settings = ServeSettings(**pair), OnlineConfig(update_strategy="interval")
+    free = open_assistant(*settings).chat("hello", max_new_tokens=24, do_sample=False)
     path = tmp_path / "target" / "generation_config.json"
     stop = next(c for c in free[6:] if c != "\N{REPLACEMENT CHARACTER}" and c not in free[:6])
     path.write_text(json.dumps({**json.loads(path.read_text()), "stop_strings": [stop]}))
-    assistant = opened(settings)
+    assistant = open_assistant(*settings)
     assert assistant.chat("hello", max_new_tokens=24, do_sample=False) == free[: free.index(stop) + 1]
     asked = CompletionRequest((1, 2), 24, is_chat=True, sampling={})
     answer = Answer(asked, assistant.tokenizer, assistant.target.generation_config, "tiny")

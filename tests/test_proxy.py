@@ -815,7 +815,7 @@ def running(address: str, folder: Path) -> Iterator[tuple[ModuleProcess, str]]:
              "--share", "1", "--num-logprobs", str(KEPT)]  # fmt: skip
     with (folder / "log").open("w") as log:
         process = ModuleProcess(
-            [sys.executable, "-m", "osd_hf.cli", "proxy", *flags], stdout=subprocess.PIPE, stderr=log, text=True,
+            [sys.executable, "-m", "osd_hf.cli.main", "proxy", *flags], stdout=subprocess.PIPE, stderr=log, text=True,
             env=dict(os.environ),
         )  # fmt: skip
         try:

@@ -96,15 +96,24 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
             ["push", "me/draft", "--draft", "d"],
             "no folder d, and cards on the Hub are not read. Name it with --target",
         ),
-        (["export", "new", "--draft", "me/d", "--draft-revision", "v"], "no folder me/d, and cards on the Hub"),
-        (["export", "new", "--draft", "."], "is not known: . has no card that names one. Name it with --target, or"),
-        (["export", "new", "--draft", ".", "--draft-revision", "v"], "--draft-revision is of a draft on the Hub"),
+        (
+            ["push", "--export", "new", "--draft", "me/d", "--draft-revision", "v"],
+            "no folder me/d, and cards on the Hub",
+        ),
+        (
+            ["push", "--export", "new", "--draft", "."],
+            "is unknown: . has no card that names one. Name it with --target, or",
+        ),
+        (
+            ["push", "--export", "new", "--draft", ".", "--draft-revision", "v"],
+            "--draft-revision is for a draft on the Hub",
+        ),
         (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
         (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t, --before, is the target itself"),
         (["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"], "leave out --before"),
-        (["export", "new", "--draft", "d", "--bundled", "--target", "t"], "leave out --target"),
-        (["push", "me/draft", "--draft", "d", "--bundled", "--column", "c"], "nothing without --prompts"),
-        (["export", "new", "--draft", "nowhere"], "nowhere"),
+        (["push", "--export", "new", "--draft", "d", "--bundled", "--target", "t"], "leave out --target"),
+        (["push", "me/draft", "--draft", "d", "--bundled", "--column", "c"], "--prompts is not set"),
+        (["push", "--export", "new", "--draft", "nowhere"], "nowhere"),
     ],
 )
 def test_what_cannot_be_done_is_said(
@@ -150,7 +159,10 @@ def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "engine"
-    assert main(["export", str(folder), "--bundled", "--draft", str(learned), "--num-assistant-tokens", "4"]) == 0
+    assert (
+        main(["push", "--export", str(folder), "--bundled", "--draft", str(learned), "--num-assistant-tokens", "4"])
+        == 0
+    )
     command = shlex.split(capsys.readouterr().out)
     assert command[:2] == ["vllm", "serve"]
     config = json.loads(command[command.index("--speculative-config") + 1])
@@ -190,6 +202,5 @@ def test_the_push_is_private_unless_it_is_asked_to_be_public(
 
 
 def test_a_push_is_public_or_private(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["push", "me/draft", "--draft", "d", "--private", "--public"])
-    assert "not allowed with" in capsys.readouterr().err
+    assert main(["push", "me/draft", "--draft", "d", "--private", "--public"]) == 2
+    assert "exclude each other" in capsys.readouterr().err

@@ -29,9 +29,8 @@ from starlette.testclient import TestClient
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.cli.arguments import read_arguments
 from osd_hf.cli.main import main
-from osd_hf.cli.serve import ServeSettings, opened, serve_command
+from osd_hf.cli.serve import make_parser, open_assistant, serve_command
 from osd_hf.errors import ConfigError
 from osd_hf.live_learning import LiveLearning
 from osd_hf.server.app import (
@@ -813,7 +812,7 @@ def test_what_fails_is_told_and_logged(
 def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_path: Path) -> None:
     flags = ["--bundled", "--port", "0", "--threads", "1", "--state-dir", str(tmp_path / "session")]
     with open(tmp_path / "log", "w") as log:
-        command = [sys.executable, "-m", "osd_hf.cli", "serve", *flags]
+        command = [sys.executable, "-m", "osd_hf.cli.main", "serve", *flags]
         process = ModuleProcess(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
     line = process.stdout.readline()
     assert line.startswith("bundled is served at http://127.0.0.1:"), (tmp_path / "log").read_text()
@@ -828,8 +827,7 @@ def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_
     assert process.poll() == 0
     assert told[-1] == "data: [DONE]"
     assert json.loads(told[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
-    settings = read_arguments(ServeSettings, flags, prog="osd-hf serve")
-    with opened(settings) as assistant:  # as the next one begins
+    with open_assistant(*make_parser(flags).parse_settings(flags)) as assistant:  # as the next one begins
         assert assistant.stats.num_requests == 1
 
 
@@ -853,10 +851,10 @@ def test_without_a_key_it_is_for_this_machine_or_says_that_it_is_not(
             TestClient(app, base_url=f"http://{host}").get("/health").status_code for host in ("x", "localhost")
         )
 
-    monkeypatch.setattr("osd_hf.cli.serve.opened", lambda _: 1 / 0)
+    monkeypatch.setattr("osd_hf.cli.serve.open_assistant", lambda *_: 1 / 0)
     monkeypatch.setattr(Listener, "run", looked_at)
     with pytest.raises(ZeroDivisionError):
-        serve_command(read_arguments(ServeSettings, ["--bundled", "--port", "0", *flags], prog="osd-hf serve"))
+        serve_command(*make_parser(flags).parse_settings(["--bundled", "--port", "0", *flags]))
     assert statuses == [status, 200]
     assert ("no key is asked for" in caplog.text) == is_warned
 
@@ -866,11 +864,11 @@ def test_a_key_is_one_that_clients_can_send(key: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(key)
     for flag, value in (("--api-key", key), ("--api-key-file", str(file))):
-        settings = read_arguments(ServeSettings, ["--bundled", flag, value], prog="osd-hf serve")
+        settings, _ = make_parser([]).parse_settings(["--bundled", flag, value])
         with pytest.raises(ConfigError, match="must hold a key of printable ASCII"):
             settings.check()
     file.write_text("fine\n")
-    assert read_arguments(ServeSettings, ["--bundled", "--api-key-file", str(file)], prog="osd-hf serve").key == "fine"
+    assert make_parser([]).parse_settings(["--bundled", "--api-key-file", str(file)])[0].key == "fine"
 
 
 def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -884,7 +882,7 @@ def test_who_stops_it_does_not_wait_until_all_is_loaded(monkeypatch: pytest.Monk
         gate.set()
         raise SystemExit(code)
 
-    monkeypatch.setattr("osd_hf.cli.serve.opened", lambda _: gate.wait(LONG))
+    monkeypatch.setattr("osd_hf.cli.serve.open_assistant", lambda *_: gate.wait(LONG))
     monkeypatch.setattr(Listener, "run", stopped)
     monkeypatch.setattr(os, "_exit", ended)
     with pytest.raises(SystemExit) as end:

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineConfig, Trace, replay, simulate
 from osd_hf.cli import learn as learn_command
-from osd_hf.cli.flags import adapters
 from osd_hf.cli.main import main
+from osd_hf.cli.settings import lora_config
 from osd_hf.decoding.hook import record_traces, rescore
 from osd_hf.engines import deploy
 from osd_hf.engines import learn as module
@@ -569,7 +569,7 @@ def test_a_version_that_was_not_pushed_is_pushed_later(
 @pytest.mark.parametrize("rank", [None, 2])
 def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank: int | None) -> None:
     clock = Clock()
-    learner = begin(peft_config=adapters(rank), publish_seconds=10.0, clock=clock)
+    learner = begin(peft_config=lora_config(rank), publish_seconds=10.0, clock=clock)
     learner.publish_start()
     versions = learner.versions
     start = AutoModelForCausalLM.from_pretrained(versions.latest)
@@ -682,13 +682,13 @@ def test_each_domain_teaches_a_draft_of_its_own(
 ) -> None:
     mixed = labelled(traces, "abababab-aabbbba")
     path = written(tmp_path / "mixed", mixed)
-    learner = begin(path=path, by_domain=True, peft_config=adapters(rank), publish_seconds=SELDOM)
+    learner = begin(path=path, by_domain=True, peft_config=lora_config(rank), publish_seconds=SELDOM)
     learn(learner)
     learner.close()
     assert learner.skipped == {"without a domain": 1}
     config = CONFIG
     named = [trace for trace in mixed if trace.domain is not None]
-    report = simulate(pair[1], named, config, router=LabelRouter(), peft_config=adapters(rank))
+    report = simulate(pair[1], named, config, router=LabelRouter(), peft_config=lora_config(rank))
     assert list(learner.learned) == list(report.stats)
     assert [trace.domain for trace in named] == list(learner.domains)
     for name, folder in (("a/.", "a%2F."), ("b/.", "b%2F.")):

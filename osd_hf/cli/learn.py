@@ -132,6 +132,8 @@ def learn_command(settings: LearnSettings, collecting: CollectSettings, config: 
         settings.check_not_negative("poll_seconds")
         if len(settings.store) > 1:
             raise ConfigError("--url and --log collect into one --store.")
+        if collecting.url is not None and bool(settings.target) != bool(collecting.prompts):
+            raise ConfigError("--target and --prompts go together: set both, or neither.")
         if not collecting.collect_only:
             settings.check()
         code = run_collection(
