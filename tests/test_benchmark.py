@@ -18,11 +18,11 @@ from saved_pair import save_pair
 from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
 
 from osd_hf import AcceptanceStats, capture_traces, expected_speedup
-from osd_hf.cli.bench import _speed_row, _tables
+from osd_hf.cli.bench import _speed_row, speed_tables
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.benchmark import (
-    LABEL,
+    CONTROLLED_LABEL,
     BenchmarkReport,
     ControlledAcceptance,
     RoundTimes,
@@ -386,7 +386,7 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
     assert [first_cells.count(name) for name in names] == [3] * len(names)
-    printed = "\n".join(_tables(with_usual_times(report), ["questions", "all"]))
+    printed = "\n".join(speed_tables(with_usual_times(report), ["questions", "all"]))
     assert max(map(len, printed.splitlines())) <= 119
 
 
@@ -406,8 +406,8 @@ def test_the_command_labels_controlled_acceptance(tmp_path, capsys):
     )
     captured = capsys.readouterr()
     report = json.loads(captured.out)
-    assert report["controlled"] == LABEL
-    assert LABEL.upper() in captured.err
+    assert report["controlled"] == CONTROLLED_LABEL
+    assert CONTROLLED_LABEL.upper() in captured.err
     assert report["by_dataset"]["alpha 1"]["stock k=3"]["alpha"] == 1.0
     assert report["by_dataset"]["alpha 0"]["lean k=2"]["alpha"] == 0.0
     assert all(s["is_controlled"] for s in report["systems"] if s["kind"] != "alone")
@@ -416,7 +416,7 @@ def test_the_command_labels_controlled_acceptance(tmp_path, capsys):
 def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("osd_hf.evaluation.benchmark.compare_outputs", lambda *args: "differing")
     assert main([*CONTROLLED, "--dtype", "bfloat16", "--output-dir", str(tmp_path / "out")]) == 0
-    assert "wider forwards round otherwise in bfloat16" in capsys.readouterr().out
+    assert "wider forwards round differently in bfloat16" in capsys.readouterr().out
     assert main([*CONTROLLED, "--output-dir", str(tmp_path / "out")]) == 1
     assert "6 outputs DIFFER from the target's own." in capsys.readouterr().out
 
@@ -431,8 +431,8 @@ def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
         (["--num-assistant-tokens", "5,0"], "--num-assistant-tokens must be at least 1, got 0"),
         (["--target", "somewhere"], "--target and --draft go together"),
         (["--controlled", "2"], "--controlled must be between 0 and 1"),
-        (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts cannot be given with --controlled"),
-        (["--target-shape", "7b"], "--target-shape can only be given with --controlled"),
+        (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts would change nothing: --controlled"),
+        (["--target-shape", "7b"], "--target-shape would change nothing"),
         (["--controlled", "0.5", "--target-shape", "huge"], "A shape must be one of"),
         (["--controlled", "0.5", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--prompt-tokens",
           "5000"], "--prompt-tokens must be between 1 and 4000"),

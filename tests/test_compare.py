@@ -146,7 +146,7 @@ def test_the_command_compares_folders_and_adapters(
     given = ["--prompts", str(prompts), "--column", "text", "--num-requests", "4", "--max-new-tokens", "6"]
     folder = tmp_path / "out"
     more = ["--domain-column", "kind", "--output-dir", str(folder)]
-    assert main(["compare", str(pair / "target"), *drafts, *given, *more]) == 0
+    assert main(["bench", "--target", str(pair / "target"), "--compare", *drafts, *given, *more]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("Worth it? ") and out[1].startswith("Why? ")
     report = json.loads((folder / "report.json").read_text())
@@ -165,8 +165,8 @@ def test_the_command_compares_folders_and_adapters(
     ("more", "said"),
     [
         (["{pair}/foreign"], "foreign' cannot be compared. The tokenizers of target and draft differ in 2 tokens"),
-        (["{pair}/draft", "{pair}/draft"], "is named twice"),
-        (["{pair}/draft", "--column", "c"], "--column would change nothing without --prompts"),
+        (["{pair}/draft", "{pair}/draft"], "draft twice"),
+        (["{pair}/draft", "--column", "c"], "--column would change nothing: --prompts is not set"),
         (["{pair}/nowhere"], "nowhere' cannot be loaded"),
         (["{pair}/draft", "--num-requests", "1"], "at least two prompts"),
     ],
@@ -175,7 +175,8 @@ def test_what_cannot_be_compared_is_said(
     pair: Path, more: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--max-new-tokens", "4"] + ["--num-requests", "2"] * ("--num-requests" not in more)
-    assert main(["compare", str(pair / "target"), *(part.format(pair=pair) for part in more), *sizes]) == 2
+    given = [part.format(pair=pair) for part in more]
+    assert main(["bench", "--target", str(pair / "target"), "--compare", *given, *sizes]) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -84,10 +84,10 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     table = [line for line in lines if line.startswith((*DOMAINS, "all ", "domain"))]
     assert len(table) == 12
     assert max(map(len, table)) <= 110
-    assert lines[0].startswith("1. A small draft guesses ahead while its target answers 8 prompts, and learns")
+    assert lines[0].startswith("1. A small draft proposes tokens while its target answers 8 prompts, and learns")
     assert "torch threads: 1." in lines[3]
     summary = (
-        r"Your draft now guesses \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
+        r"Your draft now proposes \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
     )
     compiled = r"from the target alone, [\d.]+ times with the target compiled; "
     own = "every answer was the target's own, token for token."
@@ -131,7 +131,7 @@ def test_a_size_that_is_too_small_is_refused(pair, tmp_path, name, capsys):
         (["--threads", "0"], "`threads` must be at least 1, got 0"),
         (["--threads", "-1"], "`threads` must be at least 1, got -1"),
         (["--seed", "-1"], "`seed` must be"),
-        (["--timed-requests", "4"], "`timed_requests` are some of the `later_requests`, got 4 of 3"),
+        (["--timed-requests", "4"], "`timed_requests` are part of the `later_requests`, got 4 of 3"),
         (["--output-dir", "{file}/out"], "The output folder"),
     ],
 )

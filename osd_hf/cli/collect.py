@@ -162,7 +162,7 @@ def run_collection(
     config, reader = kept.read_target(num_logprobs)
     encoded = None if settings.url is None else _encode(settings, kept, folder, config, seed)
     store, report = kept.open_store(folder), CollectionReport()
-    log = None if settings.log is None else LogReader(settings.log, LogReader.place_in(folder, settings.log))
+    log = None if settings.log is None else LogReader(settings.log, LogReader.position_in(folder, settings.log))
     failed: StoreError | ServerError | DataError | None = None
     try:
         with store:
