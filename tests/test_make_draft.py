@@ -88,7 +88,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-def test_a_piece_is_the_target_without_its_other_layers(architecture: str, tmp_path: Path) -> None:
+def test_a_copy_computes_what_the_target_computes_without_its_other_layers(architecture: str, tmp_path: Path) -> None:
     target = models.build(architecture, **DEEP[architecture])
     before = [p.clone() for p in target.parameters()]
     piece = copy_layers(target, (0, 2))
@@ -103,7 +103,7 @@ def test_a_piece_is_the_target_without_its_other_layers(architecture: str, tmp_p
     torch.testing.assert_close(logits(auto.from_pretrained(tmp_path), ids), logits(piece, ids))
 
 
-def test_layers_of_experts_keep_them() -> None:
+def test_copied_layers_keep_their_experts() -> None:
     # The first layer and each other one have no experts, which their numbers say.
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=models.VOCAB, hidden_size=32, num_hidden_layers=5, num_attention_heads=2,
@@ -118,7 +118,7 @@ def test_layers_of_experts_keep_them() -> None:
     ]
 
 
-def test_of_a_target_that_sees_the_part_for_text_is_cut() -> None:
+def test_only_the_text_part_of_a_multimodal_target_is_copied() -> None:
     text = {"vocab_size": models.VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32, "sliding_window": models.WINDOW,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
@@ -133,27 +133,18 @@ def test_of_a_target_that_sees_the_part_for_text_is_cut() -> None:
     torch.testing.assert_close(logits(piece, ids), logits(without(target, 1), ids))
 
 
-def test_encoders_are_cut_as_well() -> None:
-    target = models.build("t5", **DEEP["t5"])
-    piece = copy_layers(target, (0,), encoder_layers=(0, 1))
-    assert (num_layers_of(piece), num_layers_of(piece, "encoder")) == (1, 2)
-    assert (num_layers_of(copy_layers(target, (0,))), num_layers_of(copy_layers(target, (0,)), "encoder")) == (1, 3)
-    with pytest.raises(ConfigError, match="has no encoder"):
-        copy_layers(models.build(), (0,), encoder_layers=(0,))
-
-
-def test_each_piece_of_a_deep_encoder_decoder_drafts() -> None:
+def test_drafts_of_an_encoder_decoder_keep_its_encoder_and_draft() -> None:
     target = models.build("t5", num_layers=6, num_decoder_layers=6)
-    pieces = making.layer_drafts(target, MakeDraftConfig())
-    sizes = {(len(piece.layers), len(piece.encoder_layers or ())) for piece in pieces}
-    assert sizes == {(1, 6), (2, 6), (4, 6), (1, 3), (2, 3)}
+    drafts = making.layer_drafts(target, MakeDraftConfig())
+    assert {len(draft.layers) for draft in drafts} == {1, 2, 4}
     source = {"encoder_outputs": BaseModelOutput(torch.randn(1, 3, target.config.d_model))}
-    for piece in pieces:
-        assert DraftForward(piece.draft, source).feed(torch.zeros(1, 2, dtype=torch.long)).isfinite().all()
+    for made in drafts:
+        assert len(made.draft.encoder.block) == 6
+        assert DraftForward(made.draft, source).feed(torch.zeros(1, 2, dtype=torch.long)).isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-def test_adapters_are_merged_into_a_piece() -> None:
+def test_adapters_are_merged_into_a_copy() -> None:
     from peft import LoraConfig, get_peft_model
 
     base = models.build(num_hidden_layers=3)
@@ -168,12 +159,12 @@ def test_adapters_are_merged_into_a_piece() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(), (1, 0), (0, 0), (-1,), (0, 3)])
-def test_layers_that_are_none_are_refused(numbers: tuple[int, ...]) -> None:
+def test_invalid_layer_numbers_are_refused(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="ascending numbers from 0 to 2"):
         copy_layers(models.build(num_hidden_layers=3), numbers)
 
 
-def test_what_cannot_be_cut_up_is_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     shared = models.build(num_hidden_layers=3)
     shared.config.num_kv_shared_layers = 1
     recurrent = AutoModelForCausalLM.from_config(
@@ -192,7 +183,7 @@ def test_what_cannot_be_cut_up_is_refused() -> None:
             copy_layers(target, (1,))
 
 
-def test_layers_without_attention_alone_are_no_draft() -> None:
+def test_a_draft_needs_a_layer_with_attention() -> None:
     def target(*kinds: str) -> Any:
         config = AutoConfig.for_model(
             "lfm2", vocab_size=models.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=len(kinds),
@@ -226,7 +217,7 @@ def test_a_quantized_target_is_dequantized_or_refused(monkeypatch: pytest.Monkey
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_increases_acceptance(cheap: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(making, "MAX_RATE_FACTOR", 1.0)  # sharpened random weights are large, and have learned nothing
     target = steep()
     config = MakeDraftConfig(num_layers=1, max_steps=30, max_new_tokens=8, max_seconds=1e6)
@@ -244,7 +235,7 @@ def test_a_made_draft_is_accepted_more_than_the_piece(cheap: None, monkeypatch: 
     json.dumps(made.to_dict())
 
 
-def test_the_piece_with_the_best_expected_speed_goes_on(cheap: None) -> None:
+def test_the_draft_with_the_best_expected_speed_is_trained_to_the_end(cheap: None) -> None:
     target = steep()
     config = MakeDraftConfig(max_steps=8, max_new_tokens=8, max_seconds=1e6)
     made = train_draft(target, None, config, prompts=asked(16), show_progress=False)
@@ -256,7 +247,7 @@ def test_the_piece_with_the_best_expected_speed_goes_on(cheap: None) -> None:
     assert made.steps == 8
 
 
-def test_time_and_acceptance_end_it(cheap: None) -> None:
+def test_time_and_acceptance_limit_the_training(cheap: None) -> None:
     target, now = steep(), 0.0
 
     def clock() -> float:
@@ -289,7 +280,7 @@ def test_no_draft_is_made_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> No
         assert forwards.count == 3 * cutting  # of each piece; nothing was answered
 
 
-def test_recorded_requests_and_answered_rows_will_do(cheap: None) -> None:
+def test_traces_stores_rows_and_prompts_give_the_same_draft(cheap: None) -> None:
     target = steep()
     how: dict[str, Any] = {"num_layers": 1, "max_steps": 2, "show_progress": False}
     traces = list(record_traces(target, asked(), max_new_tokens=8))
@@ -332,7 +323,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[Trace]]:
 QUICK: dict[str, Any] = {"num_layers": 1, "max_steps": 1, "max_new_tokens": 6, "show_progress": False}
 
 
-def test_a_store_of_two_versions_teaches_by_the_rows_of_this_one(
+def test_requests_of_another_target_version_are_left_out(
     cheap: None, taken: list[list[Trace]], caplog: pytest.LogCaptureFixture
 ) -> None:
     target, other = steep(), models.build(seed=3)
@@ -349,7 +340,7 @@ def test_a_store_of_two_versions_teaches_by_the_rows_of_this_one(
         make_draft(target, traces=others, **QUICK)
 
 
-def test_a_draft_is_judged_by_what_the_target_answers(cheap: None, taken: list[list[Trace]]) -> None:
+def test_held_out_answers_are_the_targets_own(cheap: None, taken: list[list[Trace]]) -> None:
     target = steep()
     rows = [{"prompt": ids, "completion": [7, 7, 7]} for ids in asked()]
     make_draft(target, prompts=rows, **QUICK)
@@ -379,15 +370,13 @@ def test_requests_with_one_prompt_are_on_one_side() -> None:
         making.split_requests([bare_trace(ids, (), models.VOCAB) for ids in [*asked(7), *asked(7)]], 0)
 
 
-def test_encoder_decoders_keep_their_encoder_where_that_is_worth_more(cheap: None) -> None:
+def test_a_draft_is_made_of_an_encoder_decoder(cheap: None) -> None:
     target = models.build("t5", num_layers=2, num_decoder_layers=2)
-    config = MakeDraftConfig(max_steps=4, max_new_tokens=6, max_seconds=1e6)
-    made = train_draft(target, None, config, prompts=asked(), show_progress=False)
-    assert [(t["layers"], t["encoder_layers"]) for t in made.trials] == [([0], [0, 1]), ([0], [0])]
-    assert made.draft.config.is_encoder_decoder
+    draft = make_draft(target, prompts=asked(), max_steps=2, max_new_tokens=6, max_seconds=1e6, show_progress=False)
+    assert draft.config.is_encoder_decoder and draft.config.num_decoder_layers == 1
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     target = models.build()
     for settings, why in (
         ({}, "on `prompts` or on `traces`"), ({"prompts": asked(), "traces": []}, "give one"),
@@ -402,7 +391,7 @@ def test_settings_that_cannot_be_are_refused() -> None:
         make_draft(target, prompts=asked(), num_layers=2, show_progress=False)
 
 
-def test_costs_are_the_least_of_forwards_in_turns() -> None:
+def test_costs_are_measured_with_alternating_forwards() -> None:
     target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
     clock = models.ForwardTime({target: 2.0, draft: 0.5})
     (costs,) = draft_length.measured_costs(target, [draft], asked(1)[0], clock)
@@ -410,7 +399,7 @@ def test_costs_are_the_least_of_forwards_in_turns() -> None:
     assert costs.c == 0.25
 
 
-def test_a_draft_of_a_large_vocabulary_is_timed_as_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_timed_with_a_restricted_head(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.build(num_hidden_layers=2), models.build(num_hidden_layers=1)
     rows = set[int]()
 
@@ -447,7 +436,7 @@ def tail_mass(draft: Any, traces: list[Trace], tail: SampledTail | None) -> torc
     return torch.cat(seen)
 
 
-def test_drawn_tokens_stand_for_all_others_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampled_tail_is_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = map(models.double, models.pair())
     traces = recorded(target, 2)
     others = models.VOCAB - len(np.unique(np.concatenate([t.top_ids for t in traces])))
@@ -463,7 +452,7 @@ def test_drawn_tokens_stand_for_all_others_on_average(monkeypatch: pytest.Monkey
     assert torch.stack(drawn).std(0).min() > 0
 
 
-def test_as_many_drawn_tokens_as_there_are_is_the_loss_over_all() -> None:
+def test_a_tail_of_all_tokens_gives_the_dense_loss() -> None:
     target, draft = map(models.double, models.pair())
     traces = recorded(target, 4)
     gradients = []

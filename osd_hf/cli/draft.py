@@ -105,8 +105,6 @@ def _alphas(made: MadeDraft) -> str:
 def _card_facts(made: MadeDraft) -> dict[str, Any]:
     """Return the rows of the model card about the training."""
     facts: dict[str, Any] = {"Copied layers of the target": ", ".join(map(str, made.layers))}
-    if made.encoder_layers is not None:
-        facts["Copied layers of its encoder"] = ", ".join(map(str, made.encoder_layers))
     return facts | {
         "Training": f"{made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
         f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),

@@ -99,7 +99,6 @@ class MadeDraft:
     Args:
         draft (`PreTrainedModel`): An ordinary model.
         layers (`tuple[int, ...]`): Layers of the target's decoder that were copied.
-        encoder_layers (`tuple[int, ...]`, *optional*): Layers of its encoder, if it has one.
         before (`AcceptanceStats`), after (`AcceptanceStats`):
             Acceptance on held-out requests before and after training, k = 5. The draft is the best of several states
             on these requests, so acceptance on new requests may be slightly lower.
@@ -115,7 +114,6 @@ class MadeDraft:
 
     draft: PreTrainedModel
     layers: tuple[int, ...]
-    encoder_layers: tuple[int, ...] | None
     before: AcceptanceStats
     after: AcceptanceStats
     costs: ForwardSeconds
@@ -235,7 +233,7 @@ def train_draft(
     set_fixed_k(draft.generation_config, k)
     draft.generation_config.stop_strings = None  # transformers' assisted generation passes a draft no tokenizer
     made = MadeDraft(
-        draft, best.layers, best.encoder_layers, best.before, best.stats, best.costs, k, speedup, tuple(tried),
+        draft, best.layers, best.before, best.stats, best.costs, k, speedup, tuple(tried),
         tuple(best.curve), len(training), len(held_out), best.positions, best.steps, budget.elapsed,
     )  # fmt: skip
     budget.report(f"{best.name}: alpha {best.before.alpha:.3f} before, {best.stats.alpha:.3f} after; {made.verdict}")
@@ -373,7 +371,6 @@ class LayerDraft:
 
     draft: Any
     layers: tuple[int, ...]
-    encoder_layers: tuple[int, ...] | None
     costs: ForwardSeconds = ForwardSeconds(1.0, 0.0, 1.0)  # until they are measured
     before: AcceptanceStats = field(default_factory=AcceptanceStats)  # on held-out requests, without training
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # the same in the best state so far
@@ -385,8 +382,7 @@ class LayerDraft:
 
     @property
     def name(self) -> str:
-        shown = f"layers {', '.join(map(str, self.layers))}"
-        return shown if self.encoder_layers is None else f"{shown}, {len(self.encoder_layers)} of the encoder"
+        return f"layers {', '.join(map(str, self.layers))}"
 
     def begin(self, training: Sequence[Trace], held_out: Sequence[Trace], config: OnlineConfig) -> None:
         """Prepare the training. The learning rate grows with the size of the weights: the default rate would hardly
@@ -436,12 +432,6 @@ def layer_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[Layer
     inner = unwrap(target)
     check_pair(inner, inner)
     count = num_layers_of(inner)
-    encoders: list[tuple[int, ...] | None] = [None]
-    if inner.config.is_encoder_decoder:
-        num_encoder_layers = num_layers_of(inner, "encoder")
-        encoders = [tuple(range(num_encoder_layers))]
-        if config.layers is None and config.num_layers is None and num_encoder_layers > 1:
-            encoders.append(tuple(range(num_encoder_layers // 2)))
     if config.layers is not None:
         chosen = [config.layers]
     elif config.num_layers is not None:
@@ -454,13 +444,7 @@ def layer_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[Layer
             f"A draft needs fewer layers than its target, and at least one with attention. {type(inner).__name__} has "
             f"{count} layers. Choose `layers`."
         )
-    drafts = [
-        LayerDraft(copy_layers(target, layers, encoder), layers, encoder)
-        for encoder in encoders
-        for layers in chosen
-        # Some caches of transformers have one entry per encoder layer, so the decoder must not be deeper.
-        if encoder == encoders[0] or len(layers) <= len(encoder or ())
-    ]
+    drafts = [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
     for other in drafts[1:]:  # frozen and large: shared
         other.draft.set_input_embeddings(drafts[0].draft.get_input_embeddings())
         other.draft.set_output_embeddings(drafts[0].draft.get_output_embeddings())
@@ -516,10 +500,8 @@ def best_trial(
         reached = max((trial.stats.alpha + REACHABLE_ALPHA) / 2, trial.stats.alpha)
         promised = trial.costs.best_k(reached, new_tokens)[1]
         measured.append({
-            "layers": list(trial.layers),
-            "encoder_layers": None if trial.encoder_layers is None else list(trial.encoder_layers),
-            "c": trial.costs.c, "alpha_before": trial.before.alpha, "alpha": trial.stats.alpha, "k": k,
-            "speedup": speedup, "promised": promised, "steps": trial.steps,
+            "layers": list(trial.layers), "c": trial.costs.c, "alpha_before": trial.before.alpha,
+            "alpha": trial.stats.alpha, "k": k, "speedup": speedup, "promised": promised, "steps": trial.steps,
         })  # fmt: skip
         budget.report(
             f"{trial.name}: alpha {trial.before.alpha:.3f} before, {trial.stats.alpha:.3f} after {trial.steps} steps; "
@@ -558,9 +540,9 @@ def train(
 # --- copies of layers -----------------------------------------------------------------------------------------------
 
 
-def num_layers_of(model: PreTrainedModel, side: str = "decoder") -> int:
-    """Return the number of layers of the `"decoder"` or the `"encoder"`."""
-    return len(_layer_list(unwrap(model), side))
+def num_layers_of(model: PreTrainedModel) -> int:
+    """Return the number of decoder layers."""
+    return len(_layer_list(unwrap(model)))
 
 
 def outer_layers(size: int, count: int) -> tuple[int, ...]:
@@ -575,16 +557,13 @@ def has_attention(model: PreTrainedModel, layers: Sequence[int]) -> bool:
     return not types or any("attention" in types[i] for i in layers)
 
 
-def copy_layers(
-    target: PreTrainedModel, layers: Sequence[int], encoder_layers: Sequence[int] | None = None
-) -> PreTrainedModel:
+def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
     Return a model of the target's kind with some of its layers, and its embeddings, norms and output head.
 
     Args:
         target (`PreTrainedModel` or `PeftModel`): Not changed; adapters are merged and layers dequantized in the copy.
-        layers (`Sequence[int]`): Numbers of the decoder layers, in ascending order.
-        encoder_layers (`Sequence[int]`, *optional*): Numbers of the encoder layers; by default all.
+        layers (`Sequence[int]`): Numbers of the decoder layers, in ascending order. All encoder layers are copied.
 
     Returns:
         `PreTrainedModel`: in evaluation mode, with the target's device and dtype. For a multimodal target only its
@@ -596,24 +575,18 @@ def copy_layers(
     """
     inner = unwrap(target)
     _check_layers_can_be_copied(inner)
-    chosen = {"decoder": _checked_numbers(layers, num_layers_of(inner), "layers")}
-    if inner.config.is_encoder_decoder:
-        count = num_layers_of(inner, "encoder")
-        numbers = range(count) if encoder_layers is None else encoder_layers
-        chosen["encoder"] = _checked_numbers(numbers, count, "encoder_layers")
-    elif encoder_layers is not None:
-        raise ConfigError(f"`encoder_layers` are for encoder-decoders; {type(inner).__name__} has no encoder.")
+    layers = _checked_numbers(layers, num_layers_of(inner))
     kind = type(inner).__name__
-    if not has_attention(inner, chosen["decoder"]):
+    if not has_attention(inner, layers):
         raise UnsupportedModelError(
-            f"The layers {list(chosen['decoder'])} of {kind} have no attention, so rejected tokens could not be "
+            f"The layers {list(layers)} of {kind} have no attention, so rejected tokens could not be "
             "removed from the cache. Choose at least one layer with attention."
         )
     with torch.inference_mode(False), torch.no_grad():
         try:
-            source = _partial_copy(target, chosen)
-            draft = _rebuild(inner, source, chosen)
-            error = _logit_error(inner, draft, chosen)
+            source = _partial_copy(target, layers)
+            draft = _rebuild(inner, source, layers)
+            error = _logit_error(inner, draft, layers)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as failure:
             if isinstance(failure, UnsupportedModelError) or is_out_of_memory(failure):
                 raise
@@ -621,7 +594,7 @@ def copy_layers(
     bound = QUANTIZED_TOLERANCE if getattr(inner, "is_quantized", False) else TOLERANCE
     if not error <= bound:
         raise UnsupportedModelError(
-            f"Layers of {kind} cannot be copied: as a separate model, the layers {list(chosen['decoder'])} differ by "
+            f"Layers of {kind} cannot be copied: as a separate model, the layers {list(layers)} differ by "
             f"{error:.2g} of the largest logit from the same layers in the target."
         )
     return draft
@@ -649,21 +622,20 @@ def _check_layers_can_be_copied(model: PreTrainedModel) -> None:
         )
 
 
-def _checked_numbers(layers: Sequence[int], count: int, name: str) -> tuple[int, ...]:
+def _checked_numbers(layers: Sequence[int], count: int) -> tuple[int, ...]:
     chosen = tuple(layers)
     if not chosen or sorted(set(chosen)) != list(chosen) or not 0 <= chosen[0] <= chosen[-1] < count:
-        raise ConfigError(f"`{name}` must be ascending numbers from 0 to {count - 1}, got {list(chosen)}.")
+        raise ConfigError(f"`layers` must be ascending numbers from 0 to {count - 1}, got {list(chosen)}.")
     return chosen
 
 
-def _layer_list(model: PreTrainedModel, side: str) -> torch.nn.ModuleList:
-    """Find the layers of one side; raises UnsupportedModelError."""
+def _layer_list(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """Find the decoder layers; raises UnsupportedModelError."""
     config = model.config if model.config.is_encoder_decoder else model.config.get_text_config(decoder=True)
-    settings = _side_settings(config.to_dict(), side)
-    count = settings.get(_count_field(config, settings, side))
-    root = model.get_encoder() if side == "encoder" else model.get_decoder()
+    settings = _decoder_settings(config.to_dict())
+    count = settings.get(_count_field(config, settings))
     found: dict[str, torch.nn.ModuleList] = {}
-    for name, module in root.named_modules():
+    for name, module in model.get_decoder().named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, torch.nn.ModuleList) and len(module) == count and not is_inside:
             found[name] = module
@@ -674,13 +646,12 @@ def _layer_list(model: PreTrainedModel, side: str) -> torch.nn.ModuleList:
     return next(iter(found.values()))
 
 
-def _partial_copy(target: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> PreTrainedModel:
+def _partial_copy(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Copy the target with only the chosen layers, adapters merged and weights dequantized."""
-    inner, memo = unwrap(target), dict[int, Any]()
-    for side, layers in chosen.items():
-        layer_list = _layer_list(inner, side)
-        # deepcopy takes the short list from the memo and does not copy the other layers of a large target.
-        memo[id(layer_list)] = torch.nn.ModuleList(copy.deepcopy(layer_list[i], memo) for i in layers)
+    inner = unwrap(target)
+    layer_list, memo = _layer_list(inner), dict[int, Any]()
+    # deepcopy takes the short list from the memo and does not copy the other layers of a large target.
+    memo[id(layer_list)] = torch.nn.ModuleList(copy.deepcopy(layer_list[i], memo) for i in layers)
     source = merged(copy.deepcopy(uncompiled(target), memo))
     if is_peft(source):
         raise UnsupportedModelError(
@@ -699,13 +670,13 @@ def _partial_copy(target: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -
         ) from error
 
 
-def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> PreTrainedModel:
+def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Build the model from its new configuration, as it will be after saving and loading."""
     config = inner.config
     text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
     is_text_model = text is config
     model_class = type(inner) if is_text_model else MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
-    new_config = type(text).from_dict(_config_with(text, chosen))
+    new_config = type(text).from_dict(_config_with(text, layers))
     with no_init_weights():
         draft = model_class._from_config(new_config, dtype=source.dtype, attn_implementation=text._attn_implementation)
     draft.tie_weights()
@@ -718,43 +689,42 @@ def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, chosen: dict[str, 
     return draft.to(inner.device).eval()
 
 
-def _side_settings(settings: dict[str, Any], side: str) -> dict[str, Any]:
-    """Return the settings of one side, if it has its own configuration, otherwise all settings."""
-    own = settings.get(side)
+def _decoder_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the decoder, if it has its own configuration, otherwise all settings."""
+    own = settings.get("decoder")
     return own if isinstance(own, dict) else settings
 
 
-def _count_field(config: Any, settings: dict[str, Any], side: str) -> str:
-    """Return the name of the setting with the number of layers of one side."""
-    names = (f"{side}_layers", f"num_{side}_layers") if config.is_encoder_decoder else ()
+def _count_field(config: Any, settings: dict[str, Any]) -> str:
+    """Return the name of the setting with the number of decoder layers."""
+    names = ("decoder_layers", "num_decoder_layers") if config.is_encoder_decoder else ()
     general = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     return next((name for name in names if name in settings), general)
 
 
-def _config_with(config: Any, chosen: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the settings of a configuration for only the chosen layers."""
+def _config_with(config: Any, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the settings of a configuration with only the chosen layers."""
     settings: dict[str, Any] = config.to_dict()
     settings.pop("quantization_config", None)
-    for side, layers in chosen.items():
-        own = _side_settings(settings, side)
-        name = _count_field(config, own, side)
-        count, own[name] = own[name], len(layers)
-        for key, value in own.items():  # lists with one entry per layer, such as `layer_types`
-            if "layer" in key and isinstance(value, list | tuple) and len(value) == count:
-                own[key] = [value[i] for i in layers]
-        # Mixture-of-experts models name the layers without experts by number.
-        if own.get("mlp_only_layers") is not None:
-            step = own.get("decoder_sparse_step") or 1
-            dense = [i in own["mlp_only_layers"] or (i + 1) % step != 0 for i in layers]
-            own |= {"mlp_only_layers": [j for j, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
-        if own.get("moe_layers") is not None:
-            own["moe_layers"] = [j for j, i in enumerate(layers) if i in own["moe_layers"]]
-        if own.get("first_k_dense_replace") is not None:
-            own["first_k_dense_replace"] = sum(i < own["first_k_dense_replace"] for i in layers)
+    own = _decoder_settings(settings)
+    name = _count_field(config, own)
+    count, own[name] = own[name], len(layers)
+    for key, value in own.items():  # lists with one entry per layer, such as `layer_types`
+        if "layer" in key and isinstance(value, list | tuple) and len(value) == count:
+            own[key] = [value[i] for i in layers]
+    # Mixture-of-experts models name the layers without experts by number.
+    if own.get("mlp_only_layers") is not None:
+        step = own.get("decoder_sparse_step") or 1
+        dense = [i in own["mlp_only_layers"] or (i + 1) % step != 0 for i in layers]
+        own |= {"mlp_only_layers": [j for j, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
+    if own.get("moe_layers") is not None:
+        own["moe_layers"] = [j for j, i in enumerate(layers) if i in own["moe_layers"]]
+    if own.get("first_k_dense_replace") is not None:
+        own["first_k_dense_replace"] = sum(i < own["first_k_dense_replace"] for i in layers)
     return settings
 
 
-def _logit_error(inner: PreTrainedModel, draft: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> float:
+def _logit_error(inner: PreTrainedModel, draft: PreTrainedModel, layers: Sequence[int]) -> float:
     """Return the largest difference between the logits of the draft and of the target with its other layers skipped,
     divided by the largest logit."""
     generator = torch.Generator().manual_seed(0)
@@ -762,14 +732,14 @@ def _logit_error(inner: PreTrainedModel, draft: PreTrainedModel, chosen: dict[st
     inputs = {"input_ids": ids, "use_cache": False}
     if inner.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids
-    with evaluating(inner), _only(inner, chosen):
+    with evaluating(inner), _only(inner, layers):
         expected = inner(**inputs).logits.float()
     found = draft(**inputs).logits.float()
     return float((expected - found).abs().max() / expected.abs().max())
 
 
 @contextmanager
-def _only(model: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> Iterator[None]:
+def _only(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
     """Skip all layers but the chosen ones inside the block."""
 
     def skip(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -777,8 +747,7 @@ def _only(model: PreTrainedModel, chosen: dict[str, tuple[int, ...]]) -> Iterato
         return (states, *output[1:]) if isinstance(output, tuple) else states
 
     with ExitStack() as hooks:
-        for side, layers in chosen.items():
-            for i, layer in enumerate(_layer_list(model, side)):
-                if i not in layers:
-                    hooks.enter_context(layer.register_forward_hook(skip, with_kwargs=True))
+        for i, layer in enumerate(_layer_list(model)):
+            if i not in layers:
+                hooks.enter_context(layer.register_forward_hook(skip, with_kwargs=True))
         yield
