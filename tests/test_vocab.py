@@ -120,19 +120,6 @@ def test_a_session_goes_on_with_rows_that_were_added(tmp_path: Any) -> None:
     assistant(1).load_state(tmp_path)
 
 
-def test_while_rows_are_added_others_draw_as_if_they_were_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, states = padded(66), [torch.get_rng_state()]
-    resize = type(draft).resize_token_embeddings
-
-    def resized(*args: Any, **how: Any) -> None:
-        resize(*args, **how)
-        states.append(torch.get_rng_state())
-
-    monkeypatch.setattr(type(draft), "resize_token_embeddings", resized)
-    align_vocab(draft, padded(72), models.tokenizer(64))
-    assert torch.equal(*states)
-
-
 def test_tokenizers_may_differ_in_added_tokens_alone(tmp_path: Any) -> None:
     target, draft = padded(72), models.fixed_k(padded(64))
     for name, model, tokenizer in (("t", target, chatting()), ("d", draft, models.tokenizer(64))):

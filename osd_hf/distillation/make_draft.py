@@ -56,7 +56,7 @@ HELD_OUT_EVERY, MAX_HELD_OUT = 8, 32
 ANSWERING_SHARE = 0.4  # of the time
 TRIAL_SHARE = 0.25  # of the remaining time
 EVALUATIONS = 4  # on the held-out requests, while the chosen draft is trained
-BATCH_SIZE = 16  # prompts that the target answers at once
+BATCH_SIZE = 16  # prompts per batch of the target
 REACHABLE_ALPHA = 0.8  # drafts are seldom accepted more often
 USUAL_WEIGHT = 0.05  # root mean square of the weights that the default learning rate suits
 MAX_RATE_FACTOR = 4.0
@@ -367,7 +367,7 @@ class TimeBudget:
 
 @dataclass(eq=False)
 class LayerDraft:
-    """A draft made of some layers, and the state of its training."""
+    """A draft with some layers of the target, and the state of its training."""
 
     draft: Any
     layers: tuple[int, ...]
