@@ -1,9 +1,14 @@
-"""The models that serve: how they are loaded, and how prompts reach them."""
+"""The models that serve, how prompts are encoded for them, and how the domain of a prompt is found."""
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import re
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,52 +20,70 @@ from osd_hf.models import Pair, load_pair, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts
 
-MAX_TURNS = 8  # of the chat that the model sees at most, where it sees any
-MAX_SAMPLES = 1000  # the bundled prompts of a domain; then they come again
-NO_DOMAIN = ""  # of all prompts, where there are no drafts by domain
-PENALTY = 1.1  # of SmolLM2's repetitions, with the draft or alone: without it long answers run in circles
+MAX_TURNS = 8  # earlier turns of a chat that the model sees, where it sees any
+MAX_SAMPLES = 1000  # bundled prompts of a domain; then they repeat
+NO_DOMAIN = ""  # the domain of all prompts if there is one draft only
+SMOLLM2_REPETITION_PENALTY = 1.1  # without it, long answers of SmolLM2 repeat themselves
 ABOUT_BUNDLED = (
-    "The bundled target is tiny: it knows simple SQL, sums, short Python functions and small talk about money. "
-    "Suggest a prompt shows what."
+    "The bundled target is tiny. It knows simple SQL, arithmetic, short Python functions, and money questions. "
+    "'Suggest a prompt' shows examples."
 )
 ABOUT_SMOLLM2 = (
-    f"The target is {NAME} by Hugging Face (Apache License 2.0). Ask what you like, in English; it is a small model, "
-    "so look up what matters. Its draft is a few of its own layers."
+    f"The target is {NAME} by Hugging Face (Apache License 2.0), a small model for English text. Check important "
+    "facts. The draft consists of a few of its layers."
 )
+
+GENERAL = "general"  # prompts of no other domain
+CLASSIFIER_SAMPLES = 200  # prompts per domain that the classifier learns from
+MIN_KNOWN_SHARE = 0.5  # of a prompt's words
+MIN_MARGIN = 2.0  # nats between the two likeliest domains
 
 
 class ServedPair:
-    """A target, a draft and their tokenizer, loaded and checked; arguments and errors are those of `load_pair`. With
-    `smollm2` it is that pair, loaded already, whose target is told not to repeat itself."""
+    """
+    A target, a draft, and their tokenizer, loaded and checked.
+
+    Args:
+        target, draft (`str`, *optional*):
+            Hub ids or folders; the bundled pair by default.
+        smollm2 (`Pair`, *optional*):
+            The SmolLM2 pair, already loaded; a repetition penalty is set for its target.
+        loading (`Any`):
+            Further arguments of `load_pair`, whose errors are raised.
+    """
 
     def __init__(
         self, target: str | None = None, draft: str | None = None, *, smollm2: Pair | None = None, **loading: Any
     ) -> None:
         loaded = smollm2 or load_pair(target or None, draft or None, **loading)
         self.target, self.draft, self.tokenizer = loaded
-        if smollm2:
-            self.target.generation_config.repetition_penalty = PENALTY
         self.is_bundled = smollm2 is None and not target
-        self.per_domain = self.is_bundled  # with larger models, five drafts that learn take too much memory
-        self.name = "the bundled pair" if self.is_bundled else NAME if smollm2 else f"{target} with {draft}"
-        self.about = ABOUT_BUNDLED if self.is_bundled else ABOUT_SMOLLM2 if smollm2 else ""
-        self.sampling = SAMPLING if smollm2 else {"temperature": 1.0, "top_p": 1.0}  # where the page begins
-        self.seq2seq = bool(self.target.config.is_encoder_decoder)
-        self.is_exact = self.target.dtype == torch.float32  # in half precision ties may break otherwise
-        self._samples: dict[str, list[str]] = {**{domain: [] for domain in DOMAINS}, NO_DOMAIN: everyday_prompts()}
-        self._asked = dict.fromkeys(self._samples, 0)
+        self.per_domain = self.is_bundled  # for larger models, five drafts that learn need too much memory
+        self.name = "the bundled pair" if self.is_bundled else f"{target} with {draft}"
+        self.about = ABOUT_BUNDLED if self.is_bundled else ""
+        self.sampling = {"temperature": 1.0, "top_p": 1.0}  # initial values of the page
+        if smollm2:
+            self.name = NAME
+            self.about = ABOUT_SMOLLM2
+            self.sampling = SAMPLING
+            self.target.generation_config.repetition_penalty = SMOLLM2_REPETITION_PENALTY
+        self.is_encoder_decoder = bool(self.target.config.is_encoder_decoder)
+        self.is_exact = self.target.dtype == torch.float32  # half precision may break ties differently
+        self._samples: dict[str, Iterator[str]] = {NO_DOMAIN: itertools.cycle(everyday_prompts())}
         self._lock = threading.Lock()
-        # What a learner would refuse is refused here, while the models that serve are others.
+        # A pair that cannot learn is refused here, while the previous one still serves.
         OnlineAssistant(self.target, self.draft, self.tokenizer, OnlineConfig(update_strategy="manual")).close()
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Those that have drafts of their own, and prompts; none where all prompts share one draft."""
+        """The domains that have sample prompts and their own drafts; empty if all prompts share one draft."""
         return DOMAINS if self.per_domain else ()
 
     def encode(self, prompt: str, max_new_tokens: int, history: Sequence[tuple[str, str]] = ()) -> torch.Tensor:
-        """Ids of shape `(1, tokens)`, int64, of a prompt and the turns before it, of which the oldest go where there
-        is no room for them; raises ConfigError where there is none for the prompt itself."""
+        """Return the int64 ids of shape `(1, tokens)` of earlier turns and a prompt.
+
+        The oldest turns are left out if they do not fit. Raises ConfigError if the prompt itself does not fit.
+        """
         room = prompt_room(self.target.config, self.draft.config, max_new_tokens)
         history = history[-MAX_TURNS:]
         for first in range(len(history) + 1):
@@ -68,33 +91,65 @@ class ServedPair:
             if room is None or len(ids) <= room:
                 return torch.tensor([ids], device=self.target.device)
         raise ConfigError(
-            f"The prompt has {len(ids)} tokens; beside an answer of {max_new_tokens} these models have room for "
-            f"{room}. Shorten it, or allow fewer new tokens."
+            f"The prompt has {len(ids)} tokens; these models take {room} with an answer of {max_new_tokens} tokens. "
+            "Shorten the prompt, or allow fewer new tokens."
         )
 
     def _encode(self, prompt: str, history: Sequence[tuple[str, str]]) -> list[int]:
         if not history or not getattr(self.tokenizer, "chat_template", None):
             return encode_turn(self.tokenizer, prompt)
         messages = []
-        for asked, answered in history:
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        for question, answer in history:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": prompt})
         text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def completion(self, ids: torch.Tensor, output: torch.Tensor) -> list[int]:
-        """The tokens that `generate` has added to the prompt, or to what a decoder begins with."""
-        return [int(token) for token in output[0, 1 if self.seq2seq else ids.shape[1] :]]
+    def new_tokens(self, ids: torch.Tensor, output: torch.Tensor) -> list[int]:
+        """Return the tokens that `generate` added to the prompt, or to the start token of a decoder."""
+        return [int(token) for token in output[0, 1 if self.is_encoder_decoder else ids.shape[1] :]]
 
     def samples(self, domain: str, count: int) -> list[str]:
-        """The next prompts of a domain, none of them again before there have been `MAX_SAMPLES`; everyday ones of
-        `NO_DOMAIN`, none of them again before all have been."""
+        """Return the next sample prompts of a domain, or everyday prompts for `NO_DOMAIN`."""
         with self._lock:
-            made, begin = self._samples[domain], self._asked[domain]
-            end = begin + count
-            most = MAX_SAMPLES if domain else len(made)
-            if len(made) < min(end, most):  # made anew, twice as many: more begin with the same ones
-                made = [example.prompt for example in bundled_prompts(domain, min(2 * end, most))]
-                self._samples[domain] = made
-            self._asked[domain] = end % most
-            return [made[i % most] for i in range(begin, end)]
+            if domain not in self._samples:
+                prompts = [example.prompt for example in bundled_prompts(domain, MAX_SAMPLES)]
+                self._samples[domain] = itertools.cycle(prompts)
+            return list(itertools.islice(self._samples[domain], count))
+
+
+def make_classifier(samples: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
+    """Return a function that finds the domain of a prompt by naive Bayes over its words.
+
+    The function returns `GENERAL` if most words are unknown, or if two domains are about equally likely. Each domain
+    needs at least one sample.
+    """
+    counts = {domain: Counter(word for text in texts for word in _words(text)) for domain, texts in samples.items()}
+    vocabulary = set().union(*counts.values())
+    totals = {domain: sum(count.values()) + len(vocabulary) for domain, count in counts.items()}
+
+    def domain_of(prompt: str) -> str:
+        words = _words(prompt)
+        known = [word for word in words if word in vocabulary]
+        if not known or len(known) < MIN_KNOWN_SHARE * len(words):
+            return GENERAL
+        scores = sorted(
+            (sum(math.log((count[word] + 1) / totals[domain]) for word in known), domain)
+            for domain, count in counts.items()
+        )
+        if len(scores) > 1 and scores[-1][0] - scores[-2][0] < MIN_MARGIN:
+            return GENERAL
+        return scores[-1][1]
+
+    return domain_of
+
+
+def _words(text: str) -> list[str]:
+    # All digits count as the same word. Punctuation helps to recognize code.
+    return re.findall(r"[^\W\d]+|\d|[^\w\s]", re.sub(r"\d", "0", text.lower()))
+
+
+@functools.cache
+def domain_classifier() -> Callable[[str], str]:
+    """Return the classifier of the bundled domains."""
+    return make_classifier({d: [e.prompt for e in bundled_prompts(d, CLASSIFIER_SAMPLES, seed=1)] for d in DOMAINS})

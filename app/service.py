@@ -1,4 +1,4 @@
-"""The service: takes prompts, lets them have their turn at the models, and makes the answers."""
+"""The service: accepts prompts, schedules them, and generates the answers."""
 
 from __future__ import annotations
 
@@ -20,160 +20,178 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.errors import ConfigError, OSDError
 from osd_hf.replay import EmittedToken, emitted_tokens, replay_each
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
-from osd_hf.utils.threads import choose_threads, release_team
-from osd_hf_app.pair import NO_DOMAIN, ServedPair
-from osd_hf_app.rooms import OTHER, Room, domain_router
-from osd_hf_app.sharing import MAX_BEGUN, Turn, Turns
-from osd_hf_app.visitors import MAX_WAITING, PAIR_LEFT, Answer, Batch, Session, Settings, ShownToken, Visitors
+from osd_hf.utils.threads import choose_threads
+from osd_hf_app.pair import GENERAL, NO_DOMAIN, ServedPair, domain_classifier
+from osd_hf_app.sessions import MAX_JOBS, PAIR_CHANGED, Answer, Batch, Session, Sessions, Settings, ShownToken
+from osd_hf_app.sharing import MAX_STARTED, FairQueue, Slot
+from osd_hf_app.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
-K = 5  # at which both drafts of the curves are replayed
+REPLAY_K = 5  # tokens per round at which both drafts are compared
 MAX_CHARACTERS = 20_000  # of a prompt
-SMALL_BEGUN = 16  # answers at once that have begun, where models are so small that their caches do not count
-PUBLIC_NEW_TOKENS = 192  # at most, where strangers share the models
-STOP_SECONDS = 0.2  # within which a batch that waits heeds its visitor
-LEARNING_SECONDS = 30.0  # that a batch waits at most between two prompts for what is due to be learned
-WARM_UP = "Who are you?"
+MAX_STARTED_BUNDLED = 16  # answers in progress with the bundled pair, whose caches are small
+MAX_PUBLIC_NEW_TOKENS = 192
+STOP_SECONDS = 0.2  # within which a waiting batch reacts to a stop
+LEARNING_SECONDS = 30.0  # that a batch waits at most for learning between two prompts
+WARM_UP_PROMPT = "Who are you?"
+# The bundled pair learns so often that twenty prompts show an effect.
+BUNDLED_CONFIG = {"update_interval": 2, "steps_per_update": 16, "weight_average": 0.9}
 
 
 class Service:
     """
-    Answers prompts, one at a time, whoever asks.
+    Answer the prompts of all visitors. One answer is generated at a time.
 
     Args:
         pair (`ServedPair`):
             The models.
         state (`Path`, *optional*):
-            A saved session that the shared room goes on with.
+            A saved session that the shared workspace continues.
         config (`dict[str, Any]`, *optional*):
-            Settings of `OnlineConfig` in place of the app's. Learning is paused during requests: `"interval"` never
-            learns.
+            Settings of `OnlineConfig` that replace those of the app. Learning is paused during requests, so
+            `"interval"` never learns.
         is_public (`bool`, *optional*, defaults to `False`):
-            Whether strangers come, each of whom then has limits: answers are shorter, and stop when they leave.
+            Serve untrusted visitors: answers are shorter, and stop after their visitor has left.
         threads (`int`, *optional*):
             Threads of torch; by default one, unless all cores are clearly faster.
-        load_settings (`Any`):
-            `dtype` and `device` of the pairs that are loaded later.
+        loading (`Any`):
+            `dtype` and `device` of pairs that are loaded later.
     """
 
-    def __init__(self, pair: ServedPair, state: Path | None = None, config: dict[str, Any] | None = None, *,
-                 is_public: bool = False, threads: int | None = None, **load_settings: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        pair: ServedPair,
+        state: Path | None = None,
+        config: dict[str, Any] | None = None,
+        *,
+        is_public: bool = False,
+        threads: int | None = None,
+        **loading: Any,
+    ) -> None:
         self.is_public = is_public
-        self._config, self._threads, self._load_settings = config or {}, threads, load_settings
-        self.turns = Turns()
-        self.alone: deque[tuple[float, int]] = deque(maxlen=20)  # seconds and tokens of the target alone
-        self.visitors = Visitors(self._opened(pair, state))
+        self._config = config or {}
+        self._threads = threads
+        self._loading = loading
+        self.queue = FairQueue()
+        self.target_timings: deque[tuple[float, int]] = deque(maxlen=20)  # seconds and tokens of the target alone
+        self.sessions = Sessions(self._new_workspace(pair, state))
 
     @property
     def pair(self) -> ServedPair:
         """The models that serve."""
-        return self.visitors.shared.pair
+        return self.sessions.shared.pair
 
-    def _opened(self, pair: ServedPair, state: Path | None = None) -> Room:
-        """A room for a pair that is about to serve: threads are set, and what only a first request pays is paid."""
-        # On the bundled pair learning is so eager that twenty prompts show it.
-        eager = {"update_interval": 2, "steps_per_update": 16, "weight_average": 0.9} if pair.is_bundled else {}
-        room = Room(pair, OnlineConfig(**{"update_strategy": "idle", **eager, **self._config}), state)
+    def _new_workspace(self, pair: ServedPair, state: Path | None = None) -> Workspace:
+        """Create a shared workspace, choose the number of threads, and warm up the target."""
+        defaults = {"update_strategy": "idle", **(BUNDLED_CONFIG if pair.is_bundled else {})}
+        workspace = Workspace(pair, OnlineConfig(**{**defaults, **self._config}), state)
         try:
-            self._use_threads(pair)
-            for count in (2, 24):
-                ids = pair.encode(WARM_UP, count)
-                seconds, emitted = _timed_alone(pair, ids, {"do_sample": False, "max_new_tokens": count})
-            release_team()  # others answer
+            self._threads_used, _ = choose_threads(pair.target, lambda: _time_target(pair, 4), self._threads)
+            _time_target(pair, 2)
+            timing = _time_target(pair, 24)
         except BaseException:
-            room.close()
+            workspace.close()
             raise
-        self.alone.clear()
-        self.alone.append((seconds, len(emitted)))
-        self.turns.max_begun = SMALL_BEGUN if pair.is_bundled else MAX_BEGUN
-        return room
+        self.target_timings.clear()
+        self.target_timings.append((timing[0], len(timing[1])))
+        self.queue.max_started = MAX_STARTED_BUNDLED if pair.is_bundled else MAX_STARTED
+        return workspace
 
-    def _use_threads(self, pair: ServedPair) -> None:
-        ids = pair.encode(WARM_UP, 4)
-        settings = {"do_sample": False, "max_new_tokens": 4}
-        self._used, _ = choose_threads(pair.target, lambda: _timed_alone(pair, ids, settings), self._threads)
-
-    def reset(self, room: Room) -> None:
-        """Forget what a room's draft has learned, between two requests."""
-        with self.turns.turn(alone=True):
-            room.reset()
-        self.visitors.touch(room)
+    def reset(self, workspace: Workspace) -> None:
+        """Discard what the drafts of a workspace have learned, between two requests."""
+        with self.queue.slot(alone=True):
+            workspace.reset()
+        self.sessions.touch(workspace)
 
     def load(self, target: str | None, draft: str | None) -> ServedPair:
-        """Serve another pair, with new rooms, and return it; chats stay, to be read. Raises OSDError where the models
-        cannot be loaded, or do not fit together; those that serve stay then."""
-        pair = ServedPair(target, draft, **self._load_settings)
-        with self.turns.turn(alone=True):
+        """Serve another pair with new workspaces, and return it. The content of chats stays.
+
+        Raises OSDError if the models cannot be loaded or do not fit together; the current ones stay then.
+        """
+        pair = ServedPair(target, draft, **self._loading)
+        with self.queue.slot(alone=True):
+            threads = self._threads_used
             try:
-                shared = self._opened(pair)
+                shared = self._new_workspace(pair)
             except BaseException:
-                torch.set_num_threads(self._used)
+                torch.set_num_threads(threads)
                 raise
-            self.visitors.share(shared)
+            self.sessions.replace_shared(shared)
         return pair
 
     def close(self) -> None:
-        """End learning in all rooms."""
-        self.visitors.close()
+        """Stop learning in all workspaces."""
+        self.sessions.close()
 
     def ask(self, session: Session, prompt: str, settings: Settings, *, wants_private: bool | None = None) -> Answer:
         """
-        Begin to answer a prompt; the answer grows by itself, whether anybody watches or not. `wants_private` says
-        whether the visitor believes to have a draft of their own: nobody else's learns from what is meant for it.
+        Start to answer a prompt. The answer is generated even if nobody watches.
+
+        Args:
+            session (`Session`): The chat.
+            prompt (`str`): The prompt; control characters are removed.
+            settings (`Settings`): How to answer.
+            wants_private (`bool`, *optional*):
+                The visitor expects a private draft. If it was removed, the prompt is refused, so that no other draft
+                learns from it.
 
         Raises:
-            ConfigError: an empty or too long prompt, an unknown domain, the chat is still being answered, too many
-                wait, or the visitor's own draft is gone.
+            ConfigError: an empty or too long prompt, an unknown domain, a chat that is still being answered, too many
+                waiting prompts, or a private draft that was removed.
         """
-        text = self._checked(prompt, settings)
-        # By the words that were typed: an encoded prompt has those of a template and of earlier turns as well.
-        domain = settings.domain or str(domain_router().function(text)) if self.pair.domains else NO_DOMAIN
+        text = self._clean(prompt, settings)
+        # The classifier reads the typed words only, and not the template or earlier turns.
+        domain = settings.domain or domain_classifier()(text) if self.pair.domains else NO_DOMAIN
         answer = Answer(text, settings, domain)
         history = [
             (entry.prompt, entry.text)
             for entry in session.entries
             if settings.remember and isinstance(entry, Answer) and entry.error is None
         ]
-        self.pair.encode(text, settings.max_new_tokens, history)  # what does not fit is said at once
-        self._begin(session, answer, lambda: self._answer(session, answer, history), wants_private)
+        self.pair.encode(text, settings.max_new_tokens, history)  # raises if the prompt is too long
+        self._start(session, answer, lambda: self._answer(session, answer, history), wants_private)
         return answer
 
-    def _checked(self, prompt: str, settings: Settings) -> str:
-        """What is left of a prompt without its control characters; raises ConfigError where it cannot be answered."""
-        if len(prompt) > 2 * MAX_CHARACTERS:  # nobody's is so long, and all that follows costs time
+    def _clean(self, prompt: str, settings: Settings) -> str:
+        """Return a prompt without control characters. Raises ConfigError if it cannot be answered."""
+        if len(prompt) > 2 * MAX_CHARACTERS:  # refused before the slow loop over its characters
             raise ConfigError(_too_long(prompt.strip()))
-        if self.is_public and settings.max_new_tokens > PUBLIC_NEW_TOKENS:
-            rule = f"`max_new_tokens` is at most {PUBLIC_NEW_TOKENS}"
-            raise ConfigError(f"Visitors share this app: {rule}, got {settings.max_new_tokens}.")
+        if self.is_public and settings.max_new_tokens > MAX_PUBLIC_NEW_TOKENS:
+            raise ConfigError(
+                f"In public mode, `max_new_tokens` is at most {MAX_PUBLIC_NEW_TOKENS}, got {settings.max_new_tokens}."
+            )
         text = "".join(c for c in prompt if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs")).strip()
         if not text:
             raise ConfigError("The prompt is empty. Write something first.")
         if len(text) > MAX_CHARACTERS:
             raise ConfigError(_too_long(text))
-        if settings.domain not in (None, OTHER, *DOMAINS):
-            raise ConfigError(f"The domain must be one of {', '.join((*DOMAINS, OTHER))}, got {settings.domain!r}.")
+        if settings.domain not in (None, GENERAL, *DOMAINS):
+            raise ConfigError(f"The domain must be one of {', '.join((*DOMAINS, GENERAL))}, got {settings.domain!r}.")
         return text
 
-    def send(self, session: Session, domain: str, count: int, settings: Settings, *,
-             wants_private: bool | None = None) -> Batch:  # fmt: skip
-        """Begin to send prompts of a domain one after the other, letting the draft learn in between what is due, as
-        long as nobody else asks. Raises ConfigError as [`~Service.ask`] does."""
+    def send(
+        self, session: Session, domain: str, count: int, settings: Settings, *, wants_private: bool | None = None
+    ) -> Batch:
+        """Start to answer sample prompts of a domain one after the other.
+
+        Between two prompts, the draft learns what is due while nobody else asks. Raises ConfigError as `ask` does.
+        """
         if domain not in (self.pair.domains or (NO_DOMAIN,)):
-            known = ", ".join(self.pair.domains) or "no domain in particular"
-            raise ConfigError(f"There are prompts of {known}, got {domain!r}.")
+            known = ", ".join(self.pair.domains) or "no particular domain"
+            raise ConfigError(f"There are sample prompts of {known}, got {domain!r}.")
         batch = Batch(domain, count)
-        tokens = min(settings.max_new_tokens, PUBLIC_NEW_TOKENS) if self.is_public else settings.max_new_tokens
+        tokens = min(settings.max_new_tokens, MAX_PUBLIC_NEW_TOKENS) if self.is_public else settings.max_new_tokens
         settings = replace(settings, domain=domain, check=False, remember=False, max_new_tokens=tokens)
-        self._begin(session, batch, lambda: self._batch(session, batch, settings), wants_private)
+        self._start(session, batch, lambda: self._answer_batch(session, batch, settings), wants_private)
         return batch
 
-    def _begin(
+    def _start(
         self, session: Session, job: Answer | Batch, work: Callable[[], None], wants_private: bool | None
     ) -> None:
-        if session.visitor is None and len(self.turns) >= MAX_WAITING:
+        if session.visitor is None and len(self.queue) >= MAX_JOBS:
             raise ConfigError("Too many visitors are waiting for an answer. Try again in a moment.")
-        self.visitors.begin(session, job, wants_private)
+        self.sessions.begin(session, job, wants_private)
 
         def run() -> None:
             try:
@@ -182,155 +200,179 @@ class Service:
                 job.error = str(error)
             except Exception as error:
                 logger.exception("An answer failed.")
-                job.error = f"This failed ({type(error).__name__}). The log of the app says more."
+                job.error = f"Internal error ({type(error).__name__}). See the log of the app."
             finally:
-                self.visitors.end(session, job)
+                self.sessions.end(session, job)
 
         threading.Thread(target=run, name="osd_hf-answer", daemon=True).start()
 
-    def _batch(self, session: Session, batch: Batch, settings: Settings) -> None:
+    def _answer_batch(self, session: Session, batch: Batch, settings: Settings) -> None:
         for prompt in self.pair.samples(batch.domain, batch.total):
             if batch.stop.is_set():
                 return
-            answer = Answer(prompt, settings, batch.domain, stop=batch.stop, room=batch.room)
+            answer = Answer(prompt, settings, batch.domain, stop=batch.stop, private_workspace=batch.private_workspace)
             for shown in batch.answers[-1:]:
-                shown.tokens = []  # only the newest is shown
+                shown.tokens = []  # only the newest answer is shown
             batch.answers.append(answer)
             try:
                 self._answer(session, answer, [])
             finally:
                 answer.is_done = True
-            assistant, until = session.room.assistant, time.monotonic() + LEARNING_SECONDS
-            batch.is_learning = settings.learn and assistant.is_learning and batch.room in (None, session.room)
+            assistant, deadline = session.workspace.assistant, time.monotonic() + LEARNING_SECONDS
+            is_current = batch.private_workspace in (None, session.workspace)
+            batch.is_learning = settings.learn and assistant.is_learning and is_current
             session.touch()
-            while batch.is_learning and not batch.stop.is_set() and time.monotonic() < until:
+            while batch.is_learning and not batch.stop.is_set() and time.monotonic() < deadline:
                 batch.is_learning = not assistant.wait_until_idle(STOP_SECONDS)
             batch.is_learning = False
 
     def _answer(self, session: Session, answer: Answer, history: list[tuple[str, str]]) -> None:
-        def moved(before: int) -> None:
-            answer.waiting = before
+        def update_position(position: int) -> None:
+            answer.position = position
             session.touch()
 
-        def is_gone() -> bool:
-            if session.is_left:
+        def is_stopped() -> bool:
+            if session.is_abandoned:
                 answer.stop.set()
             return answer.stop.is_set()
 
-        with self.turns.turn(moved, visitor=session.visitor, is_gone=is_gone) as turn:
-            if turn is None or is_gone():
-                answer.stopped = True
+        with self.queue.slot(update_position, visitor=session.visitor, is_gone=is_stopped) as slot:
+            if slot is None or is_stopped():
+                answer.is_stopped = True
                 return
-            room = session.room
-            if answer.room is not None and answer.room is not room:  # what was meant for it teaches no other draft
+            workspace = session.workspace
+            if answer.private_workspace not in (None, workspace):
                 answer.settings = replace(answer.settings, learn=False)
-                session.say(f"{PAIR_LEFT} What you had sent before is answered, and no draft learns from it.")
-            answer.is_exact = room.pair.is_exact
-            ids = room.pair.encode(answer.prompt, answer.settings.max_new_tokens, history)
+                session.show(f"{PAIR_CHANGED} Your earlier prompts are answered, but no draft learns from them.")
+            answer.is_exact = workspace.pair.is_exact
+            ids = workspace.pair.encode(answer.prompt, answer.settings.max_new_tokens, history)
             traces: list[Trace] = []
 
-            def pace() -> None:
-                turn.give_way()
-                is_gone()
+            def after_round() -> None:
+                slot.yield_to_others()
+                is_stopped()
 
-            # Nobody learns until all is measured: what served stays, and times are comparable.
-            with self.visitors.learning_paused():
+            # Until all is measured, the served drafts stay the same and times are comparable.
+            with self.sessions.learning_paused():
                 started = time.perf_counter()
-                output = self._generated(session, room, ids, answer, pace, traces.append)
-                answer.seconds = time.perf_counter() - started - turn.waited_seconds
-                answer.stopped = answer.stop.is_set()
+                output = self._generate(session, workspace, ids, answer, after_round, traces.append)
+                answer.seconds = time.perf_counter() - started - slot.waited_seconds
+                answer.is_stopped = answer.stop.is_set()
                 if traces:
-                    self._scored(session, room, answer, traces[0])
-                    self._compared(room, answer, ids, output, turn)
+                    self._score(session, workspace, answer, traces[0])
+                    self._compare_with_target(workspace, answer, ids, output, slot)
 
-    def _generated(self, session: Session, room: Room, ids: torch.Tensor, answer: Answer, pace: Callable[[], None],
-                   on_trace: Callable[[Trace], None]) -> torch.Tensor:  # fmt: skip
-        """What `generate` returns, while the answer grows by each round's tokens."""
+    def _generate(
+        self,
+        session: Session,
+        workspace: Workspace,
+        ids: torch.Tensor,
+        answer: Answer,
+        after_round: Callable[[], None],
+        on_trace: Callable[[Trace], None],
+    ) -> torch.Tensor:
+        """Return the output of `generate`, and add the tokens of each round to the answer."""
         started = time.perf_counter()
-        pieces = Pieces(room.pair.tokenizer)
+        pieces = Pieces(workspace.pair.tokenizer)
 
-        def take(round_ids: list[int]) -> None:
+        def add_round(round_ids: list[int]) -> None:
             is_first = answer.first_token_seconds is None
             if is_first:
                 answer.first_token_seconds = time.perf_counter() - started
             shown = len(pieces.texts)
             pieces.push(round_ids)
-            kinds = ["accepted"] * (len(round_ids) - 1) + ["target"]
-            answer.tokens += [ShownToken(*t) for t in zip(pieces.texts[shown:], kinds, strict=True)]
-            session.touch(is_first=is_first)
-            pace()
+            origins = ["accepted"] * (len(round_ids) - 1) + ["target"]
+            answer.tokens += [ShownToken(*token) for token in zip(pieces.texts[shown:], origins, strict=True)]
+            session.touch(is_urgent=is_first)
+            after_round()
 
-        output: torch.Tensor = room.assistant.generate(
+        output: torch.Tensor = workspace.assistant.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             domain=answer.domain,
             learn=answer.settings.learn,
             num_assistant_tokens=answer.settings.k,
-            owner=session.owner,  # what one visitor wrote is proposed to no other
+            owner=session.owner,  # the text of one visitor is not proposed to others
             on_trace=on_trace,
-            streamer=Rounds(take),
+            streamer=Rounds(add_round),
             stopping_criteria=StoppingCriteriaList([Stop(answer.stop)]),
             **answer.settings.generate_kwargs,
         )
         return output
 
-    def _scored(self, session: Session, room: Room, answer: Answer, trace: Trace) -> None:
-        """Tell the tokens' origins, and count both drafts on the answer."""
-        tokenizer = room.pair.tokenizer
-        with room.assistant.drafts.lease(answer.domain) as serving:  # what drafted: learning is paused
-            origins = emitted_tokens(trace, serving.model)
+    def _score(self, session: Session, workspace: Workspace, answer: Answer, trace: Trace) -> None:
+        """Find the origin of each token, and count what both drafts would have had accepted."""
+        tokenizer = workspace.pair.tokenizer
+        with workspace.assistant.drafts.lease(answer.domain) as serving:
+            emitted = emitted_tokens(trace, serving.model)
             answer.learning, answer.frozen = (
-                replay_each(draft, [trace], K)[0] for draft in (serving.model, room.pair.draft)
+                replay_each(draft, [trace], REPLAY_K)[0] for draft in (serving.model, workspace.pair.draft)
             )
         pieces = Pieces(tokenizer)
-        pieces.push(token.id for token in origins)
-        said = [None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]) for token in origins]
+        pieces.push(token.id for token in emitted)
+        drafted = [None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]) for token in emitted]
         answer.tokens = [
-            ShownToken(text, _shown_origin(token), instead, token.drafted_prob)
-            for text, token, instead in zip(pieces.texts, origins, said, strict=True)
+            ShownToken(text, _shown_origin(token), other, token.drafted_prob)
+            for text, token, other in zip(pieces.texts, emitted, drafted, strict=True)
         ]
-        answer.stats, answer.version = AcceptanceStats.from_trace(trace), serving.version
-        room.add(answer.domain, answer.learning, answer.frozen, answer.version)
+        answer.stats = AcceptanceStats.from_trace(trace)
+        answer.version = serving.version
+        workspace.add(answer.domain, answer.learning, answer.frozen, answer.version)
         session.count_corrections(
-            (instead, text_of(tokenizer, [token.id]))
-            for instead, token in zip(said, origins, strict=True)
-            if instead is not None
+            (other, text_of(tokenizer, [token.id]))
+            for other, token in zip(drafted, emitted, strict=True)
+            if other is not None
         )
         session.touch()
 
-    def _compared(self, room: Room, answer: Answer, ids: torch.Tensor, output: torch.Tensor, turn: Turn) -> None:
-        """Compare time, and unless sampled tokens, with those of the target alone."""
+    def _compare_with_target(
+        self, workspace: Workspace, answer: Answer, ids: torch.Tensor, output: torch.Tensor, slot: Slot
+    ) -> None:
+        """Compare time, and unless sampled the tokens, with those of the target alone."""
         assert answer.stats is not None
         settings, emitted = answer.settings, answer.stats.emitted
-        if settings.check and not answer.stopped:
-            seconds, alone = _timed_alone(room.pair, ids, settings.generate_kwargs, answer.stop, turn)
+        if settings.check and not answer.is_stopped:
+            seconds, alone = _generate_alone(workspace.pair, ids, settings.generate_kwargs, answer.stop, slot)
             if alone and not answer.stop.is_set():
-                self.alone.append((seconds, len(alone)))
-                answer.is_identical = None if settings.do_sample else alone == room.pair.completion(ids, output)
-                answer.alone_seconds, answer.is_measured = seconds * emitted / len(alone), True
+                self.target_timings.append((seconds, len(alone)))
+                if not settings.do_sample:
+                    answer.is_identical = alone == workspace.pair.new_tokens(ids, output)
+                answer.alone_seconds = seconds * emitted / len(alone)
+                answer.is_measured = True
                 return
-        total, tokens = (sum(column) for column in zip(*self.alone, strict=True))
-        answer.alone_seconds = total / tokens * emitted
+        total_seconds, total_tokens = (sum(column) for column in zip(*self.target_timings, strict=True))
+        answer.alone_seconds = total_seconds / total_tokens * emitted
 
 
 def _shown_origin(token: EmittedToken) -> str:
     return "text" if token.origin == "accepted" and token.source == "text" else token.origin
 
 
-def _timed_alone(pair: ServedPair, ids: torch.Tensor, settings: dict[str, Any], stop: threading.Event | None = None,
-                 turn: Turn | None = None) -> tuple[float, list[int]]:  # fmt: skip
-    """Seconds and tokens of the target alone, while nobody learns beside it."""
-    waited, started = 0.0 if turn is None else turn.waited_seconds, time.perf_counter()
+def _time_target(pair: ServedPair, tokens: int) -> tuple[float, list[int]]:
+    settings = {"do_sample": False, "max_new_tokens": tokens}
+    return _generate_alone(pair, pair.encode(WARM_UP_PROMPT, tokens), settings)
+
+
+def _generate_alone(
+    pair: ServedPair,
+    ids: torch.Tensor,
+    settings: dict[str, Any],
+    stop: threading.Event | None = None,
+    slot: Slot | None = None,
+) -> tuple[float, list[int]]:
+    """Return the seconds and the tokens of the target alone."""
+    waited = 0.0 if slot is None else slot.waited_seconds
+    started = time.perf_counter()
     output = pair.target.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         stopping_criteria=StoppingCriteriaList([] if stop is None else [Stop(stop)]),
-        streamer=None if turn is None else Rounds(lambda _: turn.give_way()),
+        streamer=None if slot is None else Rounds(lambda _: slot.yield_to_others()),
         **settings,
     )
-    seconds = time.perf_counter() - started - (0.0 if turn is None else turn.waited_seconds - waited)
-    return seconds, pair.completion(ids, output)
+    seconds = time.perf_counter() - started - (0.0 if slot is None else slot.waited_seconds - waited)
+    return seconds, pair.new_tokens(ids, output)
 
 
 def _too_long(text: str) -> str:
-    return f"The prompt has {len(text):,} characters, at most {MAX_CHARACTERS:,} are taken."
+    return f"The prompt has {len(text):,} characters; the maximum is {MAX_CHARACTERS:,}."

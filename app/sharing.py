@@ -1,4 +1,4 @@
-"""How visitors share what is scarce: limits by address, shares of places, rates, and fair turns at the models."""
+"""Share scarce resources among visitors: visitor ids, quotas, rate limits, and a fair queue for the models."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-MARGIN_SECONDS = 0.03  # a running visitor gives way to a waiting one that has had this much less work
-PAUSE_SECONDS = 0.03  # the most work by which a visitor that comes back is ahead of the others
-MAX_BEGUN = 3  # answers under way at once: each holds its caches
-LOOK_SECONDS = 0.25  # between two checks whether a waiting visitor is still there
-MAX_VISITORS = 256  # whose work is remembered
+MARGIN_SECONDS = 0.03  # a running answer yields to a visitor who has used this much less time
+MAX_CREDIT_SECONDS = 0.03  # the most by which a returning visitor is ahead of the others
+MAX_STARTED = 3  # answers in progress at the same time: each holds its caches
+LOOK_SECONDS = 0.25  # between two checks whether a waiting visitor has left
+MAX_VISITORS = 256  # visitors whose used time is remembered
 
 
-def visitor_at(host: str | None) -> str:
-    """The name of a stranger in all limits: the address, or for IPv6 its network of 64 bits, as whoever has one of its
-    addresses has all of them. Names of chats and sessions are invented by strangers and stand for nobody."""
+def visitor_id(host: str | None) -> str:
+    """Return the id of a visitor in all limits: the IPv4 address, or the /64 network of an IPv6 address.
+
+    One visitor usually owns all IPv6 addresses of such a network. Names of chats and page sessions do not count,
+    because visitors choose them.
+    """
     try:
         address = ipaddress.ip_address((host or "").split("%")[0])
     except ValueError:
@@ -32,32 +35,37 @@ def visitor_at(host: str | None) -> str:
     return str(address)
 
 
-def is_fair(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
-    """Whether a visitor may hold one more place: as many as are still free, and the first one until twice the capacity
-    is taken; one visitor alone leaves half of it. `None` is a trusted visitor, whom the capacity alone bounds."""
+def may_take(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
+    """Return whether a visitor may take another place.
+
+    A visitor may hold as many places as are still free, so a single visitor leaves half of them. A first place is
+    available until twice the capacity is taken. `None` is a trusted visitor, limited by the capacity only.
+    """
     total = held.total()
-    if visitor is None or held[visitor]:
-        return total < capacity if visitor is None else held[visitor] < capacity - total
+    if visitor is None:
+        return total < capacity
+    if held[visitor]:
+        return held[visitor] < capacity - total
     return total < 2 * capacity
 
 
-class Shares:
-    """A number of places that visitors share, as [`is_fair`] says."""
+class Quota:
+    """Count the places that each visitor holds, under the rule of [`may_take`]."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.held: Counter[str | None] = Counter()
         self._lock = threading.Lock()
 
-    def take(self, visitor: str | None) -> bool:
-        """Take a place; returns whether there was one for this visitor."""
+    def acquire(self, visitor: str | None) -> bool:
+        """Take a place for a visitor; return whether one was available."""
         with self._lock:
-            if not is_fair(self.held, visitor, self.capacity):
+            if not may_take(self.held, visitor, self.capacity):
                 return False
             self.held[visitor] += 1
             return True
 
-    def give(self, visitor: str | None) -> None:
+    def release(self, visitor: str | None) -> None:
         """Give a place back."""
         with self._lock:
             self.held[visitor] -= 1
@@ -65,190 +73,206 @@ class Shares:
                 del self.held[visitor]
 
 
-class Rate:
-    """How often something may happen in a span of `seconds`: `capacity` times, shared by as many visitors as came in
-    the span before and one more; at most twice as often where many come at once."""
+class RateLimit:
+    """Allow `capacity` actions per period of `seconds`.
+
+    Visitors share the capacity: each gets an equal part, as if one more visitor came than in the period before. If
+    many come together, at most twice the capacity is allowed.
+    """
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity, self.seconds = capacity, seconds
+        self.capacity = capacity
+        self.seconds = seconds
         self._clock = clock
-        self._began = clock()
-        self._taken: Counter[str | None] = Counter()
+        self._period_start = clock()
+        self._used: Counter[str | None] = Counter()
         self._visitors = 1
         self._lock = threading.Lock()
 
-    def take(self, visitor: str | None) -> bool:
-        """Whether it may happen once more now."""
+    def allow(self, visitor: str | None) -> bool:
+        """Count one action; return whether it is allowed now."""
         with self._lock:
             now = self._clock()
-            if now - self._began >= self.seconds:
-                self._visitors = max(1, len(self._taken)) if now - self._began < 2 * self.seconds else 1
-                self._began, self._taken = now, Counter()
+            if now - self._period_start >= self.seconds:
+                is_recent = now - self._period_start < 2 * self.seconds
+                self._visitors = max(1, len(self._used)) if is_recent else 1
+                self._period_start = now
+                self._used = Counter()
             share = self.capacity if visitor is None else max(1, self.capacity // (self._visitors + 1))
-            if self._taken[visitor] >= share or self._taken.total() >= 2 * self.capacity:
+            if self._used[visitor] >= share or self._used.total() >= 2 * self.capacity:
                 return False
-            self._taken[visitor] += 1
+            self._used[visitor] += 1
             return True
 
 
 @dataclass(eq=False)
-class Turn:
-    """A place in the line, and the turn itself while it is held."""
+class Slot:
+    """One request in a [`FairQueue`]: it waits, runs, and may be interrupted by others."""
 
+    queue: FairQueue
     visitor: str | None
-    moved: Callable[[int], object]
+    on_position: Callable[[int], object]
     is_alone: bool
-    turns: Turns | None = None
-    has_turn: threading.Event = field(default_factory=threading.Event)
-    has_begun: bool = False
-    since: float = 0.0  # work of its thread at the last count
-    told: int | None = None
+    may_run: threading.Event = field(default_factory=threading.Event)
+    has_started: bool = False
+    counted_until: float = 0.0  # work of the running thread at the last count
+    position: int | None = None
     waited_seconds: float = 0.0
 
-    def give_way(self) -> None:
-        """Wait where another visitor should go first; called again and again by whoever has the turn."""
-        assert self.turns is not None
+    def yield_to_others(self) -> None:
+        """Wait if another visitor should run first. Call it often while the slot runs."""
         before = time.perf_counter()
-        self.turns.give_way(self)
+        self.queue.reschedule(self)
         self.waited_seconds += time.perf_counter() - before
 
 
-class Turns:
+class FairQueue:
     """
-    A line in which visitors have equal shares of the models, also in the middle of an answer: whoever has had least
-    work done goes first. Work that is done while nobody else waits counts against nobody. Among equals, and among
-    trusted visitors (`None`), who have no account, it is first come, first served.
+    Give visitors equal shares of the models, even within an answer. One slot runs at a time.
 
-    This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). `work` returns the seconds that the calling
-    thread has worked: nobody pays for time that others take from them. On a device that the thread sleeps for, that is
-    less than the device has worked.
+    The visitor with the least used time runs first. Time that a visitor uses while no other waits does not count
+    against that visitor. Slots of equal visitors, and of trusted ones (`None`), run in the order of arrival. This is
+    start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
+
+    Args:
+        work (`Callable[[], float]`, *optional*, defaults to `time.thread_time`):
+            Returns the seconds that the calling thread has worked, so that time lost to other processes does not
+            count. The time that a thread sleeps while it waits for a GPU is not counted either.
     """
 
     def __init__(self, work: Callable[[], float] = time.thread_time) -> None:
-        self.max_begun = MAX_BEGUN  # answers that may have begun at once; each visitor has a share of them
+        self.max_started = MAX_STARTED  # answers in progress; each visitor has a share of them
         self._work = work
         self._lock = threading.Lock()
-        self._line: deque[Turn] = deque()  # in the order of arrival, whoever has the turn among them
-        self._running: Turn | None = None
-        self._least = 0.0  # work that has been done for each of those who wait
-        self._done: dict[str, float] = {}  # work, of those who wait or were here lately
+        self._slots: deque[Slot] = deque()  # in the order of arrival; includes the running one
+        self._running: Slot | None = None
+        self._floor = 0.0  # time that each waiting visitor is considered to have used
+        self._used: dict[str, float] = {}  # seconds of each waiting or recent visitor
 
     def __len__(self) -> int:
-        """Visits that wait or have begun."""
-        return len(self._line)
+        """Return the number of slots that wait or run."""
+        return len(self._slots)
 
     @contextlib.contextmanager
-    def turn(self, moved: Callable[[int], object] = lambda before: None, *, visitor: str | None = None,
-             is_gone: Callable[[], bool] | None = None, alone: bool = False) -> Iterator[Turn | None]:  # fmt: skip
+    def slot(
+        self,
+        on_position: Callable[[int], object] = lambda position: None,
+        *,
+        visitor: str | None = None,
+        is_gone: Callable[[], bool] | None = None,
+        alone: bool = False,
+    ) -> Iterator[Slot | None]:
         """
-        Wait for a turn and hold it inside the `with` block; yields `None` where the visitor has gone meanwhile.
+        Wait for the models and hold them inside the `with` block. Yields `None` if the visitor has left.
 
         Args:
-            moved (`Callable[[int], object]`, *optional*):
-                Called with the number of visits before this one, at once and whenever it changes; quick, never raises.
+            on_position (`Callable[[int], object]`, *optional*):
+                Called with the number of slots ahead, first on arrival and then after each change. Must be quick and
+                not raise.
             visitor (`str`, *optional*):
-                On whose account the work goes.
+                The visitor whose used time increases.
             is_gone (`Callable[[], bool]`, *optional*):
-                Asked now and then while waiting: whether nobody wants this turn any more.
+                Returns whether the visitor has left. Called from time to time while the slot waits.
             alone (`bool`, *optional*, defaults to `False`):
-                Whether answers that have begun must end first, and no other may begin before this turn.
+                Whether started answers must end first, and later ones may not start before.
         """
-        place = Turn(visitor, moved, alone, self)
+        slot = Slot(self, visitor, on_position, alone)
         with self._lock:
             if visitor is not None:
-                # A new visitor comes before those who have had more work, and not before whoever has had least:
-                # addresses are cheap.
-                done = self._done.get(visitor, self._least)
-                self._done[visitor] = max(done, self._least - PAUSE_SECONDS)
-            self._line.append(place)
-            self._go_on()
-        while not place.has_turn.wait(None if is_gone is None else LOOK_SECONDS):
+                # New visitors start at the floor and not at zero, because addresses are cheap.
+                used = self._used.get(visitor, self._floor)
+                self._used[visitor] = max(used, self._floor - MAX_CREDIT_SECONDS)
+            self._slots.append(slot)
+            self._start_next()
+        while not slot.may_run.wait(None if is_gone is None else LOOK_SECONDS):
             with self._lock:
-                if not place.has_turn.is_set() and is_gone is not None and is_gone():
-                    self._line.remove(place)
-                    self._go_on()
+                if not slot.may_run.is_set() and is_gone is not None and is_gone():
+                    self._slots.remove(slot)
+                    self._start_next()
                     break
-        if not place.has_turn.is_set():
+        if not slot.may_run.is_set():
             yield None
             return
         try:
-            place.since = self._work()
-            yield place
+            slot.counted_until = self._work()
+            yield slot
         finally:
             with self._lock:
-                self._count(place)
-                self._line.remove(place)
-                self._advance()
+                self._count(slot)
+                self._slots.remove(slot)
+                self._raise_floor()
                 self._running = None
-                self._go_on()
+                self._start_next()
 
-    def give_way(self, place: Turn) -> None:
-        """Let another visitor go first who has had less work done, and wait for the next turn."""
+    def reschedule(self, slot: Slot) -> None:
+        """Let a visitor who has used less time run first, and wait for the next opportunity."""
         with self._lock:
-            self._count(place)
-            self._advance()
-            best = self._best([other for other in self._line if other is not place])
-            if best is None or self._of(best) + MARGIN_SECONDS >= self._of(place):
+            self._count(slot)
+            self._raise_floor()
+            best = self._best([other for other in self._slots if other is not slot])
+            if best is None or self._used_by(best) + MARGIN_SECONDS >= self._used_by(slot):
                 return
-            place.has_turn.clear()
-            self._let(best)
-            self._tell()
-        place.has_turn.wait()
-        place.since = self._work()
+            slot.may_run.clear()
+            self._start(best)
+            self._report_positions()
+        slot.may_run.wait()
+        slot.counted_until = self._work()
 
-    def _go_on(self) -> None:
-        """Let the next visit begin, if none is running, and tell all how many are before them."""
-        if self._running is None and self._line:
-            best = self._best(list(self._line))
+    def _start_next(self) -> None:
+        if self._running is None and self._slots:
+            best = self._best(list(self._slots))
             assert best is not None
-            self._let(best)
-        self._tell()
+            self._start(best)
+        self._report_positions()
 
-    def _let(self, place: Turn) -> None:
-        self._running = place
-        place.has_begun = True
-        place.has_turn.set()
+    def _start(self, slot: Slot) -> None:
+        self._running = slot
+        slot.has_started = True
+        slot.may_run.set()
 
-    def _best(self, places: list[Turn]) -> Turn | None:
-        """Which of these places is next, if one of them may run; `None` otherwise."""
-        begun = [place for place in self._line if place.has_begun]
-        for i, place in enumerate(places):
-            if place.is_alone:  # later visits wait until those that have begun are at their end
-                places = places[: i + 1] + [other for other in places[i + 1 :] if other.has_begun]
+    def _best(self, slots: list[Slot]) -> Slot | None:
+        """Return which of these slots should run next; `None` if none of them may run."""
+        started = [slot for slot in self._slots if slot.has_started]
+        for i, slot in enumerate(slots):
+            if slot.is_alone:  # slots that arrived later may only continue
+                slots = slots[: i + 1] + [other for other in slots[i + 1 :] if other.has_started]
                 break
-        held = Counter(place.visitor for place in begun)
-        may_begin = len(begun) < self.max_begun
-        places = [p for p in places if p.has_begun or (may_begin and is_fair(held, p.visitor, self.max_begun))]
-        others = [place for place in places if not place.is_alone]
-        if others:
-            return min(others, key=self._of)
-        return next((place for place in places if all(other is place for other in begun)), None)
+        held = Counter(slot.visitor for slot in started)
+        is_full = len(started) >= self.max_started
+        ready = [
+            slot
+            for slot in slots
+            if slot.has_started or (not is_full and may_take(held, slot.visitor, self.max_started))
+        ]
+        if others := [slot for slot in ready if not slot.is_alone]:
+            return min(others, key=self._used_by)
+        return next((slot for slot in ready if all(other is slot for other in started)), None)
 
-    def _tell(self) -> None:
-        waiting = [place for place in self._line if place is not self._running]
-        waiting.sort(key=self._of)
-        for before, place in enumerate(waiting if self._running is None else [self._running, *waiting]):
-            if place.told != before:
-                place.told = before
-                place.moved(before)
+    def _report_positions(self) -> None:
+        waiting = sorted((slot for slot in self._slots if slot is not self._running), key=self._used_by)
+        for position, slot in enumerate(waiting if self._running is None else [self._running, *waiting]):
+            if slot.position != position:
+                slot.position = position
+                slot.on_position(position)
 
-    def _of(self, place: Turn) -> float:
-        """Work that has been done for the visitor."""
-        return -math.inf if place.visitor is None else self._done[place.visitor]
+    def _used_by(self, slot: Slot) -> float:
+        return -math.inf if slot.visitor is None else self._used[slot.visitor]
 
-    def _count(self, place: Turn) -> None:
-        """Add the work of the calling thread, whose turn it is, since the last count."""
+    def _count(self, slot: Slot) -> None:
+        """Add the work that the calling thread has done for its slot since the last count."""
         work = self._work()
-        if place.visitor is not None:
-            self._done[place.visitor] += work - place.since
-        place.since = work
+        if slot.visitor is not None:
+            self._used[slot.visitor] += work - slot.counted_until
+        slot.counted_until = work
 
-    def _advance(self) -> None:
-        """Bring the least forward. Visitors who may not begin yet do not hold it back: otherwise whoever came anew,
-        again and again, would go before those who have begun."""
-        waiting = {place.visitor for place in self._line if place.visitor is not None}
-        begun = {place.visitor for place in self._line if place.has_begun and place.visitor is not None}
-        all_done = max(self._done.values(), default=0.0)
-        self._least = max(self._least, min((self._done[visitor] for visitor in begun or waiting), default=all_done))
-        if len(self._done) > max(MAX_VISITORS, len(waiting)):
-            self._done.pop(min(self._done.keys() - waiting, key=self._done.__getitem__))
+    def _raise_floor(self) -> None:
+        """Raise the floor to the least used time of the visitors who have started.
+
+        Visitors who may not start yet do not hold it back. Otherwise a stream of new visitors would always run before
+        those who have started.
+        """
+        started = [self._used_by(slot) for slot in self._slots if slot.has_started and slot.visitor is not None]
+        self._floor = max(self._floor, min(started, default=0.0))
+        waiting = {slot.visitor for slot in self._slots}
+        if len(self._used) > max(MAX_VISITORS, len(waiting)):
+            del self._used[min(self._used.keys() - waiting, key=self._used.__getitem__)]

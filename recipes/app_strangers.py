@@ -106,7 +106,7 @@ class Program:
     async def arrive(self) -> str:
         """Open the page; return its session."""
         page = secrets.token_hex(6)
-        found = re.search(rb'"data": ?\["([\w-]{22})"', await self.call("arrive", [self.chat], page))
+        found = re.search(rb'"data": ?\["([\w-]{22})"', await self.call("open", [self.chat], page))
         self.chat = found[1].decode() if found else self.chat
         return page
 
@@ -121,7 +121,7 @@ async def first_token(visitor: Program) -> float | None:
     page = await visitor.arrive()
     if visitor.chat is None:
         return None
-    body = {"data": [visitor.chat], "fn_index": visitor.events["forget"], "session_hash": page}
+    body = {"data": [visitor.chat], "fn_index": visitor.events["clear"], "session_hash": page}
     await visitor.send("POST", "/gradio_api/run/predict", json=body)
     numbers = random.sample(range(10, 90), 2)
     prompt = f"What is {numbers[0]} + {numbers[1]}? {visitor.mark()}"
@@ -158,13 +158,13 @@ async def deed(program: Program, rng: random.Random, counts: Counter[str], chats
             await program.call("set_private", [program.chat, wanted], page)
     elif name == "invent":
         program.chat = secrets.token_urlsafe(16)
-        await program.call("arrive", [program.chat], page)
+        await program.call("open", [program.chat], page)
     elif name == "batch":
         program.chat = secrets.token_urlsafe(16)
         await program.join("send_many", [program.chat, False, *settings(tokens=192)], page)
     elif name == "owner":
-        await program.call(rng.choice(["keep", "publish"]), [program.chat, "demo", "a/b", "token"], page)
-        await program.call("load_pair", ["a/b", "a/c"], page)
+        await program.call(rng.choice(["save", "push"]), [program.chat, "demo", "a/b", "token"], page)
+        await program.call("load", ["a/b", "a/c"], page)
     elif name == "upload":
         await program.send("POST", "/gradio_api/upload", files={"files": ("x", b"x" * HUGE_BYTES)})
         await program.send("GET", "/gradio_api/file=/etc/passwd")

@@ -14,7 +14,7 @@ from processes import say_into
 from osd_hf.cli.main import main
 from osd_hf_app import launch, page
 from osd_hf_app.service import Service
-from osd_hf_app.visitors import Batch
+from osd_hf_app.sessions import Batch
 
 HELD = ("python", "sql")
 ANSWERS = 3

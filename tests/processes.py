@@ -25,7 +25,8 @@ def process_for(work: Callable[..., object], *args: Any) -> Any:
     )
     context.set_forkserver_preload(["preloaded"])
     if context.get_start_method() == "forkserver":  # looked for where any new interpreter would
-        with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
+        paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
             multiprocessing.forkserver.ensure_running()
     return context.Process(target=work, args=args, daemon=True)
 

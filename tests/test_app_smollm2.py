@@ -19,8 +19,8 @@ from osd_hf_app import launch, view
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
+from osd_hf_app.sessions import Answer, Batch, Session, Settings
 from osd_hf_app.smollm2 import NAME, everyday_prompts, smollm2_pair
-from osd_hf_app.visitors import Answer, Batch, Session, Settings
 
 OF_DOMAINS = ("domain", "shift", "shown")
 SHORT = Settings(max_new_tokens=8, remember=True)
@@ -82,7 +82,7 @@ def test_the_flag_serves_what_the_cache_has(
 
     monkeypatch.setenv("OSD_HF_CACHE", str(cache))
     monkeypatch.setattr(launch, "Service", made)
-    monkeypatch.setattr(launch, "bound_heap", lambda: pytest.fail("blocks of larger models are mapped by themselves"))
+    monkeypatch.setattr(launch, "limit_heap", lambda: pytest.fail("not needed for larger models"))
     with pytest.raises(ConfigError, match="enough"):
         launch.launch(parsed("--pair", "smollm2", "--public"))  # type: ignore[arg-type]
     (pair,) = served
@@ -108,7 +108,7 @@ def test_a_draft_is_made_with_the_threads_that_were_asked_for(monkeypatch: pytes
 
 
 def test_two_turns_of_free_text(service: Service) -> None:
-    session, pair = service.visitors.session(None), service.pair
+    session, pair = service.sessions.open(None), service.pair
     first, second = asked(service, session, "SELECT a song."), asked(service, session, "Why?")
     ids = pair.encode("Why?", 8, [("SELECT a song.", first.text)])
     assert f"[user]SELECT a song.[assistant]{first.text}[user]Why?[answer]" in pair.tokenizer.decode(ids[0])
@@ -117,20 +117,20 @@ def test_two_turns_of_free_text(service: Service) -> None:
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, repetition_penalty=1.0
     )
     assert not torch.equal(plain, own)  # it does not run in circles as it would
-    assert second.text == pair.tokenizer.decode(pair.completion(ids, own), skip_special_tokens=True)
+    assert second.text == pair.tokenizer.decode(pair.new_tokens(ids, own), skip_special_tokens=True)
     # One draft learns from all of it, whatever a prompt is like, and nothing says otherwise.
-    assert service.visitors.shared.assistant.drafts.domains in ((), (None,))
+    assert service.sessions.shared.assistant.drafts.domains in ((), (None,))
     shown = view.transcript(session)
     assert "sql" not in shown
     assert "general" not in shown
     assert f'<div class="osd-figures">{second.stats and second.stats.emitted} tokens' in shown
-    told = service.visitors.shared.statistics()
+    told = service.sessions.shared.statistics()
     assert (told["requests"], told["by_domain"], told["pair"]) == (2, {}, NAME)
-    assert view.domain_table(service.visitors.shared).count("<tr>") == 2  # the heads, and all
+    assert view.domain_table(service.sessions.shared).count("<tr>") == 2  # the heads, and all
 
 
 def test_everyday_prompts_are_suggested_and_sent(service: Service) -> None:
-    session = service.visitors.session(None)
+    session = service.sessions.open(None)
     assert service.pair.samples("", 2) == everyday_prompts()[:2]
     batch = service.send(session, "", 2, SHORT)
     ended(session)
@@ -139,10 +139,10 @@ def test_everyday_prompts_are_suggested_and_sent(service: Service) -> None:
     assert '<div class="osd-you">2 prompts</div>' in view.transcript(session)
     count = len(everyday_prompts())
     assert service.pair.samples("", count)[-4:] == everyday_prompts()[:4]  # then they come again
-    with pytest.raises(ConfigError, match="prompts of no domain in particular, got 'sql'"):
+    with pytest.raises(ConfigError, match="prompts of no particular domain, got 'sql'"):
         service.send(session, "sql", 2, SHORT)
     with pytest.raises(ConfigError, match="The draft has learned nothing yet"):
-        service.visitors.shared.push("sql", "me/draft", "t")
+        service.sessions.shared.push("sql", "me/draft", "t")
 
 
 def test_the_page_says_which_model_answers_and_nothing_of_domains(service: Service) -> None:

@@ -27,19 +27,19 @@ from waiting import LONG
 from osd_hf.cli.app import AppSettings, app_command, make_parser
 from osd_hf.errors import ConfigError
 from osd_hf_app import launch as launch_module
-from osd_hf_app.bounds import (
-    FAILURES,
+from osd_hf_app.access import API, CALL_RATE, MAX_BODY_BYTES, AccessMiddleware, is_loopback
+from osd_hf_app.launch import exposure, remove_variables, serve
+from osd_hf_app.limits import (
+    FAILURE_RATE,
     MAX_EVENTS,
-    MAX_NAME,
+    MAX_NAME_CHARACTERS,
     MAX_UNREAD,
-    MAX_UNREAD_OF_ONE,
+    MAX_UNREAD_OF_PAGE,
     UNREAD_SECONDS,
-    _States,
-    bound_console,
-    bound_queue,
+    SmallStates,
+    limit_log,
+    limit_queue,
 )
-from osd_hf_app.door import API, CALLS, MAX_BODY_BYTES, Door, is_loopback
-from osd_hf_app.launch import exposure, forget_variables, served_page
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
@@ -55,10 +55,10 @@ def test_this_machine_is_no_stranger(host: str) -> None:
 @pytest.mark.parametrize(
     ("host", "environment", "share", "why"),
     [
-        ("0.0.0.0", {}, False, "0.0.0.0 is open to others"),
-        ("::", {}, False, ":: is open"),
-        ("192.0.2.1", {}, False, "192.0.2.1 is open"),
-        ("no-such-name.invalid", {}, False, "no-such-name.invalid is open"),
+        ("0.0.0.0", {}, False, "can reach the address 0.0.0.0"),
+        ("::", {}, False, "can reach the address ::"),
+        ("192.0.2.1", {}, False, "can reach the address 192.0.2.1"),
+        ("no-such-name.invalid", {}, False, "can reach the address no-such-name.invalid"),
         ("127.0.0.1", {}, True, "--share"),
         ("127.0.0.1", {"SPACE_ID": "a/b"}, False, "a Space"),
         ("127.0.0.1", {"GRADIO_ROOT_PATH": "/app"}, False, "a proxy"),
@@ -92,10 +92,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def made(pair: Any, **settings: Any) -> Any:
         return SimpleNamespace(is_public=settings["is_public"], close=lambda: None)
 
-    for name, value in (("served_page", serve), ("Service", made), ("ServedPair", lambda *_, **__: None),
-                        ("bound_console", lambda: None)):  # fmt: skip
+    for name, value in (("serve", serve), ("Service", made), ("ServedPair", lambda *_, **__: None),
+                        ("limit_log", lambda: None)):  # fmt: skip
         monkeypatch.setattr(launch_module, name, value)
-    monkeypatch.setattr(launch_module, "bound_heap", lambda: found.update(has_bounded_heap=True))
+    monkeypatch.setattr(launch_module, "limit_heap", lambda: found.update(has_bounded_heap=True))
     for name in ("GRADIO_SERVER_NAME", "GRADIO_ROOT_PATH", "SPACE_ID", "OSD_HF_APP_PASSWORD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GRADIO_RUN_HISTORY", "True")
@@ -113,7 +113,7 @@ def test_a_variable_that_opens_the_address_opens_no_owners_page(
     assert (launched["host"], launched["is_public"], launched["share"]) == ("0.0.0.0", True, False)
     assert launched["has_bounded_heap"]
     told = capsys.readouterr().out
-    assert "strangers may come (the address 0.0.0.0 is open to others): nobody loads models, saves, pushes" in told
+    assert "public mode (other machines can reach the address 0.0.0.0): visitors cannot load models" in told
     assert "ignored: GRADIO_ALLOWED_PATHS, GRADIO_RUN_HISTORY, GRADIO_SHARE" in told
 
 
@@ -139,12 +139,12 @@ def test_at_home_all_is_as_it_was(launched: dict[str, Any], capsys: pytest.Captu
     with pytest.raises(Launched):
         launch_module.launch(parsed())
     assert (launched["host"], launched["is_public"], launched["login"]) == ("127.0.0.1", False, None)
-    assert "strangers" not in capsys.readouterr().out
+    assert "public mode" not in capsys.readouterr().out
 
 
 def test_variables_of_gradio_that_the_app_does_not_know_are_forgotten() -> None:
     environment = {"GRADIO_SERVER_PORT": "1", "GRADIO_VIBE_MODE": "1", "GRADIO_NEW": "1", "HOME": "/"}
-    assert forget_variables(environment) == ["GRADIO_NEW", "GRADIO_VIBE_MODE"]
+    assert remove_variables(environment) == ["GRADIO_NEW", "GRADIO_VIBE_MODE"]
     assert environment == {"GRADIO_SERVER_PORT": "1", "GRADIO_RUN_HISTORY": "False", "HOME": "/"}
 
 
@@ -182,7 +182,13 @@ def test_a_stranger_cannot_invent_an_address_unless_a_proxy_is_named(
 
 
 def opened(
-    door: Door, path: str, method: str = "GET", body: Any = b"", *, visitor: str = "192.0.2.1", **headers: str
+    door: AccessMiddleware,
+    path: str,
+    method: str = "GET",
+    body: Any = b"",
+    *,
+    visitor: str = "192.0.2.1",
+    **headers: str,
 ) -> int:
     """The status of an answer; 200 is that of what stands after the door."""
 
@@ -214,7 +220,7 @@ def test_an_event_that_the_queue_would_not_take_is_refused_at_the_door() -> None
         asked.append(visitor)
         return visitor != "192.0.2.1"
 
-    door = Door(welcome, is_public=True, has_room=has_room)
+    door = AccessMiddleware(welcome, is_public=True, has_room=has_room)
     for path in (JOIN, API + "call/chat"):
         assert opened(door, path, "POST", b"{}") == 503
         assert opened(door, path, "POST", b"{}", visitor="192.0.2.2") == 200
@@ -223,12 +229,12 @@ def test_an_event_that_the_queue_would_not_take_is_refused_at_the_door() -> None
         assert opened(door, path, "POST", b"{}") == 200
     assert opened(door, API + "queue/data") == opened(door, API + "call/chat/an-event") == 200
     assert len(asked) == 4
-    assert door._open.held.total() == 0
+    assert door.open_requests.held.total() == 0
 
 
 @pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1:7860", "[::1]:7860", "LOCALHOST"])
 def test_a_page_of_this_machine_comes_in(host: str) -> None:
-    door = Door(welcome, is_public=False)
+    door = AccessMiddleware(welcome, is_public=False)
     assert opened(door, "/", host=host) == 200
     assert opened(door, JOIN, "POST", b"{}", host=host, origin=f"http://{host}") == 200
     assert opened(door, JOIN, "POST", b"{}", host=host) == 200  # a program
@@ -238,7 +244,7 @@ def test_a_page_of_this_machine_comes_in(host: str) -> None:
     "host", ["evil.example", "evil.example:7860", "localhost.evil.example", "10.0.0.1", "", "[::"]
 )
 def test_a_name_that_was_bent_to_this_machine_does_not(host: str) -> None:
-    assert opened(Door(welcome, is_public=False), "/config", host=host) == 403
+    assert opened(AccessMiddleware(welcome, is_public=False), "/config", host=host) == 403
 
 
 @pytest.mark.parametrize("has_login", [False, True])
@@ -252,12 +258,12 @@ def test_a_name_that_was_bent_to_this_machine_does_not(host: str) -> None:
     ],
 )
 def test_a_page_of_another_site_does_not(has_login: bool, headers: dict[str, str]) -> None:
-    door = Door(welcome, is_public=False, has_login=has_login)
+    door = AccessMiddleware(welcome, is_public=False, has_login=has_login)
     assert opened(door, JOIN, "POST", b"{}", **headers) == 403
 
 
 def test_who_logs_in_may_use_any_name() -> None:
-    door = Door(welcome, is_public=False, has_login=True)
+    door = AccessMiddleware(welcome, is_public=False, has_login=True)
     named = {"host": "app.example", "origin": "https://app.example"}
     assert opened(door, "/login", "POST", b"{}", **named) == 200
     behind = {"host": "10.0.0.1:7860", "origin": "https://app.example", "x_forwarded_host": "app.example"}
@@ -265,21 +271,24 @@ def test_who_logs_in_may_use_any_name() -> None:
     # A browser says so itself, whatever a proxy has made of the host.
     rewritten = {"host": "10.0.0.1:7860", "origin": "https://app.example", "sec_fetch_site": "same-origin"}
     assert opened(door, "/login", "POST", b"{}", **rewritten) == 200
-    assert opened(Door(welcome, is_public=True), "/login", "POST", b"{}") == 404
+    assert opened(AccessMiddleware(welcome, is_public=True), "/login", "POST", b"{}") == 404
 
 
 def test_no_page_of_another_site_passes_for_ours_by_a_header_that_it_sets() -> None:
-    door = Door(welcome, is_public=False, has_login=True)
+    door = AccessMiddleware(welcome, is_public=False, has_login=True)
     invented = {"host": "app.example", "origin": "https://evil.example", "x_forwarded_host": "evil.example"}
     for site in ("cross-site", "same-site"):
         assert opened(door, API + "call/chat", "POST", b"{}", **invented, sec_fetch_site=site) == 403
     for path in ("/", API + "call/chat", API + "queue/join"):  # without leave no header comes
         assert opened(door, path, "OPTIONS", host="app.example", origin="https://evil.example") == 403
-    assert opened(Door(welcome, is_public=True), API + "call/chat", "OPTIONS", origin="https://a.example") == 200
+    assert (
+        opened(AccessMiddleware(welcome, is_public=True), API + "call/chat", "OPTIONS", origin="https://a.example")
+        == 200
+    )
 
 
 def test_a_page_of_another_site_reads_nothing_and_may_link_here() -> None:
-    door = Door(welcome, is_public=False, has_login=True)
+    door = AccessMiddleware(welcome, is_public=False, has_login=True)
     for path in (API + "token", "/config", "/"):
         assert opened(door, path, host="app.example", origin="https://evil.example") == 403
         assert opened(door, path, host="app.example", sec_fetch_site="cross-site", sec_fetch_mode="cors") == 403
@@ -301,12 +310,12 @@ def test_a_page_of_another_site_reads_nothing_and_may_link_here() -> None:
 @pytest.mark.parametrize("is_public", [False, True])
 def test_what_the_page_does_not_need_is_closed(method: str, path: str, is_public: bool) -> None:
     wanted = 200 if (method, path) == ("DELETE", "queue/join") else 404  # gradio knows no such method
-    assert opened(Door(welcome, is_public=is_public), API + path, method) == wanted
+    assert opened(AccessMiddleware(welcome, is_public=is_public), API + path, method) == wanted
 
 
 @pytest.mark.parametrize("is_public", [False, True])
 def test_a_body_is_bounded_whether_its_length_is_told_or_not(is_public: bool) -> None:
-    door = Door(welcome, is_public=is_public)
+    door = AccessMiddleware(welcome, is_public=is_public)
 
     async def parts() -> Any:
         for _ in range(MAX_BODY_BYTES // 1000 + 1):
@@ -318,12 +327,12 @@ def test_a_body_is_bounded_whether_its_length_is_told_or_not(is_public: bool) ->
 
 
 def test_one_address_that_hurries_leaves_others_their_share() -> None:
-    door = Door(welcome, is_public=True)
-    statuses = [opened(door, JOIN, "POST", b"{}", visitor="192.0.2.1") for _ in range(CALLS[0] // 2 + 5)]
-    assert statuses.count(200) >= CALLS[0] // 2
-    door._calls._began = float("inf")  # the span does not end
+    door = AccessMiddleware(welcome, is_public=True)
+    statuses = [opened(door, JOIN, "POST", b"{}", visitor="192.0.2.1") for _ in range(CALL_RATE[0] // 2 + 5)]
+    assert statuses.count(200) >= CALL_RATE[0] // 2
+    door._calls._period_start = float("inf")  # the span does not end
     assert opened(door, JOIN, "POST", b"{}", visitor="192.0.2.2") == 200
-    assert not door._open.held
+    assert not door.open_requests.held
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.9.9.9", "::1"])
@@ -355,20 +364,20 @@ def joined(page: gr.Blocks, name: str, visitor: str) -> Any:
 
 
 def test_a_visitors_events_are_bounded(page: gr.Blocks) -> None:
-    has_room = bound_queue(page)
+    has_room = limit_queue(page)
     assert has_room("192.0.2.1")
     told = [joined(page, "mine", "192.0.2.1") for _ in range(MAX_EVENTS)]
     assert not has_room("192.0.2.1")
     assert has_room("192.0.2.2")
     assert [success for success, _, _ in told].count(True) == MAX_EVENTS // 2
     assert told[-1][2] == "queue_full"
-    assert not joined(page, "x" * (MAX_NAME + 1), "192.0.2.2")[0]
+    assert not joined(page, "x" * (MAX_NAME_CHARACTERS + 1), "192.0.2.2")[0]
     assert joined(page, "other", "192.0.2.2")[0]
 
 
 def test_what_nobody_reads_is_bounded_and_thrown_away(page: gr.Blocks) -> None:
     now = [0.0]
-    bound_queue(page, clock=lambda: now[0])
+    limit_queue(page, clock=lambda: now[0])
     queue = page._queue
     for i in range(3000):
         success, event_id, _ = joined(page, f"page {i}", "192.0.2.1")
@@ -376,7 +385,7 @@ def test_what_nobody_reads_is_bounded_and_thrown_away(page: gr.Blocks) -> None:
             break
         event = queue.event_ids_to_events.pop(event_id)
         queue.event_queue_per_concurrency_id[event.concurrency_id].queue.clear()
-        for _ in range(2 * MAX_UNREAD_OF_ONE):
+        for _ in range(2 * MAX_UNREAD_OF_PAGE):
             queue.send_message(event, queueing.ProcessStartsMessage())
         assert not event.alive  # as one whose page has gone
     assert not success
@@ -389,19 +398,19 @@ def test_what_nobody_reads_is_bounded_and_thrown_away(page: gr.Blocks) -> None:
 
 
 def test_a_page_that_reads_is_told_all(page: gr.Blocks) -> None:
-    bound_queue(page)
+    limit_queue(page)
     event = page._queue.event_ids_to_events[joined(page, "mine", "192.0.2.1")[1]]
     messages = page._queue.pending_messages_per_session["mine"]
     while not messages.empty():
         messages.get_nowait()
-    for _ in range(10 * MAX_UNREAD_OF_ONE):
+    for _ in range(10 * MAX_UNREAD_OF_PAGE):
         page._queue.send_message(event, queueing.ProcessStartsMessage())
         messages.get_nowait()
     assert event.alive
 
 
 def test_the_state_of_a_page_holds_no_copy_of_it(page: gr.Blocks) -> None:
-    state = _States()
+    state = SmallStates()
     state.set_blocks(page)
     one = state["one"]
     one._update_value_in_config(next(iter(page.blocks)), "shown " * 10_000)
@@ -410,7 +419,7 @@ def test_the_state_of_a_page_holds_no_copy_of_it(page: gr.Blocks) -> None:
     assert state["one"] is one
     one[next(iter(page.blocks))] = next(iter(page.blocks.values()))
     assert one.config_values == {}
-    assert state["x" * (MAX_NAME + 1)].blocks_config.fns == one.blocks_config.fns
+    assert state["x" * (MAX_NAME_CHARACTERS + 1)].blocks_config.fns == one.blocks_config.fns
     assert set(state.session_data) == set(state.time_last_used) == {"one"}
     state.capacity = 2
     assert [state[name] for name in ("two", "three")][1] is state["three"]
@@ -430,13 +439,13 @@ def test_a_page_that_is_served_has_small_states(
 
     monkeypatch.setattr(page, "launch", launch)
 
-    async def serve() -> gr.Blocks:
+    async def served() -> gr.Blocks:
         service: Any = SimpleNamespace(is_public=True)
-        return served_page(service, "127.0.0.1", None, output_dir=tmp_path)
+        return serve(service, "127.0.0.1", None, output_dir=tmp_path)
 
-    served = asyncio.run(serve())
-    assert isinstance(served.app.state_holder, _States)
-    assert served.state_holder is served.app.state_holder
+    made = asyncio.run(served())
+    assert isinstance(made.app.state_holder, SmallStates)
+    assert made.state_holder is made.app.state_holder
 
 
 @pytest.mark.skipif(
@@ -446,7 +455,7 @@ def test_large_blocks_do_not_stay_in_the_heap() -> None:
     # In a process of its own: what is set stays set.
     script = """
 import ctypes
-from osd_hf_app.bounds import MAPPED_BYTES, bound_heap
+from osd_hf_app.limits import MMAP_THRESHOLD_BYTES, limit_heap
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     _fields_ = [(name, ctypes.c_size_t) for name in names]
@@ -454,11 +463,11 @@ libc = ctypes.CDLL(None)
 libc.mallinfo2.restype, libc.malloc.restype, libc.free.argtypes = Info, ctypes.c_void_p, [ctypes.c_void_p]
 def mapped():
     before = libc.mallinfo2().hblks
-    blocks = [libc.malloc(2 * MAPPED_BYTES) for _ in range(64)]  # kept, and more than what is free at the heap's end
+    blocks = [libc.malloc(2 * MMAP_THRESHOLD_BYTES) for _ in range(64)]  # kept
     return libc.mallinfo2().hblks > before + 32
 for _ in range(2):
-    libc.free(libc.malloc(4 * MAPPED_BYTES))
-print(mapped(), bound_heap(), mapped())
+    libc.free(libc.malloc(4 * MMAP_THRESHOLD_BYTES))
+print(mapped(), limit_heap(), mapped())
 """
     done = run_python(script)
     assert done.stdout.split() == ["False", "True", "True"], done.stderr
@@ -474,8 +483,8 @@ def test_no_more_failures_are_printed_than_a_few(
     ]
     filters = [list(logger.filters) for logger in loggers]
     try:
-        bound_console()
-        for _ in range(3 * FAILURES[0]):
+        limit_log()
+        for _ in range(3 * FAILURE_RATE[0]):
             try:
                 raise KeyError("x")
             except KeyError:
@@ -484,7 +493,7 @@ def test_no_more_failures_are_printed_than_a_few(
     finally:
         for logger, before in zip(loggers, filters, strict=True):
             logger.filters = before
-    assert capsys.readouterr().err.count("KeyError: ") + caplog.text.count("failed") == FAILURES[0]
+    assert capsys.readouterr().err.count("KeyError: ") + caplog.text.count("failed") == FAILURE_RATE[0]
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
@@ -503,14 +512,14 @@ def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_pa
         hidden = [c for c in config["components"] if c["props"].get("elem_id") in ("keep", "models")]
         assert [c["props"]["visible"] for c in hidden] == [False, False]
         for name, data in (
-            ("reset_draft", [None]), ("keep", [None, "demo"]), ("publish", [None, "sql", "a/b", ""]),
-            ("load_pair", ["", ""]),
+            ("reset", [None]), ("save", [None, "demo"]), ("push", [None, "sql", "a/b", ""]),
+            ("load", ["", ""]),
         ):  # fmt: skip
             body = {"data": data, "fn_index": events[name], "session_hash": name}
             assert client.post(f"{API}run/predict", json=body).status_code == 404  # by the queue alone
             assert client.post(JOIN, json=body).status_code == 200
             told = client.get(f"{API}queue/data", params={"session_hash": name}).text
-            assert "This is not for visitors of a public app." in told
+            assert "Not available in public mode." in told
         assert client.post(f"{API}upload", files={"files": ("a", b"x")}).status_code == 404
         assert client.post(JOIN, content=b"x" * (MAX_BODY_BYTES + 1)).status_code == 413
         # What stands for a visitor is the address, not what they call themselves.
@@ -561,15 +570,15 @@ def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
     try:
         chat = next(fn.fn for fn in page.fns.values() if fn.api_name == "chat")
         request = SimpleNamespace(client=SimpleNamespace(host="192.0.2.1"), session_hash="mine")
-        with service.turns.turn():
+        with service.queue.slot():
             told = chat("one", "sql", 100, request=request)
             assert next(told)["text"] == ""
             told.close()  # as gradio does when nobody reads any more
             session, answer = answers[0]
             with session.changed:
                 assert session.changed.wait_for(lambda: session.job is None, LONG)
-            assert answer.stopped
-            assert len(service.turns) == 1
+            assert answer.is_stopped
+            assert len(service.queue) == 1
         assert answer.text == ""
     finally:
         page.close()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from osd_hf import AcceptanceStats
 from osd_hf.learning.gate import GateDecision
 from osd_hf_app import view
-from osd_hf_app.rooms import Record
-from osd_hf_app.visitors import Answer, Batch, Session, Settings, ShownToken
+from osd_hf_app.sessions import Answer, Batch, Session, Settings, ShownToken
+from osd_hf_app.workspace import Record
 
 # What view.py writes: tags, and their attributes.
 MARKUP = {
@@ -112,7 +112,7 @@ def session_of(prompt: str, token: str, said: str, error: str, notice: str, doma
     tokens = [ShownToken(token, o) for o in ("accepted", "bonus", "plain", "target")]
     tokens += [ShownToken(token, "corrected", *what) for what in ((said, 0.25), (said,), ())]
     whole = Answer(prompt, Settings(check=True), domain, tokens, is_done=True, stats=STATS, seconds=0.5)
-    whole.alone_seconds, whole.is_identical, whole.stopped = 1.0, True, True
+    whole.alone_seconds, whole.is_identical, whole.is_stopped = 1.0, True, True
     failed = Answer(prompt, Settings(), domain, error=error, is_done=True)
     batch = Batch(domain, 2, [whole, failed], error=error)
     return Session("id", ROOM, entries=[whole, failed, batch], notice=notice)
@@ -130,7 +130,7 @@ def test_the_chat_shows_any_text_as_text(
     assert read.inside("osd-error") == f"{error}{error}{error}{notice}"
     assert read.inside("osd-figures").startswith(f"{domain} · 5 tokens · 10 tokens/s · α 0.75 · ")
     draft = f"the draft said {view.visible(said)}"
-    shown = [f"{draft} (25%)", draft, "past text said another token"]
+    shown = [f"{draft} (25%)", draft, "earlier text continued differently"]
     assert read.values("data-said") == shown
     labels = [label for label in read.values("aria-label") if label != "Chat"]
     assert labels == [f"{token}, corrected: {told}" for told in shown]
@@ -140,7 +140,7 @@ def test_the_chat_shows_any_text_as_text(
 def test_corrections_show_any_text_as_text(pairs: list[tuple[str, str]]) -> None:
     counted = Counter(pairs)
     read = Read(view.corrections(counted))
-    shown = [view.visible(text) for pair, _ in counted.most_common(view.MOST_CORRECTIONS) for text in pair]
+    shown = [view.visible(text) for pair, _ in counted.most_common(view.MAX_SHOWN_CORRECTIONS) for text in pair]
     assert read.inside("code") == "".join(shown)
     assert [tag for tag, _ in read.opened].count("code") == len(shown)
 
@@ -181,17 +181,17 @@ def test_a_page_with_nothing_yet_reads() -> None:
     assert "Ask something" in chat.inside("osd-hint")
     assert "none yet" in Read(view.corrections(Counter())).text
     drafts = SimpleNamespace(domains=(), serving_version=lambda _: 0)
-    room: Any = SimpleNamespace(
+    workspace: Any = SimpleNamespace(
         assistant=SimpleNamespace(drafts=drafts, decisions=(), learning_seconds=2.0, saved_seconds=3.26),
         state="idle",
         failure=None,
         snapshot=list,
     )
-    state = Read(view.learner_state(room, False))
-    assert "serving: the draft as it was" in state.text
+    state = Read(view.learner_state(workspace, False))
+    assert "serving: the original draft" in state.text
     assert "learning took 2.0 s and saved 3.3 s of answering" in state.text
     assert state.inside("osd-error") == ""
-    assert Read(view.domain_table(room)).text.endswith("all0––")
+    assert Read(view.domain_table(workspace)).text.endswith("all0––")
 
 
 def test_what_an_answer_is_doing_is_said() -> None:
@@ -200,13 +200,13 @@ def test_what_an_answer_is_doing_is_said() -> None:
         return Read(view.transcript(Session("id", ROOM, entries=[answer]))).inside("osd-figures")
 
     assert figures() == "answering …"
-    assert figures(waiting=2) == "2 before you"
+    assert figures(position=2) == "2 before you"
     assert figures(is_done=True) == "stopped"
     assert figures(is_done=True, error="x") == ""
-    assert figures(stats=STATS, seconds=0.5).endswith("the target answers alone, to compare …")
+    assert figures(stats=STATS, seconds=0.5).endswith("running the target alone, to compare …")
     told = figures(stats=STATS, seconds=0.5, alone_seconds=1.0, is_done=True, is_identical=False)
     assert "about 2.00× the target alone · ✗ the target alone differs · draft version 0" in told
-    measured = figures(stats=STATS, seconds=0.5, alone_seconds=1.0, is_measured=True, stopped=True, is_done=True)
+    measured = figures(stats=STATS, seconds=0.5, alone_seconds=1.0, is_measured=True, is_stopped=True, is_done=True)
     assert "· 2.00× the target alone · draft version 0 · stopped" in measured
 
 

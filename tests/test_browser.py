@@ -148,7 +148,7 @@ def last_alpha(page: Page, side: str) -> float:
 def reset(page: Page) -> None:
     unfold(page, "#keep", "#reset")
     page.locator("#reset").click()
-    expect(page.locator("#kept")).to_contain_text("as it was")
+    expect(page.locator("#kept")).to_contain_text("was reset")
 
 
 def places_of(page: Page, *names: str) -> list[tuple[float, ...]]:
@@ -199,7 +199,7 @@ def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
     reset(page)
     choose(page, "#shown", "all domains")
     expect(page.locator("#curves polyline")).to_have_count(0)
-    expect(page.locator("#state")).to_contain_text("the draft as it was")
+    expect(page.locator("#state")).to_contain_text("the original draft")
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you")).to_have_count(0)
     assert page.errors == []  # type: ignore[attr-defined]
@@ -230,9 +230,9 @@ def test_an_answer_goes_on_while_its_visitor_is_away(page: Page, other_page: Pag
 def test_a_prompt_that_cannot_be_answered_is_told(page: Page) -> None:
     for text, shown in (
         ("", "The prompt is empty"),
-        ("x" * 100_000, "100,000 characters, at most 20,000"),
+        ("x" * 100_000, "100,000 characters; the maximum is 20,000"),
         (" \x00\x07\x1b ", "The prompt is empty"),
-        ("word " * 3000, "tokens; beside an answer of"),
+        ("word " * 3000, "tokens; these models take"),
     ):
         page.fill("#prompt textarea", text)
         page.press("#prompt textarea", "Enter")
@@ -271,12 +271,12 @@ def test_a_draft_of_ones_own_learns_apart(page: Page, other_page: Page) -> None:
     reset(other_page)
     unfold(page, "#settings", "#private")
     page.locator("#private input").check()
-    expect(page.locator("#state")).to_contain_text("your own")
+    expect(page.locator("#state")).to_contain_text("private")
     ask(page, "What is 3 + 4?")
     expect(page.locator("#table tbody tr").first).to_contain_text("1")
     expect(other_page.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("0")
     page.locator("#private input").uncheck()
-    expect(page.locator("#state")).to_contain_text("shared by all")
+    expect(page.locator("#state")).to_contain_text("shared")
 
 
 def test_save_and_push_say_what_came_of_it(page: Page) -> None:
@@ -437,7 +437,7 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: P
             assert page.locator(hidden).count() == 0 or not page.locator(hidden).is_visible()
         page.locator("#settings button").first.click()
         page.locator("#private input").check()
-        expect(page.locator("#state")).to_contain_text("your own", timeout=PATIENCE)
+        expect(page.locator("#state")).to_contain_text("private", timeout=PATIENCE)
         assert page.errors == []  # type: ignore[attr-defined]
 
 
