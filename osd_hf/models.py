@@ -466,8 +466,8 @@ def _tokenizer_at(source: str, **kwargs: Any) -> Any:
 
 
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
-    """Refuse tokenizers whose vocabularies differ in more than added tokens; raises VocabularyMismatchError. Added
-    tokens, such as those of a chat template, are learned."""
+    """Refuse tokenizers with vocabularies that differ in more than added tokens; raises VocabularyMismatchError.
+    Added tokens, such as those of a chat template, are learned."""
     ours, theirs = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     if ours == theirs:
         return

@@ -183,9 +183,9 @@ def _names(field: str) -> list[str]:
 
 class _Template:
     """
-    A prompt template over columns. `{name}` is a field where a column has this name or the name is an identifier; all
-    other braces are text. Doubled braces stand for single ones if the whole template is a Python format string over
-    columns; otherwise they are text too, so that JSON can be written as it is.
+    A prompt template over columns. `{name}` is a field if a column has this name or the name is an identifier. All
+    other braces are text, so JSON needs no escaping. Doubled braces mean single ones only if the template is a valid
+    Python format string over columns.
 
     Raises:
         ConfigError: the template has no field.

@@ -128,6 +128,12 @@ def _language_identifier(langid: Any) -> Any:
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
 
+@functools.lru_cache(maxsize=4)
+def _special_ids(tokenizer: Any) -> NDArray[np.int64]:
+    added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
+    return np.array(sorted(added.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
+
+
 class LanguageRouter(Router):
     """
     Route by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
@@ -156,7 +162,6 @@ class LanguageRouter(Router):
             raise ConfigError(f"`languages` must be among {' '.join(sorted(known))}, got {languages!r}.")
         self.languages = frozenset(codes)
         self.min_confidence = min_confidence
-        self._special_ids: tuple[Any, NDArray[np.int64]] = (None, np.zeros(0, np.int64))  # of the last tokenizer
 
     def route(self, prompt: RoutedPrompt) -> str | None:
         if not (text := self._last_turn(prompt)):
@@ -169,13 +174,8 @@ class LanguageRouter(Router):
 
     def _last_turn(self, prompt: RoutedPrompt) -> str:
         """Return the last text between special tokens of the chat template, without role names."""
-        tokenizer, special = self._special_ids
-        if tokenizer is not prompt.tokenizer:
-            tokenizer = prompt.tokenizer
-            added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
-            special = np.array(sorted(added.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
-            self._special_ids = tokenizer, special
-        ends = [-1, *np.flatnonzero(np.isin(prompt.ids, special)).tolist(), len(prompt.ids)]
+        special = np.isin(prompt.ids, _special_ids(prompt.tokenizer))
+        ends = [-1, *np.flatnonzero(special).tolist(), len(prompt.ids)]
         for start, end in zip(ends[-2::-1], ends[:0:-1], strict=True):
             if end > start + 1:
                 text = prompt.decode(prompt.ids[start + 1 : min(end, start + 1 + TURN_TOKENS)])

@@ -252,11 +252,6 @@ def test_the_card_names_the_commit_of_the_target(
     assert facts_of(load_model(str(tmp_path / "target")), draft).target_revision is None
 
 
-def test_a_set_of_one_prompt_has_no_interval() -> None:
-    with pytest.raises(ConfigError, match="at least two prompts for an interval, got 1"):
-        EvaluationSet("one", (Prompt(0, "x"),))
-
-
 # --- pushed and read back -------------------------------------------------------------------------------------------
 
 
@@ -335,14 +330,14 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
-@pytest.mark.parametrize(
-    ("more", "is_public"),
-    [({}, False), ({"private": None}, False), ({"private": True}, False), ({"private": False}, True)],
-)
-def test_a_new_repo_is_private_unless_asked_otherwise(here: FakeHub, small: Path, more: Any, is_public: bool) -> None:
-    assert push_folder(small, "me/draft", **more) == f"{here.address}/me/draft"
-    assert (("model", "me/draft") in here.public) == is_public
-    assert "config.json" in here.repos["model", "me/draft"]
+def test_a_new_repo_is_private_unless_asked_otherwise_and_stays_so(here: FakeHub, small: Path) -> None:
+    for number, (private, is_public) in enumerate(((None, False), (True, False), (False, True))):
+        assert push_folder(small, f"me/{number}", private=private) == f"{here.address}/me/{number}"
+        assert (("model", f"me/{number}") in here.public) == is_public
+        assert "config.json" in here.repos["model", f"me/{number}"]
+    for private in (None, True, False):
+        push_folder(small, "me/0", private=private)
+    assert here.public == {("model", "me/2")}
 
 
 @pytest.mark.parametrize("more", [{}, {"private": True}])
@@ -358,13 +353,6 @@ def test_nothing_goes_to_a_public_repo_unless_it_is_asked_for(here: FakeHub, sma
     push_folder(small, "me/draft", private=False)
     assert set(here.repos["model", "me/draft"]) == {"other.txt", "config.json"}
     assert ("model", "me/draft") in here.public  # as it was
-
-
-def test_a_private_repo_stays_private_whatever_is_asked(here: FakeHub, small: Path) -> None:
-    here.repos["model", "me/draft"] = {}
-    for private in (None, True, False):
-        push_folder(small, "me/draft", private=private)
-    assert not here.public
 
 
 def test_where_nobody_can_tell_who_reads_it_nothing_is_pushed(here: FakeHub, small: Path) -> None:
@@ -509,6 +497,9 @@ def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
     with pytest.raises(ConfigError, match="is not empty"):
         export_to_vllm(tmp_path / "out", draft, target, tokenizer)
+    with pytest.raises(ConfigError, match="decoder-only"):
+        export_to_vllm(tmp_path / "t5", models.build("t5"), models.build("t5"), tokenizer)
+    assert not (tmp_path / "t5").exists()
 
 
 def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,13 +511,3 @@ def test_an_export_that_went_wrong_is_told(tmp_path: Path, monkeypatch: pytest.M
     draft = models.build("llama", seed=1)
     with pytest.raises(StateError, match="differs from the original by"):
         export_to_vllm(tmp_path / "out", draft, models.build("llama"), models.tokenizer())
-
-
-def test_an_encoder_decoder_is_not_exported(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="decoder-only"):
-        export_to_vllm(tmp_path / "out", models.build("t5"), models.build("t5"), models.tokenizer())
-    assert not (tmp_path / "out").exists()
-
-
-def test_errors_of_the_hub_are_failures_not_usage() -> None:
-    assert issubclass(HubError, RuntimeError)

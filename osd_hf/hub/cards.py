@@ -306,10 +306,11 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
     made = "\n".join(f"- {name}: {value}" for name, value in facts.training.items()) or "No facts were recorded."
     if facts.command is not None:
         made += f"\n\n```sh\n{facts.command}\n```"
-    return ModelCard.from_template(
+    card: ModelCard = ModelCard.from_template(
         data, str(TEMPLATES / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts,
         evaluation=evaluation, url=project_url(), made=without_credentials(made),
     )  # fmt: skip
+    return card
 
 
 def store_card(
@@ -320,6 +321,7 @@ def store_card(
         license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
         pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],
     )  # fmt: skip
-    return DatasetCard.from_template(
+    card: DatasetCard = DatasetCard.from_template(
         data, str(TEMPLATES / "store_card.jinja"), repo=repo_id, target=target, requests=requests, domains=domains
     )
+    return card
