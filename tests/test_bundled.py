@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import bundled
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
@@ -18,9 +17,7 @@ FOLDER = Path(bundled.__file__).parent
 RECIPES = FOLDER.parents[1] / "recipes"
 sys.path.append(str(RECIPES))
 
-import bundled_pair  # noqa: E402
 from bundled_prompts import check_answer, first_examples, write  # noqa: E402
-from bundled_prompts.example import equations_hold  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +44,12 @@ def test_prompts_are_distinct_and_begin_alike(domain):
 
 def test_the_shipped_prompts_are_those_of_the_recipe():
     assert write.lines() == write.FILE.read_text().splitlines()
-    for domain in DOMAINS:
-        made = [(example.prompt, example.answer) for example in first_examples(domain, 100)]
-        assert [(example.prompt, example.answer) for example in bundled_prompts(domain, 100)] == made
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_no_problem_is_in_both_splits(domain):
-    served = {example.content for example in first_examples(domain, 1000)}
-    examples = first_examples(domain, 2000, split="train")
+    served = {example.content for example in first_examples(domain, 500)}
+    examples = first_examples(domain, 1600, split="train")
     assert not served & {example.content for example in examples}
     assert len({example.answer for example in examples}) > 1200
 
@@ -78,11 +72,8 @@ def test_a_wrong_number_anywhere_is_refused(domain):
         assert not check_answer(example, f"{head}{int(last) + 1}{tail}")
         wrong = re.sub(r"= (\$?)(\d+)", lambda m: f"= {m[1]}{int(m[2]) + 1}", example.answer, count=1)
         assert not check_answer(example, wrong)
-
-
-def test_an_invented_figure_is_refused():
-    example = first_examples("finance", 1)[0]
-    assert not check_answer(example, "Take $987654321. " + example.answer)
+        if domain == "finance":
+            assert not check_answer(example, "Take $987654321. " + example.answer)
 
 
 def test_wrong_queries_are_refused():
@@ -111,30 +102,6 @@ def test_wrong_functions_are_refused():
         assert not check_answer(example, re.sub(r"return .*$", "return None", example.answer))
         assert not check_answer(example, "import os\n" + example.answer)
         assert not check_answer(example, f"def {name}(x):\n    while True:\n        pass")
-
-
-def test_python_examples_in_the_prompt_are_true():
-    for example in first_examples("python", 100):
-        namespace = {}
-        exec(example.answer, namespace)
-        for call, result in re.findall(r"^(\w+\(.*\)) -> (.*)$", example.prompt, flags=re.MULTILINE):
-            assert repr(eval(call, namespace)) == result
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("3 * $4 = $12", True),
-        ("8 - 2 = 6 and 6 / 2 = 3", True),
-        ("5 + 5 = 11", False),
-        ("10% * 50 = 5", True),
-        ("9 ** 9 = 81", False),
-        ("4 / 0 = 4", False),
-        ("no sums", True),
-    ],
-)
-def test_equations(text, right):
-    assert equations_hold(text) is right
 
 
 @pytest.mark.parametrize(
@@ -223,28 +190,6 @@ def test_recorded_scores_are_what_the_readme_promises():
         assert row["score"] >= 0.9
         assert 0.2 <= row["alpha"] < 0.5
         assert row["alpha_tuned"] >= row["alpha"] + 0.2
-
-
-@pytest.mark.parametrize(("layers", "places"), [(4, [1, 3]), (5, [1, 3, 4]), (2, [])])
-def test_a_deepened_target_answers_as_before_and_can_lose_its_new_blocks(layers, places):
-    ids = torch.randint(5, 60, (2, 7))
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, initializer_range=0.3,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    before = model(ids).logits
-    bundled_pair.deepen(model, layers)
-    assert bundled_pair.new_places(2, layers) == places
-    assert model.config.num_hidden_layers == len(model.model.layers) == layers
-    assert torch.equal(model(ids).logits, before)
-    assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False)[:, :7], ids)  # each has its own cache
-    blocks = list(model.model.layers)
-    for place in places:
-        torch.nn.init.normal_(blocks[place].mlp.down_proj.weight)
-    assert torch.equal(model(ids).logits, before) == (not places)
-    bundled_pair.use_blocks(model, [block for place, block in enumerate(blocks) if place not in places])
-    assert torch.equal(model(ids).logits, before)
 
 
 @pytest.mark.slow
