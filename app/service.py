@@ -19,8 +19,8 @@ from osd_hf import AcceptanceStats, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS
 from osd_hf.errors import ConfigError, OSDError
 from osd_hf.replay import EmittedToken, emitted_tokens, replay_each
+from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
-from osd_hf.utils.threads import choose_threads
 from osd_hf_app.pair import GENERAL, NO_DOMAIN, ServedPair, domain_classifier
 from osd_hf_app.sessions import MAX_JOBS, PAIR_CHANGED, Answer, Batch, Session, Sessions, Settings, ShownToken
 from osd_hf_app.sharing import MAX_STARTED, FairQueue, Slot

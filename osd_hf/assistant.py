@@ -418,7 +418,7 @@ class OnlineAssistant:
         """Share of the configured updates that are done now, from 1/16 to 1: less once acceptance
         no longer rises, or what that saves is less than it takes; of the draft with the most, where domains have their
         own."""
-        return max((lesson.effort.share for lesson in self._learner.lessons.values()), default=1.0)
+        return max((requests.effort.share for requests in self._learner.requests.values()), default=1.0)
 
     @property
     def saved_seconds(self) -> float | None:

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES
 from osd_hf.errors import UnsupportedModelError, first_line
-from osd_hf.learning.activations import Activations
-from osd_hf.learning.optimizer import hidden_matrices
-from osd_hf.learning.updater import BATCH_POSITIONS, MAX_LEARN_TOKENS, trainable_parameters
+from osd_hf.learning.loss import ActivationMemory
+from osd_hf.learning.updater import BATCH_POSITIONS, MAX_LEARN_TOKENS, hidden_matrices, trainable_parameters
 from osd_hf.learning.weights import adapted
 from osd_hf.models import config_value, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
@@ -112,7 +111,7 @@ def memory_plan(
     large, small = empty_model(target, target_dtype), empty_model(draft, draft_dtype)
     learner = small if peft_config is None else adapted(empty_model(draft, draft_dtype), peft_config, "default", 0)
     learned, count = trainable_parameters(learner), _numel(small.parameters())
-    learns, in_muon = _numel(learned.values()), _numel(hidden_matrices(learner, learned, config))
+    learns, in_muon = _numel(learned.values()), _numel(hidden_matrices(learner, learned))
     is_whole, on_cpu = peft_config is None, device_type == "cpu"
     place = _learner_place(config)
     served = compute_module_sizes(small)[""]
@@ -123,14 +122,14 @@ def memory_plan(
     frozen = 0 if is_whole or (not is_half and place == "device") else count * FP32_BYTES
     previous_place: Any = "device" if on_cpu or not is_whole else "host"
 
-    activations = Activations.of(learner)
-    length = min(prompt_tokens + new_tokens, MAX_LEARN_TOKENS, activations.most_tokens)
+    activations = ActivationMemory.of(learner)
+    length = min(prompt_tokens + new_tokens, MAX_LEARN_TOKENS, activations.max_tokens)
     answer, vocab, kept = min(new_tokens, length), vocab_size_of(draft), config.num_logprobs
     requests = max(min(config.batch_size, BATCH_POSITIONS // answer, MAX_LOGITS // (answer * vocab)), 1)
-    while requests > 1 and not activations.fit(requests, length):
+    while requests > 1 and not activations.fits(requests, length):
         requests -= 1
     per_token = activations.per_token + length * activations.per_pair
-    if not activations.fit(requests, length):  # layers are recomputed in the backward
+    if not activations.fits(requests, length):  # layers are recomputed in the backward
         per_token = activations.per_input + per_token // activations.layers
     row = 2 * vocab if kept is None or kept >= vocab else kept * (4 if vocab <= 1 << 16 else 6)
     stored = new_tokens * (row + 8) + prompt_tokens * 4

@@ -37,7 +37,7 @@ from transformers.utils import find_adapter_config_file
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
-from osd_hf.utils.threads import Seeded
+from osd_hf.utils.context import Seeded
 
 logger = logging.getLogger(__name__)
 

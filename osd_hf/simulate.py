@@ -12,7 +12,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import WATCHED
+from osd_hf.learning.requests import NUM_WATCHED
 from osd_hf.learning.updater import UpdateReport
 from osd_hf.replay import redraft, replay_each
 from osd_hf.router import RoutedPrompt, Router, as_router
@@ -163,13 +163,13 @@ def _until_due(learner: Learner, traces: Sequence[Trace], start: int) -> int:
         return len(traces) - start
     if learner.chooses or learner.config.update_strategy == "spread":
         return 1
-    waiting = {domain: lesson.requests_waiting for domain, lesson in learner.lessons.items()}
+    waiting = {domain: requests.requests_waiting for domain, requests in learner.requests.items()}
     for count, trace in enumerate(traces[start:], 1):
         domain = trace.domain if learner.drafts.per_domain else None
         waiting[domain] = waiting.get(domain, 0) + 1
-        lesson = learner.lessons.get(domain)
-        interval = lesson.update_interval if lesson is not None else learner.config.update_interval
-        if waiting[domain] >= interval or count == WATCHED:
+        requests = learner.requests.get(domain)
+        interval = requests.update_interval if requests is not None else learner.config.update_interval
+        if waiting[domain] >= interval or count == NUM_WATCHED:
             return count
     return len(traces) - start
 

@@ -144,7 +144,7 @@ def report_on(
     learner = Learner(DomainDrafts(draft, fixed, per_domain=False), fixed)
 
     def as_served(i: int, _: AcceptanceStats) -> None:  # no time is known there that effort could go by
-        learner.lessons[None].effort.share = found.effort[i]
+        learner.requests[None].effort.share = found.effort[i]
 
     traces = [replace(trace, draft_version=0) for trace in found.traces]
     run = simulate(draft, traces, fixed, learner=learner, on_request=as_served)

@@ -37,7 +37,7 @@ def session(number: int) -> dict[str, Any]:
     def lesson(domain: str) -> dict[str, Any]:
         return {"domain": domain, "traces": {"pending": []}, "updater": {"weights": torch.full((64,), number)}}
 
-    return {"drafts": {"weights": torch.full((64,), number)}, "lessons": [lesson("a"), lesson("b")]}
+    return {"drafts": {"weights": torch.full((64,), number)}, "requests": [lesson("a"), lesson("b")]}
 
 
 def loaded(folder: Path) -> int:
@@ -45,7 +45,7 @@ def loaded(folder: Path) -> int:
     found: list[torch.Tensor] = []
 
     def load(state: dict[str, Any]) -> None:
-        found.extend([state["drafts"]["weights"], *(lesson["updater"]["weights"] for lesson in state["lessons"])])
+        found.extend([state["drafts"]["weights"], *(lesson["updater"]["weights"] for lesson in state["requests"])])
 
     facts = load_session(folder, SimpleNamespace(load_state_dict=load))  # type: ignore[arg-type]
     number = int(facts["number"])

@@ -15,11 +15,10 @@ import models
 import torch
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.learning import lesson
+from osd_hf.learning import requests, session
 
 CONFIG = OnlineConfig(update_strategy="interval",
     update_interval=2, steps_per_update=1, batch_size=4, num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
-    autosave_interval=1,
 )  # fmt: skip
 PROMPTS = models.prompts(9)
 
@@ -32,7 +31,7 @@ def answer(generate: Any, number: int, **kwargs: Any) -> list[int]:
 
 def state(assistant: OnlineAssistant) -> dict[str, Any]:
     learner, drafts = assistant._learner, assistant.drafts
-    (lesson,) = learner.state_dict()["lessons"]
+    (lesson,) = learner.state_dict()["requests"]
     return {
         "requests": assistant.stats.num_requests,
         "observed": lesson["observed"],
@@ -67,7 +66,8 @@ def pointed(current: Path) -> str | None:
 
 
 def main(folder: Path, kills: int) -> None:
-    lesson.HOLD_BACK_EVERY = 2  # enough to judge by, sooner; in this process and its children
+    requests.HOLD_BACK_EVERY = 2  # enough to judge by, sooner; in this process and its children
+    session.UPDATES_BETWEEN_SAVES = 1
     pair = models.pair(noise=0.2)
     print(json.dumps({"alone": [answer(pair[0].generate, i) for i in range(len(PROMPTS))]}), flush=True)
     with OnlineAssistant(*pair, config=CONFIG, autosave=folder.with_name("warm")) as warm:  # children begin at once

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from osd_hf import OnlineConfig, Trace
-from osd_hf.learning import activations as module
-from osd_hf.learning.activations import LEAST_TOKENS, Activations, computed_again, num_tokens, shortened
+from osd_hf.learning import loss as module
+from osd_hf.learning import updater as updater_module
+from osd_hf.learning.loss import MIN_REQUEST_TOKENS, ActivationMemory, num_tokens, recomputed_layers, shortened
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import batches, completion_states
 from osd_hf.trace import DraftRound, bare_trace
 
 CONFIG = OnlineConfig(update_strategy="interval", steps_per_update=1, batch_size=4, num_logprobs=4, optimizer="adamw",
-    weight_average=0.0, max_grad_norm=1e9,
+    weight_average=0.0,
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def kept_bytes(model: Any, run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_what_a_forward_keeps_is_known_before(architecture: str, tokens: int) -> None:
     model = models.build(architecture)
-    activations = Activations.of(model)
+    activations = ActivationMemory.of(model)
     for rows in (1, 3):
         traces = [request(tokens // 2 - i, tokens // 2, model) for i in range(rows)]
         kept = kept_bytes(model, lambda those=traces: completion_states(model, those))
@@ -71,7 +72,7 @@ def test_adapters_of_other_domains_take_nothing() -> None:
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=2)
     draft = get_peft_model(models.build(), config, "domain_00000")
     draft.add_adapter("domain_00001", config)
-    assert Activations.of(draft) == Activations.of(models.build())
+    assert ActivationMemory.of(draft) == ActivationMemory.of(models.build())
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5", "bart"])
@@ -85,7 +86,7 @@ def test_layers_computed_again_give_the_same_gradients_and_keep_less(architectur
         def run(again: bool = again) -> torch.Tensor:
             if not again:
                 return completion_states(model, traces).square().sum()
-            with computed_again(model):
+            with recomputed_layers(model):
                 return completion_states(model, traces).square().sum()
 
         kept.append(kept_bytes(model, run))
@@ -93,7 +94,7 @@ def test_layers_computed_again_give_the_same_gradients_and_keep_less(architectur
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert kept[1] < kept[0] / 3
-    assert "forward" not in vars(module.layers_of(model)[0])
+    assert "forward" not in vars(module._layers(model)[0])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
@@ -124,9 +125,9 @@ def test_what_is_over_the_budget_is_learned_in_parts_that_are_not(
 
     whole, sizes, _ = gradients()
     assert sizes == [4]
-    activations = Activations.of(draft)
+    activations = ActivationMemory.of(draft)
     budget = int(84 * 1.5 * (activations.per_token + 84 * activations.per_pair))  # one of 84 tokens, not two, nor 124
-    monkeypatch.setattr(module, "BUDGET_BYTES", budget)
+    monkeypatch.setattr(module, "ACTIVATION_BYTES", budget)
     parts, sizes, kept = gradients()
     assert sizes == [1, 1, 1, 1]
     assert max(kept) <= 2 * budget  # these weights are in double precision
@@ -138,7 +139,7 @@ def test_what_is_over_the_budget_is_learned_in_parts_that_are_not(
 def test_batches_of_small_drafts_are_as_large_as_ever() -> None:
     traces = [request(600, 300, vocab_size=4096)] * 16
     draft = models.build("llama", vocab_size=4096, hidden_size=128, intermediate_size=344)
-    assert [len(b) for b in batches(traces, 4096, 16, Activations.of(draft).fit)] == [16]
+    assert [len(b) for b in batches(traces, 4096, 16, ActivationMemory.of(draft).fits)] == [16]
 
 
 # --- shorter requests -----------------------------------------------------------------------------------------------
@@ -172,13 +173,14 @@ def test_the_input_of_an_encoder_keeps_its_beginning() -> None:
     assert np.array_equal(short.decoder_prompt_ids, trace.decoder_prompt_ids)
 
 
-def test_no_more_tokens_are_learned_from_than_are_asked_for() -> None:
+def test_no_more_tokens_are_learned_from_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = models.build()
     traces = [replace(request(20, n), created_at_seconds=float(n)) for n in (6, 60)]
     seen: list[int] = []
 
     def taught(most: int | None) -> Updater:
-        updater = Updater(draft, replace(CONFIG, max_learn_tokens=most, batch_positions=None))
+        monkeypatch.setattr(updater_module, "MAX_LEARN_TOKENS", most or 2048)
+        updater = Updater(draft, CONFIG)
         loss = updater._loss
         updater._loss = lambda those: seen.extend(map(num_tokens, those)) or loss(those)  # type: ignore[method-assign]
         for trace in traces:
@@ -196,17 +198,17 @@ def test_no_more_tokens_are_learned_from_than_are_asked_for() -> None:
     assert not all(torch.equal(p, cut.parameters[n]) for n, p in plain.parameters.items())
 
 
-def test_without_a_number_requests_are_cut_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_cut_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = models.build()
-    activations = Activations.of(draft)
+    activations = ActivationMemory.of(draft)
     for budget in (1 << 20, 1 << 24, 1 << 30):
-        monkeypatch.setattr(module, "BUDGET_BYTES", budget)
-        most = activations.most_tokens
+        monkeypatch.setattr(module, "ACTIVATION_BYTES", budget)
+        most = activations.max_tokens
         cost = [
             n * (activations.per_input + (activations.per_token + n * activations.per_pair) / activations.layers)
             for n in (most, most + 1)
         ]
         assert cost[0] <= budget < cost[1]
-    monkeypatch.setattr(module, "BUDGET_BYTES", 1 << 18)
-    updater = Updater(draft, replace(CONFIG, max_learn_tokens=None))
-    assert LEAST_TOKENS <= updater.most_tokens == activations.most_tokens < 100
+    monkeypatch.setattr(module, "ACTIVATION_BYTES", 1 << 18)
+    updater = Updater(draft, CONFIG)
+    assert MIN_REQUEST_TOKENS <= updater.max_tokens == activations.max_tokens < 100

@@ -127,7 +127,7 @@ def test_a_request_that_is_not_to_be_learned_from_leaves_nothing() -> None:
     assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=2), store=store)
     answers = serve(assistant, 4, learn=False)
     assert len(store) == 0
-    assert not assistant._learner.lessons[None].pending
+    assert not assistant._learner.requests[None].pending
     assert (assistant.version, assistant.stats.num_requests) == (0, 4)
     assert answers == serve(OnlineAssistant(target, draft, config=FAST), 4)
     with assistant.attached(learn=False):
@@ -155,7 +155,7 @@ def test_the_trace_of_a_request_is_handed_over_also_where_nothing_is_kept_of_it(
     answers = serve(assistant, 2, on_trace=seen.append, learn=False)
     assert [trace.completion_ids.tolist() for trace in seen] == answers
     assert all(trace.rounds and trace.num_kept for trace in seen)
-    assert not list(assistant._learner.lessons[None].pending)
+    assert not list(assistant._learner.requests[None].pending)
 
 
 def test_who_fails_on_a_trace_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
@@ -444,11 +444,10 @@ def test_threads_serve_and_learn_together() -> None:
     assert {s.num_requests for s in assistant.stats_by_domain.values()} == {5}
 
 
-@pytest.mark.parametrize("drafting", ["lean", "stock"])
-def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running(drafting: Any) -> None:
+def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running() -> None:
     target, draft = models.pair()
     store = CorrectionStore()
-    config = replace(MANUAL, learning_rate=0.01, drafting=drafting)
+    config = replace(MANUAL, learning_rate=0.01)
     assistant = OnlineAssistant(target, draft, config=config, store=store)
     alone = serve(OnlineAssistant(target, draft, config=MANUAL), 1, max_new_tokens=16)
     serve(assistant, 3)
@@ -552,13 +551,13 @@ def test_the_session_of_another_draft_leaves_the_assistant_as_it_was(tmp_path: P
     OnlineAssistant(models.build("gpt2"), models.build("gpt2"), config=FAST).save_state(tmp_path)
     assistant = OnlineAssistant(target, draft, config=FAST)
     serve(assistant, 4)
-    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant._learner.lessons[None].pending)
+    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant._learner.requests[None].pending)
     with pytest.raises(StateError, match="another draft"):
         assistant.load_state(tmp_path)
     with pytest.raises(StateError, match="no saved session"):
         assistant.load_state(tmp_path / "nowhere")
     assert same(weights(assistant.draft), before)
-    assert (assistant.version, assistant.stats, len(assistant._learner.lessons[None].pending)) == (1, stats, waiting)
+    assert (assistant.version, assistant.stats, len(assistant._learner.requests[None].pending)) == (1, stats, waiting)
     serve(assistant, 2)
     assert assistant.version == 2
 
@@ -755,15 +754,3 @@ def test_what_is_not_learned_from_is_not_shown_to_the_router_as_such() -> None:
             ids = models.prompt(5)
             assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, learn=learn)
     assert seen == [True, False]
-
-
-def test_a_pause_ends_the_wait_for_the_idle_thread() -> None:
-    target, draft = models.pair()
-    config = replace(FAST, update_strategy="idle", max_duty_cycle=1e-6)
-    with OnlineAssistant(target, draft, config=config) as assistant:
-        serve(assistant, 12)
-        waiting = threading.Thread(target=assistant.wait_until_idle)
-        waiting.start()
-        assistant.pause()
-        waiting.join(LONG)
-        assert not waiting.is_alive()

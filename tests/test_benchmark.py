@@ -35,8 +35,8 @@ from osd_hf.evaluation.benchmark import (
     random_pair,
 )
 from osd_hf.evaluation.display import plot_speedups
-from osd_hf.utils import threads
-from osd_hf.utils.threads import choose_threads
+from osd_hf.utils import context
+from osd_hf.utils.context import choose_threads
 
 TOKENS = 16
 
@@ -468,7 +468,7 @@ def test_more_systems_than_colors_are_drawn(tmp_path):
 def test_one_thread_answers_unless_all_are_clearly_faster(monkeypatch, one, all_cores, chosen, answers):
     taken, now = [], [0.0]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(threads, "cores", lambda: 4)
+    monkeypatch.setattr(context.os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
 
     def answer():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from osd_hf import OnlineConfig
-from osd_hf.learning.lesson import MOST_DOMAINS, Lesson, ReplayBuffer
+from osd_hf.learning.requests import MAX_DOMAINS, DraftRequests, ReplayBuffer
 from osd_hf.trace import Trace
 
 CAPACITY = st.integers(1, 12)
@@ -142,18 +142,18 @@ def test_restored_into_less_room_the_largest_gives_way() -> None:
 
 def test_labels_without_bound_take_no_room_without_bound() -> None:
     held = buffer(8)
-    for i in range(MOST_DOMAINS + 500):
+    for i in range(MAX_DOMAINS + 500):
         held.append(request(f"label {i}"))
-    assert len(held.seen) <= MOST_DOMAINS + 1
-    assert len(held._kept) <= MOST_DOMAINS + 1
-    assert (sum(held.seen.values()), len(held)) == (MOST_DOMAINS + 500, 8)
+    assert len(held.seen) <= MAX_DOMAINS + 1
+    assert len(held._kept) <= MAX_DOMAINS + 1
+    assert (sum(held.seen.values()), len(held)) == (MAX_DOMAINS + 500, 8)
     again = buffer(8)
     again.restore(list(held), held.seen.items())
     assert set(again) == set(held)
 
 
 def test_requests_that_newer_ones_push_out_while_they_are_learned_from_are_replayed_afterwards() -> None:
-    lesson = Lesson(config=OnlineConfig(update_strategy="interval", gate=False, buffer_size=2))
+    lesson = DraftRequests(config=OnlineConfig(update_strategy="interval", gate=False, buffer_size=2))
     traces = [request() for _ in range(4)]
     for trace in traces[:2]:
         lesson.observe(trace)

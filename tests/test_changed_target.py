@@ -24,7 +24,7 @@ from osd_hf.errors import DataError, LearnerError, VocabularyMismatchError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import completion_logits
 from osd_hf.target_version import fingerprint, target_version
@@ -58,16 +58,16 @@ def serve(assistant: OnlineAssistant, number: int, start: int = 0, **settings: A
     return seen
 
 
-def lesson_of(assistant: OnlineAssistant, domain: str | None = None) -> Lesson:
-    return assistant.drafts.lessons[domain]
+def lesson_of(assistant: OnlineAssistant, domain: str | None = None) -> DraftRequests:
+    return assistant.drafts.requests[domain]
 
 
-def kept(lesson: Lesson) -> list[Trace]:
-    lesson.forget_older()  # as whoever learns does first
+def kept(lesson: DraftRequests) -> list[Trace]:
+    lesson.remove_older()  # as whoever learns does first
     return [*lesson.pending, *lesson.held_back, *lesson.buffer, *lesson.arrived, *lesson.unwatched]
 
 
-def of_versions(lesson: Lesson) -> set[str | None]:
+def of_versions(lesson: DraftRequests) -> set[str | None]:
     return {trace.target for trace in kept(lesson)}
 
 
@@ -118,7 +118,7 @@ def test_a_target_trained_between_requests_begins_a_new_lesson(
         assert kept(lesson)[0] is first
         assert of_versions(lesson) == {first.target}
         assert all(lesson.choice.of(trace) is None for trace in before)
-        assert assistant.effort == lesson.effort.most
+        assert assistant.effort == 1
         assert assistant.version == version  # what was learned is a better start than nothing
         after = serve(assistant, 23, 23)
         assert {trace.target for trace in after} == of_versions(lesson) == {first.target}
@@ -229,10 +229,10 @@ def test_adapters_that_take_turns_have_lessons_of_their_own_by_domain() -> None:
                 target.set_adapter(adapter)
                 serve(assistant, 1, turn, domain=adapter)
                 names[adapter] = fingerprint(target)
-        assert {domain: of_versions(lesson) for domain, lesson in assistant.drafts.lessons.items()} == {
+        assert {domain: of_versions(lesson) for domain, lesson in assistant.drafts.requests.items()} == {
             adapter: {name} for adapter, name in names.items()
         }
-        assert [len(kept(lesson)) > 4 for lesson in assistant.drafts.lessons.values()] == [True, True]
+        assert [len(kept(lesson)) > 4 for lesson in assistant.drafts.requests.values()] == [True, True]
     target.set_adapter("one")
     with OnlineAssistant(target, draft, config=config) as assistant:
         serve(assistant, 3)
@@ -355,7 +355,7 @@ def recorded() -> list[Trace]:
 def test_rows_of_two_targets_never_meet(recorded: list[Trace], judged: list[set[str | None]]) -> None:
     config = replace(CONFIG, update_strategy="spread", steps_per_update=3)
     taught = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False), config)
-    lesson, said = taught.lessons[None], "aaaaaaa-aaaaaaaabbbb-bbabbbbbbbbbbbbccccccccccccccccccccccccccc"
+    lesson, said = taught.requests[None], "aaaaaaa-aaaaaaaabbbb-bbabbbbbbbbbbbbccccccccccccccccccccccccccc"
     for number, name in enumerate(said):
         trace = replace(recorded[number % 12], target=None if name == "-" else name, created_at_seconds=float(number))
         judged.clear()
@@ -371,11 +371,12 @@ def test_rows_of_two_targets_never_meet(recorded: list[Trace], judged: list[set[
 def test_with_a_lag_earlier_targets_teach_and_the_newest_judges(
     recorded: list[Trace], judged: list[set[str | None]]
 ) -> None:
-    config = replace(CONFIG, target_lag=1, update_interval=8)
+    config = replace(CONFIG, update_interval=8)
     taught = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False), config)
-    lesson, met = taught.lessons[None], list[tuple[set[str | None], int]]()
+    taught.drafts.set_pace(target_lag=1)
+    lesson, met = taught.requests[None], list[tuple[set[str | None], int]]()
     for number, name in enumerate("a" * 24 + "b" * 24 + "c" * 24 + "b"):
-        lesson.effort.share = lesson.effort.most
+        lesson.effort.share = 1.0
         trace = replace(recorded[number % 12], target=name, created_at_seconds=float(number))
         taught.observe(None, trace)
         taught.after_answer()
@@ -388,9 +389,10 @@ def test_with_a_lag_earlier_targets_teach_and_the_newest_judges(
     assert judged[-1] == {"c"}
     assert not any({"a", "c"} <= versions for versions in judged)
     again = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False), config)
+    again.drafts.set_pace(target_lag=1)
     again.load_state_dict(taught.state_dict())
-    assert (again.lessons[None].target, again.lessons[None].earlier) == ("b", ("c",))
-    taught.renew("d")
+    assert (again.requests[None].target, again.requests[None].earlier) == ("b", ("c",))
+    taught.remove_requests("d")
     assert not kept(lesson)
 
 
@@ -402,7 +404,7 @@ def test_a_request_scored_anew_is_learned_from_and_judges_nothing(recorded: list
     anew = rescore(other, recorded)
     for trace in anew:
         taught.observe(None, trace)
-    lesson = taught.lessons[None]
+    lesson = taught.requests[None]
     assert list(lesson.pending) == anew
     assert not lesson.held_back
     assert not lesson.arrived

@@ -69,13 +69,13 @@ def everything(assistant: OnlineAssistant) -> dict[str, Any]:
 
     lessons = [
         (s["domain"], s["requests_waiting"], s["observed"], s["seen"], {k: told(v) for k, v in s["traces"].items()})
-        for s in taught.state_dict()["lessons"]
+        for s in taught.state_dict()["requests"]
     ]
     tensors = {(d, name): p for d in (None, *drafts.domains) for name, p in drafts.model(d).named_parameters()}
     for domain in drafts.learning:
         tensors |= {(domain, "learned", name): p for name, p in taught.updater(domain).parameters.items()}
     return {
-        "lessons": lessons,
+        "requests": lessons,
         "decisions": [d.to_dict() for d in assistant.decisions],
         "versions": {d: drafts.serving_version(d) for d in drafts.domains},
         "router": assistant.router.state_dict() if assistant.router is not None else None,
@@ -87,7 +87,7 @@ def everything(assistant: OnlineAssistant) -> dict[str, Any]:
 def test_a_session_with_domains_goes_on_as_if_it_had_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd_hf.learning.lesson.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
+    monkeypatch.setattr("osd_hf.learning.requests.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
     saved = {}
     with routed() as straight:
         for split in (4, 12, 20):
@@ -104,7 +104,7 @@ def test_a_session_with_domains_goes_on_as_if_it_had_not_ended(
             assert everything(after) == expected, split
     assert set(expected["versions"]) == {"even", "odd"}
     assert "promoted" in {d["outcome"] for d in expected["decisions"]}
-    assert any(groups["held_back"] for *_, groups in expected["lessons"])
+    assert any(groups["held_back"] for *_, groups in expected["requests"])
     json.dumps(expected["decisions"])
 
 

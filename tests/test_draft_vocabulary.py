@@ -18,7 +18,7 @@ from osd_hf.decoding.generator import LeanCandidateGenerator, LeanDrafting
 from osd_hf.decoding.vocabulary import RestrictedDraft, TrafficVocabulary
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.evaluation.benchmark import serve_before
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.requests import DraftRequests
 from osd_hf.replay import completion_logits
 from osd_hf.trace import DraftRound, bare_trace
 
@@ -376,9 +376,9 @@ def test_what_counts_as_served_before_is_drafted_from(monkeypatch: pytest.Monkey
     settings = {"candidates": "both", "update_strategy": "manual"}
     assistant = assistant_of(target, draft, **settings)
     serve_before(assistant, [])
-    lesson, observe = assistant.drafts.lessons[None], Lesson.observe
+    lesson, observe = assistant.drafts.requests[None], DraftRequests.observe
     locked: list[bool] = []
-    monkeypatch.setattr(Lesson, "observe", lambda *args: locked.append(lesson.lock.locked()) or observe(*args))
+    monkeypatch.setattr(DraftRequests, "observe", lambda *args: locked.append(lesson.lock.locked()) or observe(*args))
     serve_before(assistant, traces)
     assert locked == [True] * len(traces)
     output = assistant.generate(models.prompt(), max_new_tokens=12, do_sample=False, learn=False)
@@ -394,7 +394,7 @@ def test_each_domain_has_its_tokens_and_their_base_has_all() -> None:
     assistant = assistant_of(target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2)
     assert served(assistant, "law")[-1] is not None
     assert set(served(assistant)) == {None}
-    chosen = assistant.drafts.lessons["law"].vocabulary.chosen
+    chosen = assistant.drafts.requests["law"].vocabulary.chosen
     with assistant.drafts.lease("law") as law, assistant.drafts.lease() as base:
         assert law.drafting is not None
         assert law.drafting.token_ids is chosen
@@ -408,11 +408,11 @@ def test_domains_that_take_turns_have_their_own_tokens() -> None:
     assistant = assistant_of(target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2)
     for domain in ("law", "art"):
         served(assistant, domain)
-        assistant.drafts.lessons[domain].vocabulary.chosen = np.arange(16) + (16 if domain == "art" else 0)
+        assistant.drafts.requests[domain].vocabulary.chosen = np.arange(16) + (16 if domain == "art" else 0)
     for domain in ("law", "art", "law", "art"):
         with assistant.drafts.lease(domain) as draft:
             assert draft.drafting is not None
-            assert draft.drafting.token_ids is assistant.drafts.lessons[domain].vocabulary.chosen
+            assert draft.drafting.token_ids is assistant.drafts.requests[domain].vocabulary.chosen
 
 
 @pytest.mark.usefixtures("small")
@@ -421,9 +421,9 @@ def test_reading_the_plan_makes_no_model_ready() -> None:
     assistant = assistant_of(target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2)
     served(assistant, "law")
     served(assistant, "art")
-    held = [serving.domain for serving in assistant.drafts._copies.held]
+    held = [serving.domain for serving in assistant.drafts._models.held]
     assistant.drafting_plan("law")
-    assert [serving.domain for serving in assistant.drafts._copies.held] == held
+    assert [serving.domain for serving in assistant.drafts._models.held] == held
 
 
 @pytest.mark.usefixtures("small")
@@ -451,7 +451,7 @@ def test_nobody_drafts_with_rows_that_change() -> None:
     target = models.build()
     assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
     served(assistant)
-    drafts, lesson = assistant.drafts, assistant.drafts.lessons[None]
+    drafts, lesson = assistant.drafts, assistant.drafts.requests[None]
     with drafts.lease() as first:
         assert first.drafting is not None
         before = first.drafting.token_ids
@@ -474,8 +474,8 @@ def test_a_compiled_draft_is_compiled_for_each_number_of_tokens(monkeypatch: pyt
     requests = [(ids, {}) for ids in models.prompts(4)] * 2
     counts = []
     for chosen in (None, np.arange(16), np.arange(16, 32), None, np.arange(16)):
-        assistant.drafts.lessons[None].vocabulary = TrafficVocabulary()
-        assistant.drafts.lessons[None].vocabulary.chosen = chosen
+        assistant.drafts.requests[None].vocabulary = TrafficVocabulary()
+        assistant.drafts.requests[None].vocabulary.chosen = chosen
         wrong, _ = greedy_divergences(target, assistant.generate, requests[:1])
         assert wrong == []
         counts.append(len(compiled))

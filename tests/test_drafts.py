@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from osd_hf import OnlineConfig, Trace, capture_traces
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.serving_models import Copies
 from osd_hf.learning.weights import Snapshot
 from osd_hf.models import merged as merged_model
-from osd_hf.utils.threads import Seeded
+from osd_hf.utils.context import Seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -221,21 +221,6 @@ def test_requests_of_many_threads_draft_with_whole_versions() -> None:
     assert drafts.num_serving == 1
 
 
-def test_a_version_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts, written, write = made("copies"), [], Copies._write
-
-    def counted(self: Copies, snapshot: Snapshot, model: Any) -> None:
-        written.append(model)
-        write(self, snapshot, model)
-
-    monkeypatch.setattr(drafts._copies, "_write", counted.__get__(drafts._copies))
-    promote(drafts, "a")
-    for _ in range(3):
-        with drafts.lease("a"):
-            assert drafts.model("a") is written[0]
-    assert len(written) == 1
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_earlier_version_serves_again(kind: str) -> None:
     drafts = made(kind)
@@ -265,11 +250,11 @@ def test_what_cannot_be_made_ready_costs_no_answer(
     promote(drafts, "a")
     version, snapshot = drafts.candidate("a")
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(drafts._copies, "_write", full)
+        patch.setattr(drafts_module, "write_snapshot", full)
         with pytest.raises(RuntimeError, match="out of memory"):
             drafts.promote("a", version, snapshot, "another")
         assert (drafts.serving_version("a"), drafts.taught_for("a")) == (1, "target 1")  # as before
@@ -309,7 +294,7 @@ def leased(drafts: DomainDrafts, domain: str | None) -> tuple[int, Any]:
         return serving.version, serving.model
 
 
-@pytest.mark.parametrize("held_up", ["another", "_write"])
+@pytest.mark.parametrize("held_up", ["shared_copy", "write_snapshot"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_making_one_draft_ready_holds_up_no_other_request(
     kind: str, held_up: str, monkeypatch: pytest.MonkeyPatch
@@ -317,16 +302,16 @@ def test_making_one_draft_ready_holds_up_no_other_request(
     drafts, door = made(kind), Door()
     for seed, domain in enumerate("ab"):
         promote(drafts, domain, seed)
-    copies = drafts._copies
+    copies = drafts._models
     copies.held[:] = [serving for serving in copies.held if serving.domain == "b"]  # a's was let go
-    do = getattr(copies, held_up)
+    do = getattr(drafts_module, held_up)
 
-    def waiting(*args: Any) -> Any:
+    def waiting(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() in makers:
             door()
-        return do(*args)
+        return do(*args, **kwargs)
 
-    monkeypatch.setattr(copies, held_up, waiting)
+    monkeypatch.setattr(drafts_module, held_up, waiting)
     makers: list[threading.Thread] = []
     start = threading.Event()
 
@@ -361,15 +346,15 @@ def test_making_one_draft_ready_holds_up_no_other_request(
 def test_requests_draft_with_the_version_before_while_the_next_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     drafts, door = made("copies"), Door()
     first, _ = promote(drafts, "a", seed=1)
-    another = drafts._copies.another
+    shared_copy = drafts_module.shared_copy
 
-    def waiting() -> Any:
+    def waiting(model: Any) -> Any:
         door()
-        return another()
+        return shared_copy(model)
 
     with drafts.lease("a") as old:  # so that the next one needs a model of its own
         held = weights(old.model)
-        monkeypatch.setattr(drafts._copies, "another", waiting)
+        monkeypatch.setattr(drafts_module, "shared_copy", waiting)
         learner, _ = in_thread(lambda: promote(drafts, "a", seed=2))
         assert door.reached.wait(HANG)
         request, found = in_thread(lambda: (leased(drafts, "a"), drafts.serving_version("a")))
@@ -381,23 +366,23 @@ def test_requests_draft_with_the_version_before_while_the_next_is_made_ready(mon
     assert drafts.num_serving == 1
 
 
-@pytest.mark.parametrize("broken", ["another", "_write", "_draft_with"])
+@pytest.mark.parametrize("broken", ["shared_copy", "write_snapshot", "LeanDrafting"])
 def test_a_copy_that_fails_leaves_nothing_and_the_next_request_makes_it(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafts = made("copies")
     promote(drafts, "a")
-    drafts._copies.held.clear()
+    drafts._models.held.clear()
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(drafts._copies, broken, full)
+        patch.setattr(drafts_module, broken, full)
         assert leased(drafts, "a")[1] is drafts.base
         with pytest.raises(MemoryError):
             drafts.model("a")
-        assert (drafts._copies.held, drafts._copies.making, drafts.base in drafts._copies.made) == ([], set(), True)
+        assert (drafts._models.held, drafts._models.filling, drafts.base in drafts._models.made) == ([], set(), True)
     assert leased(drafts, "a")[0] == 1
     assert drafts.num_serving == 1
 
@@ -405,48 +390,15 @@ def test_a_copy_that_fails_leaves_nothing_and_the_next_request_makes_it(
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_longest_unused_gives_way_and_comes_back_whole(kind: str) -> None:
-    size = made(kind).bytes_per_draft
-    drafts = made(kind, OnlineConfig(update_strategy="interval", max_draft_bytes=2 * size + 1))
-    expected = {}
-    for seed, domain in enumerate("abc"):
-        promote(drafts, domain, seed)
-        expected[domain] = weights(drafts.model(domain))
-        assert drafts.num_serving <= 2
-
-    def use(domain: str) -> Any:
-        with drafts.lease(domain) as serving:
-            assert same(weights(serving.model), expected[domain])
-            return serving.model
-
-    use("a"), use("b")
-    kept = use("a")
-    use("c")  # in the place of b
-    assert drafts.num_serving == 2
-    assert {s.domain for s in drafts._copies.held} == {"a", "c"}
-    assert use("a") is kept
-    use("b")
-    with drafts.lease("a"), drafts.lease("b"), drafts.lease("c"):  # all at once need room for a while
-        assert drafts.num_serving == 3
-    assert drafts.num_serving == 2
-
-
-def test_one_is_held_however_small_the_limit() -> None:
-    drafts = made("copies", OnlineConfig(update_strategy="interval", max_draft_bytes=1))
-    for seed, domain in enumerate("ab"):
-        promote(drafts, domain, seed)
-    for domain in "abba":
-        with drafts.lease(domain) as serving:
-            assert (serving.domain, drafts.num_serving) == (domain, 1)
-
-
-def test_further_domains_take_the_base_draft(caplog: pytest.LogCaptureFixture) -> None:
-    drafts = made("copies", OnlineConfig(update_strategy="interval", max_drafts=2))
+def test_further_domains_take_the_base_draft(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts_module, "MAX_DRAFTS", 2)
+    drafts = made("copies")
     with caplog.at_level(logging.WARNING):
         assert [drafts.admit(domain) for domain in "abcacdb"] == [True, True, False, True, False, False, True]
     assert len(caplog.records) == 1
-    assert "`max_drafts`" in caplog.text
+    assert "the maximum" in caplog.text
     assert drafts.domains == ("a", "b")
     assert (drafts.key("c"), drafts.model("c") is drafts.base) == (None, True)
 
@@ -659,22 +611,3 @@ def test_loaded_drafts_serve_though_their_numbers_are_those_held(tmp_path: Path)
     theirs.save_pretrained(tmp_path)
     ours.load_pretrained(tmp_path)
     assert same({name: weights(ours.model("a"))[name] for name in snapshot}, snapshot)
-
-
-def test_weights_that_could_not_be_written_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = DomainDrafts(models.pair()[1], per_domain=False)
-    snapshot = {name: torch.full_like(p, 0.25) for name, p in drafts.base.named_parameters()}
-    with monkeypatch.context() as patch:
-        patch.setattr("osd_hf.learning.drafts.write_snapshot", lambda *_, **__: 1 / 0)
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                drafts.tried(snapshot)
-    assert all(bool((p == 0.25).all()) for p in drafts.tried(snapshot).parameters())
-
-
-def test_a_child_waits_for_no_tokens_that_its_parent_was_changing() -> None:
-    drafts = DomainDrafts(models.pair()[1], per_domain=False)
-    drafts._copies.base.is_changing = True
-    drafts._begin_in_child()
-    with drafts.lease() as draft:
-        assert draft.model is drafts.base

@@ -24,7 +24,7 @@ from osd_hf import live_learning as live_module
 from osd_hf.errors import LearnerError, StateError, StoreError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.store import folder as shards
 from osd_hf.utils.disk import wait_for_lock
@@ -35,6 +35,11 @@ CONFIG = OnlineConfig(num_assistant_tokens=5, update_strategy="interval",
     gate=False,
 )  # fmt: skip
 IDLE = replace(CONFIG, update_strategy="idle")
+
+
+@pytest.fixture(autouse=True)
+def save_after_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "UPDATES_BETWEEN_SAVES", 1)
 
 
 def ask(
@@ -110,9 +115,9 @@ def test_a_learner_that_always_fails_is_told_of_once_pauses_and_resumes_by_itsel
     caplog.set_level(logging.INFO, logger="osd_hf")
     config = replace(CONFIG, update_strategy=strategy, update_interval=2, gate=True, learning_rate=0.1)
     assistant, tried = OnlineAssistant(target, draft, config=config), []
-    begin = Lesson.begin_update
+    begin = DraftRequests.begin_update
 
-    def begun(self: Lesson) -> list[Trace]:
+    def begun(self: DraftRequests) -> list[Trace]:
         tried.append(assistant.stats.num_requests)
         return begin(self)
 
@@ -121,7 +126,7 @@ def test_a_learner_that_always_fails_is_told_of_once_pauses_and_resumes_by_itsel
             assert ask(assistant.generate, number, 3, vocab_size=12) == alone[number % 9]
             assert assistant.wait_until_idle(LONG)
 
-    monkeypatch.setattr(Lesson, "begin_update", begun)
+    monkeypatch.setattr(DraftRequests, "begin_update", begun)
     with monkeypatch.context() as patch:
         fails(patch)
         serve(range(42))
@@ -220,17 +225,16 @@ def test_a_disk_that_is_full_while_saving_costs_no_answer(
     }  # fmt: skip
     target, draft = models.pair()
     alone = answers(target.generate, range(9))
-    config = replace(CONFIG, autosave_interval=1)
-    assistant = OnlineAssistant(target, draft, config=config, autosave=tmp_path)
+    assistant = OnlineAssistant(target, draft, config=CONFIG, autosave=tmp_path)
 
     def saved() -> None:
-        assert assistant._live.saving is not None
-        assistant._live.saving.join(LONG)
-        assert not assistant._live.saving.is_alive()
+        assert assistant._live.save_thread is not None
+        assistant._live.save_thread.join(LONG)
+        assert not assistant._live.save_thread.is_alive()
 
     found = answers(assistant.generate, range(3))
     saved()
-    held = OnlineAssistant(target, draft, config=config)
+    held = OnlineAssistant(target, draft, config=CONFIG)
     with monkeypatch.context() as patch:
         patch.setattr(homes[place], place, full)
         found += answers(assistant.generate, range(3, 6))
@@ -254,19 +258,19 @@ def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
 ) -> None:
     target, draft = models.pair()
     alone = answers(target.generate, range(9))
-    assistant = OnlineAssistant(target, draft, config=replace(CONFIG, autosave_interval=1), autosave=tmp_path)
+    assistant = OnlineAssistant(target, draft, config=CONFIG, autosave=tmp_path)
     monkeypatch.setattr(live_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
     held = wait_for_lock(tmp_path / session_module.LOCK, 0.0)
     found = answers(assistant.generate, range(3))
-    assert assistant._live.saving is not None
-    assistant._live.saving.join(LONG)  # long before the patience of a save that was asked for ends
+    assert assistant._live.save_thread is not None
+    assistant._live.save_thread.join(LONG)  # long before the patience of a save that was asked for ends
     found += answers(assistant.generate, range(3, 6))
-    assistant._live.saving.join(LONG)
+    assistant._live.save_thread.join(LONG)
     assert "the next autosave tries again" in caplog.text
     assert not session_module.has_session(tmp_path)
     held.release()
     found += answers(assistant.generate, range(6, 9))
-    assistant._live.saving.join(LONG)
+    assistant._live.save_thread.join(LONG)
     assert found == alone
     assert session_module.has_session(tmp_path)
     assistant.close()
@@ -295,7 +299,7 @@ def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
 ) -> None:
     target, draft = models.bigram(0, vocab_size=12), models.bigram(1, vocab_size=12)
     alone = answers(target.generate, range(9), max_new_tokens=3, vocab_size=12)
-    changes = {"update_interval": 8, "autosave_interval": 1, "learning_rate": 0.1, "gate": True}
+    changes = {"update_interval": 8, "learning_rate": 0.1, "gate": True}
     config = replace(CONFIG, update_strategy=strategy, **changes)
     store = CorrectionStore(tmp_path / "log", flush_every=1)
     assistant = OnlineAssistant(target, draft, config=config, store=store, autosave=tmp_path / "session")
@@ -304,8 +308,8 @@ def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
         for number in numbers:
             assert ask(assistant.generate, number, 3, vocab_size=12) == alone[number % 9]
             assert assistant.wait_until_idle(LONG)
-            if assistant._live.saving is not None:
-                assistant._live.saving.join(LONG)
+            if assistant._live.save_thread is not None:
+                assistant._live.save_thread.join(LONG)
 
     with monkeypatch.context() as patch:
         patch.setattr(shards.os, "fsync", full)
@@ -396,7 +400,7 @@ def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none
             other.join()
         assert assistant.stats.num_requests == 2
         assistant.load_state(tmp_path)
-        (lesson,) = learner.state_dict()["lessons"]
+        (lesson,) = learner.state_dict()["requests"]
         assert assistant.stats.num_requests == lesson["observed"] == (2 if is_saved_beside else 1)
 
 
@@ -423,7 +427,7 @@ def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
         monkeypatch.setattr(assistant._live.tally, "load", loaded)
         assistant.load_state(tmp_path)
         other.join()
-        (lesson,) = assistant._learner.state_dict()["lessons"]
+        (lesson,) = assistant._learner.state_dict()["requests"]
         assert assistant.stats.num_requests == lesson["observed"] == 2
 
 
@@ -527,7 +531,7 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
     def began(module: Any, *_: Any) -> None:
         if module is target:
             forwards[0] += 1
-            if learns[0] and not assistant._live.traffic.gives_way:
+            if learns[0]:
                 overlapped.append("a request began while learning")
 
     def ended(module: Any, *_: Any) -> None:

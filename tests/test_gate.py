@@ -1,18 +1,42 @@
+"""The gate, the choice of the draft, and the effort of learning."""
+
+import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf.acceptance import AcceptanceStats, paired_gain
+from osd_hf.assistant import OnlineAssistant
+from osd_hf.config import OnlineConfig
+from osd_hf.decoding.draft_length import RoundTime
 from osd_hf.learning import gate as module
-from osd_hf.learning.gate import LEAST_HELD_BACK, LEAST_SERVED, judge, regressed
-from osd_hf.learning.lesson import HELD_BACK, HOLD_BACK_EVERY, WATCHED, Lesson
-from osd_hf.trace import Trace
+from osd_hf.learning.gate import (
+    CHOICE_MEMORY,
+    DECISION_INTERVAL,
+    EARLY_REQUESTS,
+    GAIN_WINDOW,
+    MIN_EFFORT_COST,
+    MIN_HELD_BACK,
+    MIN_SERVED,
+    RECENT_REQUESTS,
+    DraftChoice,
+    Effort,
+    judge,
+    regressed,
+)
+from osd_hf.learning.learner import Learner
+from osd_hf.learning.requests import HOLD_BACK_EVERY, NUM_HELD_BACK, NUM_WATCHED, DraftRequests
+from osd_hf.trace import DraftRound, Trace, bare_trace
 
 
 def request(domain: str | None = None) -> Trace:
@@ -75,24 +99,6 @@ def test_the_error_of_a_gain_is_that_of_a_bootstrap_over_requests(likeness: floa
     assert error == pytest.approx(float(np.std(alphas[1] - alphas[0])), rel=0.1)
 
 
-def test_the_error_is_that_of_repeated_streams() -> None:
-    rng = np.random.default_rng(4)
-    found = np.array([paired_gain(*stream(rng, 32)) for _ in range(300)])
-    assert found[:, 1].mean() == pytest.approx(found[:, 0].std(), rel=0.1)
-    assert abs(found[:, 0].mean()) < 3 * found[:, 0].std() / math.sqrt(300)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=20))
-def test_turned_round_a_gain_is_a_loss(pairs: list[tuple[int, int]]) -> None:
-    before = each([(30, min(a, 30)) for a, _ in pairs])
-    after = each([(30, min(b, 30)) for _, b in pairs])
-    gain, error = paired_gain(before, after)
-    back, same = paired_gain(after, before)
-    assert (gain, error) == (pytest.approx(-back), pytest.approx(same))
-    assert paired_gain(before, before)[0] == 0
-    assert error == math.inf if len(pairs) == 1 else error >= 0
-
-
 def test_hard_and_easy_requests_cancel() -> None:
     before = each([(20, 2), (20, 18), (20, 5), (20, 15)])
     after = each([(20, 3), (20, 19), (20, 6), (20, 16)])
@@ -105,25 +111,18 @@ def test_where_nothing_was_examined_there_is_no_gain() -> None:
         assert all(map(math.isnan, paired_gain(*sides)))
 
 
-def test_traffic_in_turns_is_held_back_from_every_domain() -> None:
-    lesson = Lesson()
-    for i in range(4 * HOLD_BACK_EVERY * HELD_BACK):
-        lesson.hold_back(request(domain="abcd"[i % 4]))
-    assert {trace.domain for trace in lesson.held_back} == set("abcd")
-
-
 # --- requests held back ---------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 300))
 def test_no_request_is_lost_or_learned_from_twice(number: int) -> None:
-    lesson, requests = Lesson(), [request() for _ in range(number)]
+    lesson, requests = DraftRequests(), [request() for _ in range(number)]
     learned = [out for trace in requests if (out := lesson.hold_back(trace)) is not None]
     assert sorted(map(id, [*learned, *lesson.held_back])) == sorted(map(id, requests))
-    whole = Lesson()
+    whole = DraftRequests()
     kept = [trace for trace in requests if whole.hold_back(trace) is not trace]
-    assert list(lesson.held_back) == kept[-HELD_BACK:]  # the newest
-    assert [trace for trace in learned if trace in set(kept)] == kept[:-HELD_BACK]
+    assert list(lesson.held_back) == kept[-NUM_HELD_BACK:]  # the newest
+    assert [trace for trace in learned if trace in set(kept)] == kept[:-NUM_HELD_BACK]
     for block in range(number // HOLD_BACK_EVERY):
         four = requests[block * HOLD_BACK_EVERY : (block + 1) * HOLD_BACK_EVERY]
         assert sum(trace in set(kept) for trace in four) == 1
@@ -169,11 +168,11 @@ def test_what_becomes_of_a_version(by: list[int], outcome: str) -> None:
     assert json.loads(json.dumps(decision.to_dict()))["reason"] == decision.reason
 
 
-@pytest.mark.parametrize("number", range(LEAST_HELD_BACK))
+@pytest.mark.parametrize("number", range(MIN_HELD_BACK))
 def test_few_held_back_requests_promote_nothing(number: int) -> None:
     decision = judged(ALIKE[:number], moved(ALIKE[:number], [9]))
     assert (decision.outcome, decision.serving, decision.requests) == ("kept back", 3, number)
-    assert str(LEAST_HELD_BACK) in decision.reason
+    assert str(MIN_HELD_BACK) in decision.reason
 
 
 def test_where_nothing_was_drafted_nothing_is_promoted() -> None:
@@ -201,7 +200,7 @@ def rolled_back_after(
     """Requests until a rollback, asked as a learner asks: every 8 requests, over the newest since a promotion."""
     since = 0
     for seen in range(8, len(before) + 1, 8):
-        start = max(since, seen - WATCHED)
+        start = max(since, seen - NUM_WATCHED)
         if regressed(5, 4, None, before[start:seen], after[start:seen]) is not None:
             return seen
         if promoted_every is not None and seen % promoted_every == 0:
@@ -244,7 +243,7 @@ def test_a_rollback_tells_what_it_rests_on() -> None:
     json.dumps(decision.to_dict())
 
 
-@pytest.mark.parametrize("number", range(LEAST_SERVED))
+@pytest.mark.parametrize("number", range(MIN_SERVED))
 def test_few_served_requests_roll_nothing_back(number: int) -> None:
     assert regressed(5, 4, None, each([(9, 9)] * number), each([(9, 0)] * number)) is None
 
@@ -255,9 +254,470 @@ def test_a_better_version_or_none_at_all_is_left_alone() -> None:
 
 
 def test_the_evidence_is_bounded() -> None:
-    lesson = Lesson()
-    lesson.arrived.extend(request() for _ in range(3 * WATCHED))
-    for _ in range(40 * HELD_BACK):
+    lesson = DraftRequests()
+    lesson.arrived.extend(request() for _ in range(3 * NUM_WATCHED))
+    for _ in range(40 * NUM_HELD_BACK):
         lesson.hold_back(request())
-    assert (len(lesson.arrived), len(lesson.held_back)) == (WATCHED, HELD_BACK)
-    assert module.FELL < module.ROLL_BACK
+    assert (len(lesson.arrived), len(lesson.held_back)) == (NUM_WATCHED, NUM_HELD_BACK)
+    assert module.DROP_ERRORS < module.ROLL_BACK_ERRORS
+
+
+# --- the draft of the next request -----------------------------------------------------------------------------------
+
+
+CONFIG = OnlineConfig(
+    update_interval=4, steps_per_update=2, batch_size=4, learning_rate=3e-3, update_strategy="interval"
+)
+
+
+def scored(accepted: int, examined: int = 20) -> AcceptanceStats:
+    return AcceptanceStats.from_counts(
+        drafted=examined, examined=examined, accepted=accepted, emitted=examined, target_forwards=5
+    )
+
+
+def test_the_learned_draft_serves_where_nothing_is_known() -> None:
+    assert not DraftChoice().is_original()
+
+
+def test_two_bad_requests_of_other_traffic_change_the_choice_and_two_good_ones_change_it_back() -> None:
+    choice = DraftChoice()
+    for _ in range(30):
+        choice.add(request(), scored(8), scored(14))
+    assert not choice.is_original()
+    for _ in range(2):
+        choice.add(request(), scored(10), scored(1))
+    assert choice.is_original()
+    choice.add(request(), scored(10), scored(15))
+    choice.add(request(), scored(10), scored(15))
+    assert not choice.is_original()
+
+
+def test_a_new_version_is_known_by_what_it_was_tried_on() -> None:
+    choice, tried = DraftChoice(), [request() for _ in range(4)]
+    for trace in tried:
+        choice.add(trace, scored(10), scored(4))
+    assert choice.is_original()
+    for trace in tried:
+        choice.replace_learned(trace, scored(12))
+    choice.replace_learned(request(), scored(0))  # one that nobody remembers
+    assert not choice.is_original()
+    assert choice.alphas() == pytest.approx((0.5, 0.6))
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    choice = DraftChoice()
+    traces = [request() for _ in range(CHOICE_MEMORY + 3)]
+    for trace in traces:
+        choice.add(trace, scored(1), scored(2))
+    assert [choice.of(trace) is None for trace in traces].count(True) == 3
+
+
+def served_version(assistant: OnlineAssistant, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    seen: list[Trace] = []
+    output = assistant.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12, on_trace=seen.append
+    )
+    return output, seen[0].draft_version
+
+
+def spoil(assistant: OnlineAssistant) -> None:
+    """Let weights serve that no gate has seen."""
+    drafts = assistant.drafts
+    number, weights = drafts.candidate(None)
+    noise = {name: weight + 0.5 * torch.randn_like(weight) for name, weight in weights.items()}
+    drafts.promote(None, number, noise)
+
+
+@pytest.mark.parametrize("strategy", ["spread", "interval", "idle", "manual"])
+def test_after_one_answer_a_draft_that_does_badly_is_not_asked_again(strategy: str) -> None:
+    target, draft = models.pair(noise=0.1)
+    with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy=strategy)) as assistant:
+        prompts = models.prompts(8)
+        served_version(assistant, prompts[0])
+        spoil(assistant)
+        bad, versions = assistant.version, []
+        for ids in prompts[1:3]:
+            output, version = served_version(assistant, ids)
+            assert torch.equal(output, target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12))
+            versions.append(version)
+            assert assistant.wait_until_idle(60)
+        assert versions == [bad, 0]
+        assert assistant._learner.prefers_original(None)
+
+
+def test_what_is_known_of_both_outlives_a_session(tmp_path: Path) -> None:
+    target, draft = models.pair(noise=0.1)
+    prompts = models.prompts(8)
+    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
+        served_version(assistant, prompts[0])
+        spoil(assistant)
+        served_version(assistant, prompts[1])
+        assistant._learner.requests[None].effort.share = 0.25
+        known = assistant._learner.requests[None].choice.alphas()
+        assistant.save_state(tmp_path)
+    with OnlineAssistant(target, draft, config=CONFIG) as resumed:
+        resumed.load_state(tmp_path)
+        assert resumed._learner.requests[None].choice.alphas() == known
+        assert resumed.effort == 0.25
+        assert served_version(resumed, prompts[2])[1] == 0
+
+
+def test_without_a_gate_every_request_is_served_by_the_newest_version() -> None:
+    target, draft = models.pair(noise=0.1)
+    with OnlineAssistant(target, draft, config=replace(CONFIG, gate=False)) as assistant:
+        prompts = models.prompts(6)
+        served_version(assistant, prompts[0])
+        spoil(assistant)
+        assert [served_version(assistant, ids)[1] for ids in prompts[1:3]] == [assistant.version] * 2
+
+
+def test_an_answer_carries_its_share_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+    step: Callable[[Learner], Any] = Learner.step
+
+    def counted(self: Learner) -> Any:
+        parts[-1] += 1
+        return step(self)
+
+    monkeypatch.setattr(Learner, "step", counted)
+    target, draft = models.pair(noise=0.2)
+    config = OnlineConfig(update_interval=4, steps_per_update=6, batch_size=4, learning_rate=3e-3)
+    versions = []
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        for ids in models.prompts(36):
+            parts.append(0)
+            versions.append(served_version(assistant, ids)[1])
+    assert len(assistant.decisions) == 8
+    # One update after the other: none waits until the next is due, and no answer does much more than another.
+    assert parts[:3] == [0, 0, 0]
+    assert min(parts[3:35]) > 0
+    later = parts[11:35]
+    assert max(later) <= 2 * sum(later) / len(later)
+
+
+def test_what_was_saved_is_rounds_that_the_draft_as_it_was_would_have_needed() -> None:
+    target, draft = models.pair(noise=0.3)
+    with OnlineAssistant(target, draft, config=replace(CONFIG, num_assistant_tokens=3)) as assistant:
+        assert assistant.saved_seconds is None
+        for ids in models.prompts(5):
+            served_version(assistant, ids)
+        assert assistant.saved_seconds == 0.0
+        number, _ = assistant.drafts.candidate(None)
+        perfect = {name: p.detach().clone() for name, p in target.named_parameters()}
+        assistant.drafts.promote(None, number, perfect)
+        ids = models.prompts(6)[5]
+        served_version(assistant, ids)
+        original, learned = list(assistant._learner.requests[None].choice._known.values())[-1]
+        seconds = assistant.drafts.pacer.round_seconds(3)
+        assert seconds is not None and learned.target_forwards < original.target_forwards
+        saved = (original.target_forwards - learned.target_forwards) * seconds
+        assert assistant.saved_seconds == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(("from_text", "share"), [((), 1.0), ((0, 1), 0.5), ((0, 1, 2, 3), 0.0)])
+def test_learning_saves_as_much_as_the_draft_gave(from_text: tuple[int, ...], share: float) -> None:
+    config = replace(CONFIG, num_assistant_tokens="auto")
+    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config) as assistant:
+        costs, learner = assistant.drafts.pacer.costs, assistant._learner
+        for _ in range(20):
+            costs.add(RoundTime(seconds=1.0))
+            for k in (1, 4):
+                costs.add(RoundTime(k, k, 1, 0.1, 0.1 * (k - 1), 1.0 + 0.1 * k))
+        text = np.isin(np.arange(4), from_text)
+        rounds = (DraftRound(np.ones(4, np.int32), 4, 5, from_text=text if from_text else None),)
+        trace = replace(bare_trace([1], [1] * 5, models.VOCAB), rounds=rounds)
+        original, learned = (
+            AcceptanceStats.from_counts(drafted=10, examined=10, accepted=n, emitted=10, target_forwards=5)
+            for n in (2, 8)
+        )
+        before, after = (learner.drafts.pacer.token_seconds(alpha) for alpha in (0.2, 0.8))
+        assert before is not None and after is not None and before > after
+        assert learner._saved_by(trace, original, learned) == pytest.approx(5 * (before - after) * share)
+
+
+def accepted_of(number: int, of: int = 20) -> Trace:
+    """A request of which so many drafted tokens were accepted, each round one."""
+    one = np.ones(1, np.int32)
+    rounds = [DraftRound(one, 1, 1)] * number + [DraftRound(2 * one, 0, 1)] * (of - number)
+    return replace(bare_trace([1, 2], [1] * of, models.VOCAB), rounds=tuple(rounds))
+
+
+def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
+    lesson = DraftRequests(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    compared = []
+    for i in range(40):
+        lesson.observe(accepted_of(15 + i % 3))
+        if not lesson.may_wait():
+            compared.append((i, *lesson.take_arrived()))
+    assert [i for i, *_ in compared] == list(range(3, 40, 4))
+    assert {(len(traces), stands_for) for _, traces, stands_for in compared} == {(1, 4)}
+
+
+def test_all_are_compared_from_one_on_that_is_accepted_much_less() -> None:
+    lesson = DraftRequests(config=OnlineConfig())
+    lesson.effort.share = 0.1
+    for i in range(40):
+        lesson.observe(accepted_of(15 + i % 3))
+        if not lesson.may_wait():
+            lesson.take_arrived()
+    lesson.observe(accepted_of(16))
+    assert lesson.may_wait()
+    lesson.observe(accepted_of(4))
+    assert not lesson.may_wait()
+    traces, stands_for = lesson.take_arrived()
+    assert (len(traces), stands_for) == (2, 1)
+    for _ in range(11):
+        lesson.observe(accepted_of(16))
+        assert not lesson.may_wait()
+        assert len(lesson.take_arrived()[0]) == 1
+    lesson.observe(accepted_of(16))
+    assert lesson.may_wait()
+
+
+@pytest.mark.parametrize("serves", ["all effort", "the draft as it was"])
+def test_all_are_compared_while_much_is_learned_and_while_the_draft_as_it_was_serves(serves: str) -> None:
+    lesson = DraftRequests(config=OnlineConfig())
+    if serves == "the draft as it was":
+        lesson.effort.share = 0.1
+        lesson.choice.add(request(), scored(10), scored(5))
+    for _ in range(10):
+        lesson.observe(accepted_of(16))
+        assert not lesson.may_wait()
+        assert len(lesson.take_arrived()[0]) == 1
+
+
+def test_a_request_that_stands_for_several_saves_for_as_many() -> None:
+    def decided(stands_for: int) -> float:
+        effort = Effort(0.01)
+        for i in range(2 * 64):
+            effort.spent(1.0)
+            gain = i // 64
+            effort.add(scored(5 + i % 2), scored(6 + 4 * gain + i % 2), 0.2 * gain, stands_for)
+        return effort.share
+
+    assert decided(1) < decided(4) == 1.0
+
+
+def test_the_least_is_done_at_once_where_nothing_is_saved() -> None:
+    def decided(saved: float) -> float:
+        effort = Effort(0.01)
+        for i in range(2 * 64):
+            effort.spent(1.0)
+            effort.add(scored(5 + i % 2), scored(8 + 4 * (i // 64) + i % 2), saved * (i // 64))
+        return effort.share
+
+    assert decided(0.0) == 0.01
+    assert decided(0.4) == 0.5  # not quite as much as it takes
+    assert decided(2.0) == 1.0
+
+
+# --- the effort ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def of(alpha: float, examined: int = 100) -> AcceptanceStats:
+    return scored(round(alpha * examined), examined)
+
+
+def gains(effort: Effort, values: object) -> None:
+    for gain in values:  # type: ignore[attr-defined]
+        effort.add(of(0.3), of(min(max(0.3 + float(gain), 0.0), 1.0)))
+
+
+def noise(requests: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 0.12, requests)
+
+
+@settings(max_examples=40)  # a series of a thousand requests each
+@given(st.integers(0, 200))
+def test_all_is_done_while_acceptance_rises(seed: int) -> None:
+    effort = Effort(1 / 16)
+    gains(effort, np.linspace(0, 0.5, 6 * GAIN_WINDOW) + noise(6 * GAIN_WINDOW, seed) / 3)
+    assert effort.share == 1
+
+
+def test_little_is_done_once_acceptance_stands() -> None:
+    shares = []
+    for seed in range(20):  # chance doubles the share now and then
+        effort = Effort(1 / 16)
+        gains(effort, 0.3 + noise(2 * GAIN_WINDOW - 1, seed))
+        assert effort.share == 1  # nothing is known yet
+        gains(effort, 0.3 + noise(14 * DECISION_INTERVAL, seed + 1000))
+        shares.append(effort.share)
+    assert min(shares) == 1 / 16
+    assert np.median(shares) <= 1 / 8
+
+
+def test_all_is_done_again_when_traffic_changes() -> None:
+    for fallen in (-0.2, 0.02):  # worse than the draft as it was; or just of little use
+        effort = Effort(1 / 16)
+        gains(effort, 0.3 + noise(2 * GAIN_WINDOW + 6 * DECISION_INTERVAL))
+        assert effort.share < 1
+        gains(effort, fallen + noise(2 * RECENT_REQUESTS) / 3)
+        assert effort.share == 1
+
+
+def rising(effort: Effort, saved: float | None, seconds: float, seed: int = 0, count: int = 8 * GAIN_WINDOW) -> float:
+    """The share once alpha rises steadily, by 0.1 a window, each 0.1 of it saves `saved` seconds a request, and a
+    request's learning takes `seconds` at full effort; the mean over the second half of the count."""
+    shares = []
+    for gain in np.linspace(0, 0.1 * count / GAIN_WINDOW, count) + noise(count, seed) / 4:
+        effort.spent(seconds * effort.share)
+        alpha = float(np.clip(0.1 + gain, 0, 1))
+        effort.add(of(0.1), of(alpha), None if saved is None else saved * 10 * gain)
+        shares.append(effort.share)
+    return float(np.mean(shares[count // 2 :]))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -> None:
+    # After n requests a window's rise saves n times its seconds, for a window's learning.
+    pays = 0.1
+    assert rising(Effort(1 / 16), 3 * pays, 0.1, seed) == 1
+    assert rising(Effort(1 / 16), None, 0.1, seed) == 1  # nobody knows
+    assert rising(Effort(1 / 16), pays / 100, 0.1, seed) < 0.15
+    assert rising(Effort(1.0), pays / 100, 0.1, seed) == 1  # asked for
+
+
+@pytest.mark.parametrize(("could_save", "requests"), [(0.01, EARLY_REQUESTS), (0.1, None), (None, None)])
+def test_where_no_draft_could_save_enough_little_is_done_at_once(
+    could_save: float | None, requests: int | None
+) -> None:
+    effort, seen = Effort(1 / 256), None
+    for number in range(1, 2 * EARLY_REQUESTS + 1):
+        effort.spent(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=could_save)
+        seen = seen or (number if effort.share == 1 / 256 else None)
+    assert seen == requests
+    effort.restart()  # traffic has changed, prices have not
+    for _ in range(EARLY_REQUESTS):
+        assert effort.share == 1
+        effort.spent(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=could_save)
+    assert (effort.share == 1 / 256) == (requests is not None)
+
+
+def test_all_is_done_once_a_draft_could_save_what_it_takes() -> None:
+    effort = Effort(1 / 16)
+    for _ in range(EARLY_REQUESTS):
+        effort.spent(0.1)
+        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=0.01)
+    assert effort.share == 1 / 16
+    effort.load_state_dict(json.loads(json.dumps(effort.state_dict())))
+    for _ in range(4 * EARLY_REQUESTS):
+        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=0.05)
+    assert effort.share == 1 / 16  # less than it would take
+    for _ in range(EARLY_REQUESTS):
+        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=0.2)
+    assert effort.share == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chance_does_not_bring_all_of_it_back(seed: int) -> None:
+    effort, rng = Effort(1 / 16), np.random.default_rng(seed)
+    for _ in range(EARLY_REQUESTS):
+        effort.spent(0.1)
+        effort.add(of(0.3), of(0.3), 0.0, possible_seconds=0.01)
+    for could_save in rng.exponential(0.07, size=20 * EARLY_REQUESTS):
+        effort.add(of(0.3), of(0.3), 0.0, possible_seconds=float(could_save))
+    assert effort.share == 1 / 16
+    for could_save in rng.exponential(0.4, size=2 * EARLY_REQUESTS):
+        effort.add(of(0.3), of(0.3), 0.0, possible_seconds=float(could_save))
+    assert effort.share == 1
+
+
+def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:
+    effort = Effort(1 / 16)
+    for share in (1, 1 / 8):  # whatever it takes, as it may be worth it
+        effort.share = share
+        effort.served(1.0)
+        effort.spent(10.0)
+        assert effort.is_paid
+    effort.share = effort.least
+    assert effort.is_paid
+    taken, requests = 0.0, 1000
+    for _ in range(requests):
+        effort.served(1.0)
+        if effort.is_paid:
+            effort.spent(0.5)
+            taken += 0.5
+    assert MIN_EFFORT_COST * requests - 0.5 <= taken <= MIN_EFFORT_COST * requests + 0.5
+    effort.restart()
+    assert effort.is_paid
+
+
+def test_updates_come_however_much_comparing_takes() -> None:
+    effort, updates = Effort(1 / 16), 0
+    effort.share = effort.least
+    for _ in range(1000):
+        effort.served(1.0)
+        effort.spent(2 * MIN_EFFORT_COST, on_comparison=True)
+        if effort.is_paid:
+            effort.spent(1.0)
+            updates += 1
+    assert updates == pytest.approx(1000 * MIN_EFFORT_COST, abs=1)
+
+
+def test_a_saved_effort_goes_on() -> None:
+    one, other = Effort(1 / 16), Effort(1 / 16)
+    rising(one, 0.01, 0.1, count=3 * GAIN_WINDOW + 5)
+    one.share = one.least
+    one.served(1.0)
+    one.spent(5.0)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert one.is_paid == other.is_paid is False
+    for effort in (one, other):
+        rising(effort, 0.01, 0.1, seed=1, count=2 * GAIN_WINDOW)
+    assert one.state_dict() == other.state_dict()
+
+
+def test_a_slow_fall_is_seen() -> None:
+    looked_at = 0
+    for seed in range(20):
+        effort = Effort(1 / 16)
+        gains(effort, 0.3 + noise(2 * GAIN_WINDOW + 4 * DECISION_INTERVAL, seed))
+        if effort.share == 1:  # by chance
+            continue
+        looked_at += 1
+        reached = []
+        for one in np.linspace(0.3, 0.05, 5 * GAIN_WINDOW) + noise(5 * GAIN_WINDOW, seed + 100):
+            gains(effort, [one])
+            reached.append(effort.share)
+        assert max(reached) == 1
+    assert looked_at > 10
+
+
+def test_where_no_version_is_let_through_little_is_done() -> None:
+    target, draft = models.pair(noise=0.0)  # the draft is the target: nothing can be gained
+    config = OnlineConfig(update_strategy="interval", update_interval=64, steps_per_update=1, batch_size=2)
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        lesson = assistant._learner.requests[None]
+        gains(lesson.effort, np.zeros(2 * GAIN_WINDOW + DECISION_INTERVAL - 4))
+        before = lesson.effort.share
+        for ids in models.prompts(20):  # one in a few is looked at
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert assistant.version == 0
+        assert lesson.effort.share < before
+
+
+def test_requests_of_which_nothing_was_examined_say_nothing() -> None:
+    effort = Effort(0.5)
+    for _ in range(4 * GAIN_WINDOW):
+        effort.add(AcceptanceStats(), of(0.5))
+    assert effort.share == 1
+
+
+def test_an_assistant_updates_less_often_by_its_effort() -> None:
+    target, draft = models.pair(noise=0.2)
+    config = OnlineConfig(
+        update_strategy="interval", update_interval=2, steps_per_update=1, batch_size=2, learning_rate=3e-3
+    )
+    with OnlineAssistant(target, draft, config=config) as assistant:
+        assert assistant.effort == 1
+        assistant._learner.requests[None].effort.share = 0.25
+        assert assistant.effort == 0.25
+        for ids in models.prompts(16):
+            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert len(assistant.decisions) == 2

@@ -14,7 +14,7 @@ from test_draft_forward import COMPILABLE, feed_and_crop, same_as_eager, served_
 from osd_hf import OnlineConfig
 from osd_hf.decoding import forward as graphs
 from osd_hf.decoding.forward import CapturedDraft, CompiledDraft, StaticForward, static_draft
-from osd_hf.learning import serving_models
+from osd_hf.learning import drafts as drafts_module
 
 
 class Recorder:
@@ -71,7 +71,7 @@ def logits_of(captured: CapturedDraft, model: Any, ids: torch.Tensor) -> list[to
 def test_captured_drafts_are_the_eager_ones(
     architecture: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(serving_models, "static_draft", lambda base, config: CapturedDraft(base))
+    monkeypatch.setattr(drafts_module, "static_draft", lambda base, config: CapturedDraft(base))
     same_as_eager(*served_eagerly(architecture))
     assert recorder.replays > 3 * recorder.graphs > 0
     assert "eagerly" not in caplog.text
@@ -137,7 +137,7 @@ def test_what_cannot_be_captured_runs_eagerly(
         return recorder(*args)
 
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(serving_models, "static_draft", lambda base, config: CapturedDraft(base))
+    monkeypatch.setattr(drafts_module, "static_draft", lambda base, config: CapturedDraft(base))
     caplog.set_level(logging.WARNING)
     same_as_eager(*served_eagerly("llama"))
     told = "The draft is not captured and runs eagerly: capturing failed with RuntimeError"

@@ -13,11 +13,11 @@ import torch
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
 from osd_hf.learning import learner as module
+from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.effort import CHEAP
-from osd_hf.learning.gate import GateDecision
+from osd_hf.learning.gate import MIN_EFFORT_COST, GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import HOLD_BACK_EVERY
+from osd_hf.learning.requests import HOLD_BACK_EVERY
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.simulate import simulate
 
@@ -67,8 +67,8 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 
 def held(taught: Learner, domain: str | None = None) -> list[Trace]:
     """All requests that a draft has before it or behind it."""
-    lesson = taught.lessons[domain]
-    return [*lesson.held_back, *lesson.pending, *lesson.buffer]
+    requests = taught.requests[domain]
+    return [*requests.held_back, *requests.pending, *requests.buffer]
 
 
 # --- whose update, and when -----------------------------------------------------------------------------------------
@@ -82,67 +82,31 @@ def test_each_domain_counts_its_own_requests(recorded: list[Trace]) -> None:
     due = taught.due()
     assert due is not None and (due.domain, due.requests_waiting) == ("a", 3)
     report = taught.update("a")
-    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.lessons["a"].held_back))
+    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.requests["a"].held_back))
     assert taught.due() is None  # b has had two
-    assert taught.lessons["b"].requests_waiting == 2
+    assert taught.requests["b"].requests_waiting == 2
     taught.observe("b", recorded[0])
     assert taught.fullest() == "b"
     assert taught.drafts.learning == {"a"}
     taught.observe(None, recorded[0])  # of no domain, so that nobody learns
-    assert None not in taught.lessons
+    assert None not in taught.requests
 
 
-def test_the_longest_queue_is_served_first(recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, update_interval=2), per_domain=True)
-    for trace, domain in zip(stream(recorded, 7), "abababb", strict=True):
-        taught.observe(domain, trace)
-    order = []
-    while (lesson := taught.due()) is not None:
-        order.append(lesson.domain)
-        taught.update(lesson.domain)
-    assert order == ["b", "a"]
-
-
-def test_learning_keeps_to_its_share_and_can_be_paused(recorded: list[Trace]) -> None:
-    now = [0.0]
-    taught = learner(replace(CONFIG, max_duty_cycle=0.5), clock=lambda: now[0])
+def test_learning_can_be_paused(recorded: list[Trace]) -> None:
+    taught = learner()
     for trace in stream(recorded, 8):
         taught.observe(None, trace)
-    taught.update()
-    for trace in stream(recorded, 4):
-        taught.observe(None, trace)
-    assert taught.due() is None  # resting
-    assert taught.has_work()  # which does not make it done
-    now[0] += 10_000
-    assert taught.due() is not None
     taught.is_paused = True
     assert (taught.due(), taught.has_work(), taught.step()) == (None, False, None)
     taught.is_paused = False
     assert taught.due() is not None
 
 
-@pytest.mark.parametrize("strategy", ["spread", "interval"])
-def test_comparing_leaves_its_share_to_learning(strategy: Any, recorded: list[Trace]) -> None:
-    now = [0.0]
-    taught = learner(replace(CONFIG, update_strategy=strategy, max_duty_cycle=0.5), clock=lambda: now[0])
-    for trace in stream(recorded, 40):
-        now[0] += 1000.0  # longer than any rest
-        taught.observe(None, trace)
-        taught.after_answer()
-    assert len(taught.decisions) >= 4
-
-
-def test_a_request_without_rows_teaches_nothing(recorded: list[Trace]) -> None:
-    taught = learner()
-    taught.observe(None, replace(recorded[0], top_logits=recorded[0].top_logits[:, :0]))
-    assert taught.lessons[None].requests_waiting == 0
-
-
 def test_what_nobody_learns_from_is_bounded(recorded: list[Trace]) -> None:
     taught = learner(replace(CONFIG, update_strategy="manual", buffer_size=10))
     for trace in stream(recorded, 100):
         taught.observe(None, trace)
-    assert len(taught.lessons[None].pending) == 10
+    assert len(taught.requests[None].pending) == 10
     assert taught.due() is None
 
 
@@ -198,11 +162,12 @@ def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: li
     assert parts > 6
     assert same(dict(straight.parameters), dict(interrupted.parameters))
     assert same(straight.snapshot(), interrupted.snapshot())
-    assert len(interrupted.lesson.pending) == parts  # for the next update
+    assert len(interrupted.requests.pending) == parts  # for the next update
 
 
-def test_an_update_step_by_step_is_the_same_as_at_once(recorded: list[Trace]) -> None:
-    config = replace(CONFIG, update_strategy="idle", micro_step_seconds=1e-9)  # parts stay as small as they are
+def test_an_update_step_by_step_is_the_same_as_at_once(recorded: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updater_module, "MICRO_BATCH_SECONDS", 1e-9)  # parts stay as small as they are
+    config = replace(CONFIG, update_strategy="idle")
     at_once, step_by_step = learner(config), learner(config)
     for taught in (at_once, step_by_step):
         for trace in stream(recorded, 24):
@@ -218,8 +183,11 @@ def test_an_update_step_by_step_is_the_same_as_at_once(recorded: list[Trace]) ->
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 5, 11, 30, 60])
-def test_an_update_given_up_loses_no_request(parts: int, recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, update_strategy="idle", micro_step_seconds=1e-9))
+def test_an_update_given_up_loses_no_request(
+    parts: int, recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updater_module, "MICRO_BATCH_SECONDS", 1e-9)
+    taught = learner(replace(CONFIG, update_strategy="idle"))
     requests = stream(recorded, 13)
     for trace in requests:
         taught.observe(None, trace)
@@ -232,17 +200,6 @@ def test_an_update_given_up_loses_no_request(parts: int, recorded: list[Trace]) 
         taught.observe(None, trace)
     taught.update()
     assert Counter(map(id, held(taught))) == Counter(map(id, [*requests, *more]))
-
-
-def test_learning_by_hand_ends_what_was_under_way(recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, update_strategy="idle"))
-    for trace in stream(recorded, 8):
-        taught.observe(None, trace)
-    taught.step()  # compares what has arrived
-    taught.step()
-    taught.update()
-    assert len(taught.decisions) == 2
-    assert taught.updater(None).version == 2
 
 
 # --- a learner that goes wrong --------------------------------------------------------------------------------------
@@ -367,7 +324,7 @@ def test_a_version_that_does_worse_than_the_one_before_it_goes(
             taught.update()
     bad = taught.drafts.serving_version()
     assert replayed(taught.drafts.model(None), recorded).alpha < good - 0.2
-    taught.lessons[None].effort.share = effort
+    taught.requests[None].effort.share = effort
     with caplog.at_level(logging.WARNING):
         simulate(None, stream(recorded, 16), learner=taught)
     (decision,) = [d for d in taught.decisions if d.outcome == "rolled back"]
@@ -394,33 +351,18 @@ def test_another_draft_than_ours_is_not_taken_for_a_version_of_ours(recorded: li
                 kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
                 target.generate(ids, assistant_model=useless, **kwargs)
         assistant.resume()
-        finish(assistant._learner._watch(assistant._learner.lessons[None]))
+        finish(assistant._learner._watch(assistant._learner.requests[None]))
         assert assistant.version == version
         assert "rolled back" not in {d.outcome for d in assistant.decisions}
         assert assistant.stats.num_requests == 2 * DIFFERENT
-        assert HOLD_BACK_EVERY > 1 and len(assistant._learner.lessons[None].pending) > DIFFERENT
+        assert HOLD_BACK_EVERY > 1 and len(assistant._learner.requests[None].pending) > DIFFERENT
 
 
-def test_weights_that_are_not_finite_are_learned_anew(recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, gate=False))
-    with torch.no_grad():
-        for parameter in taught.updater(None).parameters.values():
-            parameter.fill_(math.nan)
-        for average in taught.updater(None).averaged.values():
-            average.fill_(math.nan)
-    for trace in recorded[:4]:
-        taught.observe(None, trace)
-    report = taught.update()
-    assert (report.steps, report.version) == (0, 0)
-    assert [d.outcome for d in taught.decisions] == ["dropped"]
-    for trace in recorded[4:8]:
-        taught.observe(None, trace)
-    assert taught.update().version == 1
-    assert all(bool(torch.isfinite(p).all()) for p in taught.drafts.model(None).parameters())
-
-
-def test_only_backward_passes_set_the_size_of_micro_steps(recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, update_strategy="idle", update_interval=8, micro_step_seconds=1e-9))
+def test_only_backward_passes_set_the_size_of_micro_steps(
+    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updater_module, "MICRO_BATCH_SECONDS", 1e-9)
+    taught = learner(replace(CONFIG, update_strategy="idle", update_interval=8))
     taught.updater(None).micro_batch = 4
     sizes = []
     for trace in stream(recorded, 8):
@@ -432,30 +374,11 @@ def test_only_backward_passes_set_the_size_of_micro_steps(recorded: list[Trace])
     assert sizes[-1] == 1
 
 
-def test_what_is_tried_meanwhile_changes_no_judgement(recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, update_strategy="spread"))
-    simulate(None, stream(recorded, 64), learner=taught)
-    lesson, drafts = taught.lessons[None], taught.drafts
-    version, candidate = drafts.candidate(None)
-    noise = {name: torch.randn_like(weight) for name, weight in candidate.items()}
-    expected, _ = finish(taught._judge(lesson, version, candidate))
-    lesson.scores.clear()
-    work = taught._judge(lesson, version, candidate)
-    parts = 0
-    while True:
-        drafts.tried(noise)  # as a watch between two answers does
-        try:
-            next(work)
-        except StopIteration as done:
-            decision, _ = done.value
-            break
-        parts += 1
-    assert parts > 2
-    assert decision == expected
-
-
-def test_a_batch_of_one_long_answer_is_new_as_often_as_its_share_says(recorded: list[Trace]) -> None:
-    taught = learner(replace(CONFIG, batch_size=16, batch_positions=1))
+def test_a_batch_of_one_long_answer_is_new_as_often_as_its_share_says(
+    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updater_module, "BATCH_POSITIONS", 1)
+    taught = learner(replace(CONFIG, batch_size=16))
     updater = taught.updater(None)
     new = [replace(trace) for trace in stream(recorded, 8)]
     updater.buffer.extend(replace(trace) for trace in stream(recorded, 16))
@@ -490,7 +413,7 @@ def test_each_answer_waits_for_the_same_share_of_an_update(
 
 # --- at the least effort --------------------------------------------------------------------------------------------
 
-SPREAD = replace(CONFIG, update_strategy="spread", min_effort=0.25)
+SPREAD = replace(CONFIG, update_strategy="spread")
 
 
 class Ticks:
@@ -504,12 +427,13 @@ class Ticks:
         return self.now
 
 
-def at_least(config: OnlineConfig, domains: str = "", **changes: Any) -> Learner:
+def at_least(config: OnlineConfig, domains: str = "", *, least: float = 0.25, **changes: Any) -> Learner:
     """Learners of domains, or one, that do little, with a version that serves so that requests are compared."""
     taught = learner(config, per_domain=bool(domains), **changes)
+    taught.drafts.set_pace(min_effort=least)
     for domain in domains or [None]:
         taught.drafts.admit(domain)
-        lesson = taught.lessons[domain]
+        lesson = taught.requests[domain]
         lesson.effort.share = lesson.effort.least
     return taught
 
@@ -527,18 +451,18 @@ def answered(taught: Learner, traces: list[Trace], seconds: float | None, domain
 def test_at_the_least_effort_learning_takes_its_share_of_serving(recorded: list[Trace]) -> None:
     taught = at_least(SPREAD, timer=Ticks())
     free = at_least(SPREAD)
-    requests, effort, updating = stream(recorded, 400), taught.lessons[None].effort, 0.0
-    own = effort.took
+    requests, effort, updating = stream(recorded, 400), taught.requests[None].effort, 0.0
+    own = effort.spent
 
-    def took(seconds: float, *, compared: bool = False) -> None:
+    def spent(seconds: float, *, on_comparison: bool = False) -> None:
         nonlocal updating
-        updating += 0.0 if compared else seconds
-        own(seconds, compared=compared)
+        updating += 0.0 if on_comparison else seconds
+        own(seconds, on_comparison=on_comparison)
 
-    effort.took = took  # type: ignore[method-assign]
+    effort.spent = spent  # type: ignore[method-assign]
     assert len(answered(free, requests, None)) > 20
     assert 2 < len(answered(taught, requests, 5.0)) < 10
-    assert updating <= 1.1 * CHEAP * 400 * 5.0
+    assert updating <= 1.1 * MIN_EFFORT_COST * 400 * 5.0
 
 
 @pytest.mark.parametrize("seconds", [None, 1e6])
@@ -548,7 +472,7 @@ def test_at_little_effort_updates_are_spread_over_all_requests_between_two(
     taught = at_least(replace(SPREAD, update_interval=8), timer=Ticks())
     most, ended = 0.0, []
     for i, trace in enumerate(stream(recorded, 96), 1):
-        taught.lessons[None].effort.share = 0.25
+        taught.requests[None].effort.share = 0.25
         before = taught.seconds
         taught.observe(None, trace, seconds)
         ended += [i] * (taught.after_answer() is not None)
@@ -560,8 +484,8 @@ def test_at_little_effort_updates_are_spread_over_all_requests_between_two(
 
 
 def test_however_rare_updates_are_one_that_has_begun_comes_to_its_end(recorded: list[Trace]) -> None:
-    taught = at_least(replace(SPREAD, min_effort=1 / 256))
-    lesson = taught.lessons[None]
+    taught = at_least(SPREAD, least=1 / 256)
+    lesson = taught.requests[None]
     lesson.requests_waiting = lesson.update_interval - 8
     assert lesson.update_interval == 1024
     assert 16 < answered(taught, stream(recorded, 64), None)[0] < 40
@@ -573,7 +497,7 @@ def test_an_update_that_has_begun_goes_on_at_once_when_traffic_changes(recorded:
     assert not answered(taught, requests[:20], None)
     assert not answered(taught, requests[20:40], 0.0)  # nothing pays
     assert taught._work is not None
-    taught.lessons[None].effort.renew()
+    taught.requests[None].effort.restart()
     assert answered(taught, requests[40:], 0.0)[0] <= SPREAD.update_interval
 
 
@@ -583,14 +507,6 @@ def test_no_draft_waits_for_what_another_ones_requests_have_to_pay(recorded: lis
     answered(taught, requests[:20], None, "a")
     answered(taught, requests[20:30], 0.0, "a")
     assert taught._work is not None and taught._work[0] == "a"
-    taught.lessons["b"].effort.renew()
+    taught.requests["b"].effort.restart()
     ended = answered(taught, requests[30:], 0.0, "b")
     assert len(ended) >= 2 and ended[0] < 2 * SPREAD.update_interval + 16
-
-
-def test_requests_are_looked_at_as_they_come(recorded: list[Trace]) -> None:
-    taught = at_least(SPREAD, timer=Ticks())
-    lesson = taught.lessons[None]
-    answered(taught, stream(recorded, 12), 0.0)
-    known = {*lesson.pending, *lesson.held_back}
-    assert len(known) == 12 and len(known & lesson.looked_at) >= 9  # an update has to look at few

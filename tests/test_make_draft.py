@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay
-from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.cli.main import main
 from osd_hf.decoding import draft_length, vocabulary
 from osd_hf.decoding.forward import DraftForward
@@ -25,6 +24,7 @@ from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation import make_draft as making
 from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
+from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.learning.updater import Updater
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import fingerprint

@@ -25,8 +25,8 @@ from osd_hf.learning import learner as module
 from osd_hf.learning import optimizer
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.optimizer import Muon
-from osd_hf.learning.weights import adapted, in_fp32, load_adapter
+from osd_hf.learning.updater import Muon
+from osd_hf.learning.weights import adapted, fp32_copy, load_adapter
 from osd_hf.memory_plan import PROBED, activation_bytes, memory_plan, skeleton, stored_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -108,7 +108,7 @@ def test_what_serves_is_the_version_and_what_served_before_stays(monkeypatch: py
         assert all(serving[name].data_ptr() == weight.data_ptr() for name, weight in version.items())
         number, earlier = drafts.previous(None) or (0, {})
         kept = {name: weight.clone() for name, weight in earlier.items()}
-        tried = dict(drafts.tried(earlier).named_parameters())
+        tried = dict(drafts.trial_model(earlier).named_parameters())
         assert all(torch.equal(tried[name], weight) for name, weight in kept.items())
         assert not any(torch.equal(p, serving[name]) for name, p in tried.items() if p.ndim > 1)
         drafts.roll_back(None, number)
@@ -123,7 +123,7 @@ def test_what_no_model_serves_with_lies_in_main_memory(compiled: bool, monkeypat
     monkeypatch.setattr(drafts_module, "HOST", torch.device("meta"))
     drafts = DomainDrafts(models.build(num_hidden_layers=1), CONFIG, per_domain=False)
     drafts.updater(None)
-    drafts._copies.shares = not compiled
+    drafts._models.shares = not compiled
     places = []
     for _ in range(2):
         drafts.promote(None, *drafts.candidate(None))
@@ -156,9 +156,9 @@ def test_adapters_are_merged_as_peft_does_and_the_base_stays(kind: str, dtype: t
     drafts.updater(None)
     version, snapshot = drafts.candidate(None)
     moved = {name: weight + 0.3 * torch.randn_like(weight) for name, weight in snapshot.items()}
-    whole = load_adapter(adapted(in_fp32(draft), KINDS[kind], "default", CONFIG.seed), moved).merge_and_unload()
+    whole = load_adapter(adapted(fp32_copy(draft), KINDS[kind], "default", CONFIG.seed), moved).merge_and_unload()
     drafts.promote(None, version, moved)
-    tried = drafts.tried(moved)
+    tried = drafts.trial_model(moved)
     for name, expected in whole.named_parameters():
         assert torch.equal(drafts.model(None).get_parameter(name), expected.to(dtype))
         assert torch.equal(tried.get_parameter(name), expected.to(dtype))

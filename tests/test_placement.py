@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -11,19 +10,16 @@ import torch
 from peft import LoraConfig
 from transformers import AttentionInterface
 
-from osd_hf import OnlineAssistant, OnlineConfig, Trace
+from osd_hf import OnlineConfig, Trace
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning import drafts as drafts_module
-from osd_hf.learning import placement
 from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.placement import is_half_only, learns_in_bf16
+from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
-from osd_hf.learning.weights import Snapshot
-from osd_hf.memory_plan import MemoryPlan, Part, memory_plan
+from osd_hf.learning.weights import Snapshot, learns_in_bf16, with_fp32_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -78,7 +74,7 @@ def test_all_of_a_learner_is_on_its_device(kind: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "learner_device", lambda _: torch.device("meta"))
     draft = models.pair(num_hidden_layers=1)[1]
     drafts = DomainDrafts(draft, CONFIG, **KINDS[kind])
-    updater = drafts._new_updater(Lesson(config=CONFIG))
+    updater = drafts._new_updater(DraftRequests(config=CONFIG))
     parts = [*updater.master.parameters(), *updater.master.buffers(), *updater.averaged.values()]
     parts += [p for one in updater.optimizers for group in one.param_groups for p in group["params"]]
     assert {tensor.device.type for tensor in parts} == {updater.device.type} == {"meta"}
@@ -113,51 +109,8 @@ def test_a_device_that_is_not_here_is_refused_at_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:one", 1])
 def test_what_is_no_device_is_refused_by_the_configuration(name: Any) -> None:
-    with pytest.raises(ConfigError, match="`learner_device` must be a device as torch names it"):
+    with pytest.raises(ConfigError, match="`learner_device` must be a torch device"):
         OnlineConfig(learner_device=name)
-
-
-@pytest.mark.parametrize("peft_config", [None, LORA])
-def test_a_plan_puts_the_learner_where_it_is(peft_config: Any) -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-
-    def planned(device: str | None) -> tuple[MemoryPlan, dict[str, Part]]:
-        config = replace(CONFIG, learner_device=device)
-        plan = memory_plan(target.config, draft.config, config, peft_config=peft_config, draft_dtype="bfloat16")
-        return plan, {part.name: part for part in plan.parts if part.name.startswith("learner:")}
-
-    here, learners = planned(None)
-    assert {part.place for part in learners.values()} == {"device"}
-    assert here.learning_share
-    for device, place in (("cpu", "host"), ("cuda:1", "learner")):
-        plan, learners = planned(device)
-        assert {part.place for part in learners.values()} == {place}
-        assert plan.bytes() == here.bytes() - sum(part.bytes for part in learners.values() if part.when == "always")
-        assert plan.most_bytes(place) >= sum(part.bytes for part in learners.values())
-        assert not plan.learning_share
-        # On an accelerator of today a draft in half precision learns in bf16, for which its weights are cast.
-        assert ("learner: weights in bf16" in learners) == (place == "learner")
-
-
-def test_a_device_that_the_draft_is_on_is_no_other() -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    with OnlineAssistant(target, draft, config=replace(CONFIG, learner_device="cpu")) as assistant:
-        parts = assistant.memory_plan(prompt_tokens=4, new_tokens=4).parts
-    assert {part.place for part in parts if part.name.startswith("learner:")} == {"device"}
-
-
-def test_a_device_without_an_index_is_that_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
-        assistant.config = replace(CONFIG, learner_device="cuda")
-        places, now, empty = [], SimpleNamespace(device=torch.device("cuda:0")), torch.empty
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *a, **kw: now if kw.get("device") == "cuda" else empty(*a, **kw))
-            for index in range(2):
-                patch.setattr(type(draft), "device", torch.device("cuda", index))
-                parts = assistant.memory_plan(prompt_tokens=4, new_tokens=4).parts
-                places.append({part.place for part in parts if part.name.startswith("learner:")})
-        assert places == [{"device"}, {"learner"}]
 
 
 # --- precision ------------------------------------------------------------------------------------------------------
@@ -170,11 +123,13 @@ def test_bf16_is_for_half_precision_drafts_on_accelerators(monkeypatch: pytest.M
     assert not any(learns_in_bf16(dtype, torch.device("cpu")) for dtype in (*half, torch.float32))
 
 
-@pytest.mark.parametrize("setting", ["bf16", "no"])
-def test_steps_are_in_fp32_whatever_forwards_compute_in(setting: Any, traces: list[Trace]) -> None:
+def test_steps_are_in_fp32_while_forwards_compute_in_bf16(
+    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft = models.pair(num_hidden_layers=1)[1]
-    updater = Updater(draft, replace(CONFIG, mixed_precision=setting))
     plain = Updater(draft, CONFIG)
+    monkeypatch.setattr(updater_module, "learns_in_bf16", lambda *_: True)
+    updater = Updater(draft, CONFIG)
     seen: list[torch.dtype] = []
     for module in updater.master.modules():
         if isinstance(module, torch.nn.Linear):
@@ -183,11 +138,9 @@ def test_steps_are_in_fp32_whatever_forwards_compute_in(setting: Any, traces: li
         for trace in traces:
             one.observe(trace)
     assert updater.update().steps == plain.update().steps == 2
-    learned_in = torch.bfloat16 if setting == "bf16" else torch.float32
-    assert {dtype for dtype in seen if dtype != torch.float32} == {learned_in} - {torch.float32}
+    assert torch.bfloat16 in seen
     assert {p.dtype for p in updater.parameters.values()} == {torch.float32}
-    differs = any(not torch.equal(p, plain.parameters[name]) for name, p in updater.parameters.items())
-    assert differs == (setting == "bf16")
+    assert not all(torch.equal(p, plain.parameters[name]) for name, p in updater.parameters.items())
     rate = CONFIG.learning_rate
     for name, p in updater.parameters.items():  # two steps of about the rate, whatever the sign of a small gradient
         torch.testing.assert_close(p, plain.parameters[name], rtol=0, atol=8 * rate)
@@ -218,18 +171,11 @@ def test_a_draft_of_a_kernel_for_half_precision_learns(peft_config: Any, traces:
     assert learner.updater(None).master.config._attn_implementation == "sdpa"
     for serving in (draft, drafts.base, drafts.model(None)):
         assert serving.config._attn_implementation == "flash_of_a_test"
-    assert memory_plan(draft.config, draft.config, CONFIG, peft_config=peft_config).peak_bytes > 0
 
 
 def test_where_there_is_no_fused_attention_the_plain_one_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = models.build(num_hidden_layers=1)
     monkeypatch.setattr(type(draft), "_supports_sdpa", False)
     draft.config._attn_implementation = "kernels-community/some-flash"
-    master = placement.with_own_attention(copy.deepcopy(draft))
+    master = with_fp32_attention(copy.deepcopy(draft))
     assert master.config._attn_implementation == "eager"
-
-
-def test_kernels_for_half_precision_are_known_by_name() -> None:
-    half = ["flash_attention_2", "flash_attention_3", "kernels-community/vllm-flash-attn3", "kernels-community/other"]
-    assert [is_half_only(name) for name in half] == [True] * 4
-    assert [is_half_only(name) for name in (None, "eager", "sdpa", "flex_attention", "my_own")] == [False] * 5

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureW
 
 CONFIG = OnlineConfig(
     num_assistant_tokens=3, update_strategy="interval", update_interval=4, steps_per_update=1, batch_size=4,
-    optimizer="adamw", learning_rate=3e-3, num_logprobs=8, target_lag=1,
+    optimizer="adamw", learning_rate=3e-3, num_logprobs=8,
 )  # fmt: skip
 PROMPTS = ["abc", "defgh", "ij", "klmn", "opqrst", "uv"]
 GREEDY = {"do_sample": False}
@@ -194,7 +194,10 @@ def test_sampled_completions_have_the_policys_distribution(is_training: bool) ->
     assert policy.training is is_training
 
 
-def test_whole_policies_in_mixed_precision_roll_out_with_a_draft_by_rloo(tmp_path: Path) -> None:
+def test_whole_policies_in_mixed_precision_roll_out_with_a_draft_by_rloo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd_hf.rollouts.TARGET_LAG", 1)
     store = CorrectionStore()
     rollout, seen = RolloutAssistant(pair()[1], CONFIG, store=store), Seen()
     trainer = rollouts(tmp_path, [rollout], seen, RLOOTrainer, None, bf16=True)
@@ -202,7 +205,7 @@ def test_whole_policies_in_mixed_precision_roll_out_with_a_draft_by_rloo(tmp_pat
     assert len([entry for entry in trainer.state.log_history if entry.get("rollout/alpha", 0) > 0]) == 3
     assert rollout.assistant is not None
     # Each rollout was another policy's; rows of the last two were kept.
-    [lesson] = rollout.assistant.drafts.lessons.values()
+    [lesson] = rollout.assistant.drafts.requests.values()
     versions = {trace.target for trace in (*lesson.pending, *lesson.held_back, *lesson.buffer)}
     assert versions <= {lesson.target, *lesson.earlier}
     assert (len(lesson.earlier), lesson.target == fingerprint(trainer.model)) == (1, False)

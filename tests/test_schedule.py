@@ -1,3 +1,5 @@
+"""Learning between requests: parts of learning and requests never overlap."""
+
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -5,67 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from waiting import LONG
 
 from osd_hf import OnlineConfig
-from osd_hf import live_learning as module
-from osd_hf.learning.learner import DutyCycle
 from osd_hf.live_learning import LiveLearning, Traffic
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-# --- the share of the time ------------------------------------------------------------------------------------------
-
-
-@given(st.sampled_from([0.05, 0.25, 0.5, 0.9, 1.0]), st.lists(st.floats(0.001, 10), min_size=1, max_size=30))
-def test_work_takes_no_more_than_its_share(share: float, works: list[float]) -> None:
-    clock = Clock()
-    duty = DutyCycle(share, clock)
-    began, worked = clock.now, 0.0
-    assert duty.rest_seconds() == 0
-    for seconds in works:
-        clock.now += seconds
-        worked += seconds
-        duty.worked(seconds)
-        clock.now += duty.rest_seconds()
-        assert duty.rest_seconds() == pytest.approx(0, abs=1e-9)
-        assert worked / (clock.now - began) == pytest.approx(share)
-
-
-def test_a_rest_runs_out_and_is_not_saved_up() -> None:
-    clock = Clock()
-    duty = DutyCycle(0.2, clock)
-    duty.worked(1.0)
-    assert duty.rest_seconds() == pytest.approx(4)
-    clock.now += 3
-    assert duty.rest_seconds() == pytest.approx(1)
-    clock.now += 1000  # nothing to do: no credit for more work later
-    assert duty.rest_seconds() == 0
-    duty.worked(1.0)
-    assert duty.rest_seconds() == pytest.approx(4)
-
-
-def test_work_of_several_adds_up() -> None:
-    duty = DutyCycle(0.5, Clock())
-    duty.worked(1.0)
-    duty.worked(2.0)
-    assert duty.rest_seconds() == pytest.approx(3)
-
-
-def test_all_of_the_time_needs_no_rest() -> None:
-    duty = DutyCycle(1.0, Clock())
-    duty.worked(5.0)
-    assert duty.rest_seconds() == 0
-
 
 # --- steps between requests -----------------------------------------------------------------------------------------
 
@@ -77,15 +22,15 @@ class Steps:
     drafts = None
     config = OnlineConfig(update_strategy="idle")
 
-    def __init__(self, duty_cycle: DutyCycle) -> None:
-        self.duty_cycle = duty_cycle
+    def __init__(self) -> None:
         self.left = 0
         self.done = 0
         self.overlapped = 0
         self.began = threading.Semaphore(0)
         self.may_end = threading.Semaphore(0)
         self.running = 0
-        self.whose: str | None = None
+        self.working_domain: str | None = None
+        self.unreported: list[Any] = []
         self.raises: Exception | None = None
 
     def has_work(self) -> bool:
@@ -116,13 +61,13 @@ class Steps:
                 self.running -= 1
 
 
-def stub(has_work: Callable[[], bool], step: Callable[[], None], duty_cycle: DutyCycle) -> Any:
-    return SimpleNamespace(has_work=has_work, step=step, duty_cycle=duty_cycle, drafts=None, config=Steps.config)
+def stub(has_work: Callable[[], bool], step: Callable[[], None]) -> Any:
+    return SimpleNamespace(has_work=has_work, step=step, drafts=None, config=Steps.config, unreported=[])
 
 
 @contextmanager
-def working(duty: DutyCycle | None = None, *, free: bool = False) -> Iterator[tuple[Steps, LiveLearning]]:
-    steps = Steps(duty or DutyCycle(1.0))
+def working(*, free: bool = False) -> Iterator[tuple[Steps, LiveLearning]]:
+    steps = Steps()
     if free:
         steps.may_end.release(10_000)
     worker = LiveLearning(steps)  # type: ignore[arg-type]
@@ -159,7 +104,7 @@ def ended(thread: threading.Thread) -> None:
 
 
 def alive(worker: LiveLearning) -> bool:
-    return worker._idle is not None and worker._idle.is_alive()
+    return worker._idle_thread is not None and worker._idle_thread.is_alive()
 
 
 def all_done(steps: Steps, number: int) -> bool:
@@ -301,45 +246,9 @@ def test_stopping_from_inside_a_step_does_not_wait_for_itself() -> None:
         worker.stop()
         stopped.set()
 
-    worker = LiveLearning(stub(lambda: bool(left), step, DutyCycle(1.0)))
+    worker = LiveLearning(stub(lambda: bool(left), step))
     left.append(1)
     worker._wake()
     assert stopped.wait(LONG)
-    ended(worker._idle)
+    ended(worker._idle_thread)
     assert not alive(worker)
-
-
-def test_between_steps_the_worker_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, rests = Clock(), []
-
-    class Waits(threading.Condition):
-        """Whoever waits for a time has it passed at once."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            if timeout is None:
-                return super().wait()
-            rests.append(timeout)
-            clock.now += timeout
-            return False
-
-    class Duty(DutyCycle):
-        def worked(self, seconds: float) -> None:
-            super().worked(1.0)
-
-    times: list[float] = []
-    traffic, left, done = Traffic(), [1, 1, 1, 1], threading.Event()
-    traffic.changed = Waits()
-
-    def step() -> None:
-        times.append(clock.now)
-        clock.now += 1.0
-        left.pop()
-        if not left:
-            done.set()
-
-    monkeypatch.setattr(module, "Traffic", lambda: traffic)
-    worker = LiveLearning(stub(lambda: bool(left), step, Duty(0.25, clock)))
-    assert done.wait(LONG)
-    worker.stop()
-    assert times == pytest.approx([100, 104, 108, 112])
-    assert rests[:3] == pytest.approx([3.0] * 3)

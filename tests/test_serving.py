@@ -178,7 +178,7 @@ def test_a_run_killed_between_two_saves_ends_as_one_that_was_not(straight, pair,
 
 
 def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.learning.lesson.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
+    monkeypatch.setattr("osd_hf.learning.requests.HOLD_BACK_EVERY", 2)  # enough to judge by, sooner
     how = [*SAMPLING, *OFTEN, "--gate"]
     arguments_of = lambda name, *more: arguments(pair, prompts, tmp_path / name, *how, *more)  # noqa: E731
     assert main(arguments_of("straight")) == 0
@@ -407,7 +407,7 @@ def test_where_acceptance_stands_a_run_learns_less_often(pair, prompts, tmp_path
     settings = {"update_interval": 2, "steps_per_update": 1, "batch_size": 2, "update_strategy": "manual"}
     rows = [Prompt(i, f"quux {i}") for i in range(REQUESTS)]
     with OnlineAssistant(*loaded, tokenizer, OnlineConfig(**settings)) as assistant:
-        assistant._learner.lessons[None].effort.share = 0.25
+        assistant._learner.requests[None].effort.share = 0.25
         encoded = encode_prompts(rows, tokenizer)
         served = serve(
             assistant, loaded[1], encoded, tmp_path, generate_kwargs={"max_new_tokens": 4, "do_sample": False}

@@ -109,9 +109,9 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     assert (facts["version"], facts["note"]) == (2, [1, None])
     assert [state["weights"].tolist() for state in routers] == [[1, 1]]
     assert all(map(torch.equal, weights(saved), weights(fresh)))
-    assert alike(fresh.state_dict()["lessons"], saved.state_dict()["lessons"])
+    assert alike(fresh.state_dict()["requests"], saved.state_dict()["requests"])
     assert alike(fresh.drafts.state_dict(), saved.drafts.state_dict())
-    (state,) = fresh.state_dict()["lessons"]
+    (state,) = fresh.state_dict()["requests"]
     sizes = {group: len(found) for group, found in state["traces"].items()}
     # 11 requests: with the gate three are held back, one of each four, and the two newest wait.
     assert sizes == {"held_back": 3 * gate, "pending": 2, "replayed": 5}
@@ -211,11 +211,11 @@ def test_damaged_files_are_named_and_change_nothing(
     save_session(tmp_path, taught(2), {"version": 2})
     damage(tmp_path, file, how)
     fresh = learner(traces, 1)
-    before, states, drafts = weights(fresh), fresh.state_dict()["lessons"], fresh.drafts.state_dict()
+    before, states, drafts = weights(fresh), fresh.state_dict()["requests"], fresh.drafts.state_dict()
     with pytest.raises(StateError, match="session"):
         load_session(tmp_path, fresh)
     assert all(map(torch.equal, weights(fresh), before))
-    assert alike(fresh.state_dict()["lessons"], states)
+    assert alike(fresh.state_dict()["requests"], states)
     assert alike(fresh.drafts.state_dict(), drafts)
     assert fresh.drafts.serving_version() == 1
 
@@ -225,7 +225,7 @@ def test_another_format_is_not_guessed_at(other: int, tmp_path: Path, traces: li
     save_session(tmp_path, learner(traces, 1), {})
     (path,) = tmp_path.glob("state-*/session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": other}))
-    with pytest.raises(StateError, match=f"format {other}, this version reads 6"):
+    with pytest.raises(StateError, match=f"format {other}, this version reads 7"):
         load_session(tmp_path, learner(traces, 0))
 
 
@@ -357,7 +357,7 @@ def test_a_reader_whose_state_is_deleted_reads_the_next_and_at_last_makes_savers
     def overtaken(directory: Path, folder: Path) -> Any:
         nonlocal reads
         reads += 1
-        if reads <= module.ATTEMPTS + 1:
+        if reads <= module.MAX_READ_ATTEMPTS + 1:
             save_session(tmp_path, saved[reads % 2], {"version": reads % 2, "reads": reads})
         else:
             with pytest.raises(TimeoutError):
@@ -367,8 +367,8 @@ def test_a_reader_whose_state_is_deleted_reads_the_next_and_at_last_makes_savers
     monkeypatch.setattr(module, "_read_state", overtaken)
     fresh = learner(traces, 0)
     facts = load_session(tmp_path, fresh)
-    assert reads == module.ATTEMPTS + 2
-    assert facts["reads"] == module.ATTEMPTS + 1
+    assert reads == module.MAX_READ_ATTEMPTS + 2
+    assert facts["reads"] == module.MAX_READ_ATTEMPTS + 1
     assert fresh.drafts.serving_version() == facts["version"]
 
 

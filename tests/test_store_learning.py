@@ -272,7 +272,7 @@ def test_a_newer_target_takes_the_place_of_the_one_before(begin: Any, traces: li
     written(store, said(traces, "-------bab"))
     again = begin(path=store, state=tmp_path / "state")
     learn(again)
-    lesson = again.learner.lessons[None]
+    lesson = again.learner.requests[None]
     assert {trace.target for trace in (*lesson.pending, *lesson.buffer)} == {16 * "b"}
     assert (again.requests, again.skipped["of another version of the target"]) == (9, 8)
     again.save()
@@ -289,7 +289,7 @@ def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     names = "zzzzzzyyyy"
     learner = begin(path=written(tmp_path / "mixed", said(traces, names)), target=other)
     learn(learner)
-    lesson = learner.learner.lessons[None]
+    lesson = learner.learner.requests[None]
     found = [*lesson.pending, *lesson.buffer]
     assert (learner.requests, len(learner.learned), learner.skipped) == (10, 4, {})
     assert {trace.target for trace in found} == {16 * "y"}
@@ -316,7 +316,7 @@ def test_the_target_at_hand_scores_for_its_own_version_alone(begin: Any, traces:
     assert (learner.requests, learner.skipped) == (4, {})
     written(store, later(traces, "zxx", 50))  # the model stays what it was
     learn(learner)
-    lesson = learner.learner.lessons[None]
+    lesson = learner.learner.requests[None]
     assert {(trace.target, trace.is_rescored) for trace in (*lesson.pending, *lesson.buffer)} == {(16 * "x", False)}
     assert (learner.requests, learner.skipped) == (6, {"of another version of the target": 1})
     store = written(tmp_path / "told", said(traces, "aabb"))
@@ -418,7 +418,7 @@ def test_an_answer_too_long_for_memory_is_set_aside_and_does_not_come_back(
     learn(learner)
     assert learner.requests == len(traces)
     assert learner.set_aside == {"that need more memory than there is": number}
-    held = learner.learner.state_dict()["lessons"][0]["traces"]
+    held = learner.learner.state_dict()["requests"][0]["traces"]
     assert not [trace for those in held.values() for trace in those if len(trace.prompt_ids) > 40]
 
     again = begin(path=path, state=tmp_path / "state", publish_seconds=SELDOM)  # killed, and started again
@@ -755,7 +755,7 @@ def test_a_learner_that_is_killed_goes_on_where_it_stood(
     assert learner.follower.state_dict() == straight.follower.state_dict()
     assert learner.learner.drafts.serving_version() == straight.learner.drafts.serving_version()
     assert equal(weights(learner), weights(straight))
-    lessons = [each.learner.state_dict()["lessons"][0] for each in (learner, straight)]
+    lessons = [each.learner.state_dict()["requests"][0] for each in (learner, straight)]
     assert lessons[0]["observed"] == lessons[1]["observed"]
     sizes = [{name: len(kept) for name, kept in lesson["traces"].items()} for lesson in lessons]
     assert sizes[0] == sizes[1]

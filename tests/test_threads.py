@@ -6,25 +6,21 @@ import asyncio
 import contextvars
 import copy
 import gc
-import json
 import pickle
 import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from processes import run_python
 from transformers import GenerationMixin
 
-from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, live_learning
+from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.trace import Trace
-from osd_hf.utils import threads
 
 LONG = 120  # seconds; only ends a test that hangs
 
@@ -245,12 +241,12 @@ def test_requests_under_way_when_an_assistant_is_closed_are_answered_and_not_lea
     thread = Thread(serve)
     with gate.held(thread):
         assistant.close()
-        learned = [len(assistant.store or ()), assistant._learner.lessons[None].requests_waiting]
+        learned = [len(assistant.store or ()), assistant._learner.requests[None].requests_waiting]
         assert learned == [1, 1]
     assert thread.join() == [own] * 3
     with assistant.attached():
         assert ask(target.generate, ids, assistant_model=assistant.draft) == own
-    assert [len(assistant.store or ()), assistant._learner.lessons[None].requests_waiting] == learned
+    assert [len(assistant.store or ()), assistant._learner.requests[None].requests_waiting] == learned
 
 
 def test_a_block_that_has_ended_keeps_nothing_alive() -> None:
@@ -430,128 +426,3 @@ def storm(threads: int, requests: int, *, architecture: str = "llama", new_token
 
 def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers() -> None:
     print(storm(threads=8, requests=48))
-
-
-# A process of its own, in which no other threads come and go.
-TEAMS = """
-import json, os, signal, sys, threading, time
-from dataclasses import replace
-import models
-import test_faults
-import torch
-from osd_hf import OnlineAssistant, live_learning
-from osd_hf.learning.updater import Updater
-from osd_hf.utils.threads import release_team
-from osd_hf.utils.yielding import give_way
-
-LONG = 20
-live_learning.LEAST_SHARE_SECONDS = LONG
-torch.set_num_threads(3)
-large = torch.zeros(1 << 20)
-release_team()
-before = len(os.listdir("/proc/self/task"))
-said = {}
-
-def more(other, expected=0):  # threads than before and others, once those that have ended are gone
-    end = time.monotonic() + LONG
-    while (found := len(os.listdir("/proc/self/task")) - before - other) != expected and time.monotonic() < end:
-        threading.Event().wait(0.001)
-    return found
-
-large.add_(1)
-said["team"] = more(0, 2)
-release_team()
-said["released"] = more(0)
-large.add_(1)
-said["again"] = [more(0, 2), float(large.min()), float(large.max())]
-pid = os.fork()  # with a team
-if pid == 0:
-    signal.alarm(LONG)
-    large.add_(1)
-    release_team()
-    os._exit(0 if float(large.sum()) == 3 * large.numel() else 1)
-said["child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-said["after the fork"] = more(0)
-
-def serve(assistant):
-    large.add_(1)
-    test_faults.answers(assistant.generate, range(4))
-    assert assistant.wait_until_idle(LONG)
-    others = assistant.config.update_strategy == "idle", threading.current_thread() is not threading.main_thread()
-    left.append(more(sum(others)))
-
-for strategy in ("manual", "interval", "spread", "idle"):
-    target, draft = models.pair()
-    large.add_(1)
-    assistant = OnlineAssistant(target, draft, config=replace(test_faults.CONFIG, update_strategy=strategy))
-    left = [more(strategy == "idle")]
-    serve(assistant)
-    thread = threading.Thread(target=serve, args=(assistant,))
-    thread.start()
-    thread.join(4 * LONG)
-    said[strategy] = [*left, assistant.version > 0]
-    assistant.close()
-
-average = Updater._average
-
-def share(self):  # while its answer waits
-    large.add_(1)
-    if not waited_for:
-        waited_for.append(more(1, 2))
-    average(self)
-
-def step(self):  # in the middle of which a request arrives
-    large.add_(1)
-    stepping.set()
-    while not (traffic.requests or waited_for):
-        threading.Event().wait(0.001)
-    give_way()
-    average(self)
-
-def ask():
-    stepping.wait(LONG)
-    with traffic.request():
-        waited_for.append(more(2))
-
-for strategy, Updater._average in (("spread", share), ("idle", step)):
-    config = replace(test_faults.CONFIG, update_strategy=strategy)
-    assistant, waited_for, stepping = OnlineAssistant(*models.pair(), config=config), [], threading.Event()
-    traffic = assistant._live.traffic
-    if strategy == "idle":
-        threading.Thread(target=ask).start()
-    for i in range(2 * config.update_interval):
-        large.add_(1)
-        test_faults.answers(assistant.generate, [i])
-    assert assistant.wait_until_idle(LONG)
-    assistant.close()
-    said["in the middle, " + strategy] = waited_for[:1]
-print(json.dumps(said))
-"""
-
-
-@pytest.mark.skipif(not any(Path(torch.__file__).parent.glob("lib/libgomp*")), reason="torch has another OpenMP")
-def test_who_stops_computing_gives_the_threads_of_its_team_back() -> None:
-    done = run_python(TEAMS)
-    assert done.returncode == 0, done.stderr
-    served = {name: [0, 0, 0, name != "manual"] for name in ("manual", "interval", "spread", "idle")}
-    assert json.loads(done.stdout) == {
-        "team": 2, "released": 0, "again": [2, 2.0, 2.0], "child": 0, "after the fork": 0, **served,
-        "in the middle, spread": [2], "in the middle, idle": [0],
-    }  # fmt: skip
-
-
-def test_a_library_that_cannot_be_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    mapped = "7f00-7f01 r-xp 00000000 08:01 17 /nowhere/libgomp.so.1 (deleted)\n7f02-7f03 rw-p 00000000 00:00 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: mapped)
-    assert threads._pauses.__wrapped__() == ()
-
-
-def test_no_request_counts_on_where_its_team_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError
-
-    monkeypatch.setattr(live_learning, "release_team", fail)
-    traffic = live_learning.Traffic()
-    with pytest.raises(OSError), traffic.request():
-        assert traffic.requests == 1
-    assert (traffic.requests, traffic.own_requests) == (0, 0)

@@ -11,10 +11,10 @@ import torch
 
 from osd_hf import OnlineConfig, Trace, capture_traces
 from osd_hf.learning import learner as learner_module
-from osd_hf.learning.activations import LEAST_TOKENS, num_tokens
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.faults import MOST_IN_A_ROW, MOST_KEYS, Readable, SetAside
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.loss import MIN_REQUEST_TOKENS, num_tokens
+from osd_hf.learning.requests import MAX_EXCLUDED, MAX_EXCLUDED_IN_A_ROW, ExcludedRequests, ReadableTraces
 from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.trace import DraftRound
@@ -94,8 +94,8 @@ SHORT_OF_MEMORY = "that need more memory than there is"
             "that cannot be learned from (RuntimeError)",
             "idle",
         ),
-        (None, "whose loss or gradient is not finite", "interval"),
-        (None, "whose loss or gradient is not finite", "idle"),
+        (None, "with a loss or gradient that is not finite", "interval"),
+        (None, "with a loss or gradient that is not finite", "idle"),
     ],
 )
 def test_a_request_that_makes_steps_fail_is_set_aside_and_the_others_are_learned(
@@ -107,7 +107,7 @@ def test_a_request_that_makes_steps_fail_is_set_aside_and_the_others_are_learned
     report = taught(updater, traces)
     assert (report.steps, report.dropped_steps) == (2, 0)
     assert [(reason in name, count) for name, count in report.set_aside.items()] == [(True, 1)]
-    assert all(len(trace) < LONG for trace in [*updater.buffer, *updater.lesson.pending])
+    assert all(len(trace) < LONG for trace in [*updater.buffer, *updater.requests.pending])
     assert all(bool(torch.isfinite(p).all()) for p in updater.parameters.values())
     said = [record for record in caplog.records if "Set aside" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
@@ -142,11 +142,11 @@ def test_a_request_too_large_by_itself_is_shortened_and_learned(
         return found
 
     monkeypatch.setattr(Updater, "_loss", noted)
-    prompt = np.resize(traces[8].prompt_ids, 2 * LEAST_TOKENS)
+    prompt = np.resize(traces[8].prompt_ids, 2 * MIN_REQUEST_TOKENS)
     report = taught(updater, [*traces[:3], replace(traces[8], prompt_ids=prompt)])
     assert (report.steps, report.set_aside, report.positions) == (1, {}, 3 * 8 + LONG)
-    assert learned[-1] == (2 * LEAST_TOKENS + LONG) // 2
-    assert max(map(num_tokens, updater.buffer)) == 2 * LEAST_TOKENS + LONG  # itself is as it was
+    assert learned[-1] == (2 * MIN_REQUEST_TOKENS + LONG) // 2
+    assert max(map(num_tokens, updater.buffer)) == 2 * MIN_REQUEST_TOKENS + LONG  # itself is as it was
 
 
 def test_a_learner_that_fails_on_everything_sets_nothing_aside(
@@ -159,7 +159,7 @@ def test_a_learner_that_fails_on_everything_sets_nothing_aside(
             with pytest.raises(RuntimeError, match="the driver is gone"):
                 taught(updater, traces[first : first + 2])
     assert not updater.set_aside.counts
-    assert list(updater.lesson.pending) == traces[:8]
+    assert list(updater.requests.pending) == traces[:8]
     assert updater.micro_batch == CONFIG.batch_size
     assert updater.update().steps == 2
 
@@ -170,13 +170,13 @@ def test_requests_that_fail_one_after_the_other_are_not_set_aside_for_ever(
     updater = Updater(models.pair()[1], replace(CONFIG, replay_fraction=0.0))
     with monkeypatch.context() as patch:  # all but the simplest
         patch.setattr(Updater, "_loss", fails_on(lambda batch: any(len(t) > 1 for t in batch), MemoryError))
-        for i in range(MOST_IN_A_ROW):
+        for i in range(MAX_EXCLUDED_IN_A_ROW):
             taught(updater, [replace(traces[0], created_at_seconds=100.0 + i)])
         with pytest.raises(MemoryError):
             taught(updater, [traces[4]])
         with pytest.raises(MemoryError):
             taught(updater, traces[5:8])
-    assert sum(updater.set_aside.counts.values()) == MOST_IN_A_ROW
+    assert sum(updater.set_aside.counts.values()) == MAX_EXCLUDED_IN_A_ROW
     assert taught(updater, traces[5:8]).steps == 2
     assert updater.set_aside.take_new() == {}
 
@@ -190,7 +190,7 @@ def learner(**changes: Any) -> Learner:
 
 
 def everything(taught: Learner) -> list[Trace]:
-    lesson = taught.lessons[None]
+    lesson = taught.requests[None]
     return [*lesson.held_back, *lesson.arrived, *lesson.pending, *lesson.buffer]
 
 
@@ -210,9 +210,9 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
     long = [replace(traces[8], created_at_seconds=100.0 + i) for i in range(6)]
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    taught.lessons[None].held_back.extend(long[:2])
-    taught.lessons[None].arrived.extend([long[2], traces[0]])
-    taught.lessons[None].pending.extend(long[3:])
+    taught.requests[None].held_back.extend(long[:2])
+    taught.requests[None].arrived.extend([long[2], traces[0]])
+    taught.requests[None].pending.extend(long[3:])
     reports = [taught.update() for _ in range(3)]
     assert all(report.steps for report in reports)
     assert all(report.decision is not None for report in reports)
@@ -278,12 +278,12 @@ def changed(trace: Trace, name: str) -> Trace:
     "name, reason",
     [
         *((name, "with token ids outside of the vocabulary") for name in ("prompt", "negative", "answer", "rows")),
-        ("twice", "whose rows name a token twice"),
-        ("short", "whose arrays do not fit together"),
-        *((name, "with log-probs that are none") for name in ("nan", "nothing", "above", "tail", "mass")),
+        ("twice", "with rows that contain a token twice"),
+        ("short", "with arrays that do not fit together"),
+        *((name, "with invalid log-probs") for name in ("nan", "nothing", "above", "tail", "mass")),
         ("vocabulary", "of a vocabulary of 128, not 64"),
         ("length", "longer than the draft's 256 positions"),
-        *((name, "whose rounds do not add up") for name in ("rounds", "accepted")),
+        *((name, "with inconsistent rounds") for name in ("rounds", "accepted")),
     ],
 )
 def test_an_odd_request_is_set_aside_by_reason_and_learning_goes_on(
@@ -307,34 +307,34 @@ def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs
     with capture_traces(target, seen.append, num_logprobs=num_logprobs):
         for ids in models.prompts(2):
             target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=6)
-    readable = Readable.by(draft)
+    readable = ReadableTraces.by(draft)
     assert [readable.fault(trace) for trace in seen] == [None, None]
     assert readable.fault(readable.simplest(seen[0])) is None
     updater = Updater(draft, replace(CONFIG, num_logprobs=num_logprobs))
-    assert finish(updater._tried([readable.simplest(seen[0])])) == [True]
+    assert finish(updater._try_traces([readable.simplest(seen[0])])) == [True]
 
 
 def test_what_is_remembered_is_bounded(traces: list[Trace]) -> None:
-    aside = SetAside()
-    for i in range(MOST_KEYS + 10):
+    aside = ExcludedRequests()
+    for i in range(MAX_EXCLUDED + 10):
         aside.add(replace(traces[0], created_at_seconds=float(i)), f"of kind {i}")
     state = aside.state_dict()
-    assert len(state["keys"]) == MOST_KEYS
+    assert len(state["keys"]) == MAX_EXCLUDED
     assert len(state["counts"]) < 100
-    assert sum(state["counts"].values()) == MOST_KEYS + 10
+    assert sum(state["counts"].values()) == MAX_EXCLUDED + 10
     assert replace(traces[0], created_at_seconds=0.0) not in aside
-    assert replace(traces[0], created_at_seconds=float(MOST_KEYS)) in aside
+    assert replace(traces[0], created_at_seconds=float(MAX_EXCLUDED)) in aside
 
 
 def test_an_error_in_the_middle_is_no_ones_fault_once_it_has_passed(traces: list[Trace]) -> None:
-    aside, failures = SetAside(), [RuntimeError("once")]
+    aside, failures = ExcludedRequests(), [RuntimeError("once")]
 
     def work(those: Sequence[Trace]) -> list[int]:
         if failures:
             raise failures.pop()
         return [len(trace) for trace in those]
 
-    found = finish(aside.isolate(work, traces, Readable.by(models.pair()[1])))
+    found = finish(aside.isolate(work, traces, ReadableTraces.by(models.pair()[1])))
     assert found == [len(trace) for trace in traces]
     assert not aside.counts
 
@@ -343,17 +343,17 @@ def test_an_error_in_the_middle_is_no_ones_fault_once_it_has_passed(traces: list
 
 
 def test_rows_are_read_once_and_others_may_come_between(traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, read = Readable.fault, list[Trace]()
+    fault, read = ReadableTraces.fault, list[Trace]()
 
-    def counted(self: Readable, trace: Trace) -> str | None:
+    def counted(self: ReadableTraces, trace: Trace) -> str | None:
         read.append(trace)
         return fault(self, trace)
 
-    monkeypatch.setattr(Readable, "fault", counted)
+    monkeypatch.setattr(ReadableTraces, "fault", counted)
     taught = learner(update_strategy="idle", update_interval=30)
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    held_back = list(taught.lessons[None].held_back)
+    held_back = list(taught.requests[None].held_back)
     at_once, before = 0, 0
     while taught.has_work():
         taught.step()
@@ -363,7 +363,7 @@ def test_rows_are_read_once_and_others_may_come_between(traces: list[Trace], mon
     read.clear()
     taught.update(steps=1)
     assert not read
-    assert taught.lessons[None].looked_at == set(held_back)
+    assert taught.requests[None].checked == set(held_back)
 
 
 def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) -> None:
@@ -371,15 +371,15 @@ def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) 
     for i in range(32):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
     odd = replace(changed(traces[0], "nan"), created_at_seconds=100.0)
-    taught.lessons[None].held_back.append(odd)
+    taught.requests[None].held_back.append(odd)
     report = taught.update()
-    assert dict(report.set_aside) == {"with log-probs that are none": 1}
-    assert odd not in everything(taught) and odd not in taught.lessons[None].looked_at
+    assert dict(report.set_aside) == {"with invalid log-probs": 1}
+    assert odd not in everything(taught) and odd not in taught.requests[None].checked
 
 
 def test_a_request_may_come_between_the_parts_of_a_trial(traces: list[Trace]) -> None:
     updater = Updater(models.pair()[1], replace(CONFIG, update_strategy="idle"))
-    trial, parts = updater.set_aside.isolate(updater._tried, traces[:4], updater.readable), 0
+    trial, parts = updater.set_aside.isolate(updater._try_traces, traces[:4], updater.readable), 0
     for _ in trial:
         parts += 1
     assert parts == 4
@@ -392,18 +392,18 @@ def test_what_arrives_while_a_version_is_watched_is_watched_next(
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
     taught.update()
-    version, lesson = taught.drafts.serving_version(None), taught.lessons[None]
+    version, lesson = taught.drafts.serving_version(None), taught.requests[None]
     assert version > 0
     served = [replace(traces[i], draft_version=version, created_at_seconds=100.0 + i) for i in range(8)]
     lesson.arrived.extend(served[:4])
-    fault, arriving = Readable.fault, served[4:5]
+    fault, arriving = ReadableTraces.fault, served[4:5]
 
-    def meanwhile(self: Readable, trace: Trace) -> str | None:
+    def meanwhile(self: ReadableTraces, trace: Trace) -> str | None:
         lesson.arrived.extend(arriving)
         arriving.clear()
         return fault(self, trace)
 
-    monkeypatch.setattr(Readable, "fault", meanwhile)
+    monkeypatch.setattr(ReadableTraces, "fault", meanwhile)
     finish(taught._watch(lesson))
     assert list(lesson.arrived) == served[4:5]
     assert len(lesson.compared) == 4
@@ -424,4 +424,4 @@ def test_what_a_new_version_served_before_the_learner_went_on_is_watched(
 
     monkeypatch.setattr(DomainDrafts, "promote", at_once)
     taught.update()
-    assert served and list(taught.lessons[None].arrived) == served
+    assert served and list(taught.requests[None].arrived) == served

@@ -52,8 +52,8 @@ from osd_hf.replay import replay_each
 from osd_hf.speedup import expected_speedup
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
+from osd_hf.utils.context import choose_threads
 from osd_hf.utils.report import make_folder, provenance, write_report
-from osd_hf.utils.threads import choose_threads
 
 RequestStream = list[tuple[str, list[int]]]  # data set and token ids of each request that is learned from
 EncodedSets = dict[str, list[list[int]]]  # data set -> token ids of each prompt

@@ -32,7 +32,7 @@ from osd_hf.errors import ConfigError
 from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.models import input_device, load_pair
-from osd_hf.utils.threads import choose_threads
+from osd_hf.utils.context import choose_threads
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from osd_hf.decoding.forward import compiles_draft
 from osd_hf.decoding.hook import record_traces, scored
 from osd_hf.distillation.data import read_rows, read_traces
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
-from osd_hf.learning.lesson import Lesson
+from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
 from osd_hf.models import (
@@ -393,10 +393,10 @@ class LayerDraft:
         factor = float(np.clip(np.median(sizes) / USUAL_WEIGHT, 1.0, MAX_RATE_FACTOR)) if sizes else 1.0
         config = replace(config, learning_rate=config.learning_rate * factor)
         self.before = self.stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
-        lesson = Lesson(config=config)
-        lesson.buffer.extend(training)
+        requests = DraftRequests(config=config)
+        requests.buffer.extend(training)
         frozen = {name for name, p in self.draft.named_parameters() if id(p) in ends}
-        self.updater = Updater(self.draft, config, lesson=lesson, frozen=frozen)
+        self.updater = Updater(self.draft, config, requests=requests, frozen=frozen)
         self.best_weights = self.updater.snapshot(dict(self.draft.named_parameters()))
 
     def step(self) -> None:
@@ -533,7 +533,7 @@ def train(
                 return
         budget.show(f"training {trial.name}", budget.elapsed / budget.seconds, trial.stats.alpha)
         if decays:
-            trial.updater.slow(max(1 - share, 0.0))
+            trial.updater.scale_learning_rate(max(1 - share, 0.0))
         trial.step()
 
 

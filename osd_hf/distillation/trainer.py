@@ -19,11 +19,11 @@ import torch
 from huggingface_hub import HfApi
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
-from osd_hf.chunked_loss import divergence_sum, stored_rows, target_rows
 from osd_hf.config import setting
 from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.hub.push import refuse_public
+from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd

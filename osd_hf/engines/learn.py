@@ -25,9 +25,9 @@ from osd_hf.hub.cards import DraftFacts
 from osd_hf.hub.push import check_written, push_folder, save_draft
 from osd_hf.learning import session
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.faults import Readable
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.requests import ReadableTraces
 from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
 from osd_hf.learning.updater import Updater, UpdateReport, finish, log_update
 from osd_hf.learning.weights import Snapshot
@@ -142,7 +142,7 @@ class StoreLearner:
         self._published_at = -float("inf")
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=by_domain)
         self.learner = Learner(drafts, config, accelerator, chooses=False)
-        self._readable = Readable.by(drafts.base)
+        self._readable = ReadableTraces.by(drafts.base)
         self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
         self._target = target
         self._requested_version = target_version
@@ -430,7 +430,7 @@ class StoreLearner:
         logger.info("Published version %d%s after %d requests.", number, suffix, facts["requests"])
         if versions.pinned:  # engines may roll back
             drafts = self.learner.drafts
-            weights = drafts.aside(drafts.serving_snapshot(domain))
+            weights = drafts.to_host(drafts.serving_snapshot(domain))
             self._served[domain, number] = drafts.serving_version(domain), weights
             gone = [key for key in self._served if key[0] == domain and key[1] not in {number, *versions.pinned}]
             for key in gone:

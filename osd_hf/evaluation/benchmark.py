@@ -497,11 +497,11 @@ def serve_before(assistant: OnlineAssistant, traces: Sequence[Trace]) -> None:
     """Let an assistant that does not learn propose the text of these requests and, of a large vocabulary, draft the
     tokens that they use, as if it had served them. Their rounds tell how many tokens that takes: where the target
     answered alone, more than it has to."""
-    lesson = assistant.drafts.lessons[None]
+    requests = assistant.drafts.requests[None]
     for trace in traces:
         assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
-        with lesson.lock:
-            lesson.observe(trace)
+        with requests.lock:
+            requests.observe(trace)
 
 
 class _Way:

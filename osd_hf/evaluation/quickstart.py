@@ -25,8 +25,8 @@ from osd_hf.models import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
+from osd_hf.utils.context import choose_threads
 from osd_hf.utils.report import make_folder, provenance, write_report
-from osd_hf.utils.threads import choose_threads
 
 K = 5
 WAYS = ("target alone", "prompt lookup", "static draft", "learned draft", "learned draft, target compiled")

@@ -1,4 +1,4 @@
-"""The drafts that serve: one shared by all requests, or a base draft and one per domain that learns on its own."""
+"""Manage the drafts that serve and learn: one shared draft, or a base draft and one draft per domain."""
 
 from __future__ import annotations
 
@@ -8,42 +8,46 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Container, Iterable, Iterator
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.draft_length import Pacer
+from osd_hf.decoding.forward import static_draft
+from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.errors import ConfigError, StateError
-from osd_hf.learning.effort import MIN_EFFORT
-from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.placement import learner_device
-from osd_hf.learning.serving_models import Copies, ServingDraft, Version
+from osd_hf.learning.gate import MIN_EFFORT
+from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
     Snapshot,
     adapted,
+    adapter_base,
     adapter_state,
-    beneath,
-    in_fp32,
+    fp32_copy,
     is_finite,
+    learner_device,
     learning_context,
     load_adapter,
     make_template,
-    ready_to_serve,
-    sharing,
+    serving_copy,
+    shared_copy,
+    weights_for,
     write_snapshot,
 )
 from osd_hf.models import is_peft
-from osd_hf.utils.disk import in_child, write_whole
+from osd_hf.utils.context import Seeded
+from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import make_folder
-from osd_hf.utils.threads import Seeded
-from osd_hf.utils.yielding import give_way, giving_way
 
 __all__ = ["DomainDrafts", "ServingDraft"]
 
@@ -51,67 +55,194 @@ logger = logging.getLogger(__name__)
 
 INDEX = "drafts.json"
 MAX_DRAFTS = 32  # per domain; the base draft serves further domains
-HOST = torch.device("cpu")  # main memory, for versions of drafts on an accelerator that no model serves with
+HOST = torch.device("cpu")
+
+
+class DraftVersion(NamedTuple):
+    """
+    A version of a draft. Equal numbers do not imply equal weights: a rollback or a session may bring others.
+
+    Args:
+        number (`int`): 0 is the original draft.
+        weights (`dict[str, torch.Tensor]`): The learned weights.
+        taught_for (`str`, *optional*): Version of the target whose requests it learned from, if known.
+    """
+
+    number: int
+    weights: Snapshot
+    taught_for: str | None = None
+
+
+# --- models that serve ----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class ServingDraft:
+    """A model that drafts. Its weights change only while it has no leases."""
+
+    model: Any  # adapters merged; `None` before it is filled for the first time
+    drafting: LeanDrafting | None  # generates its candidates; `None` like `model`
+    domain: str | None = None  # of its weights
+    holds: DraftVersion | None = None  # `None` while weights are written
+    leases: int = 0  # requests that use it
+    is_changing: bool = False  # its vocabulary changes, and no other request may use it
+
+    @property
+    def version(self) -> int:
+        """Number of the version that it holds."""
+        return 0 if self.holds is None else self.holds.number
+
+
+class ServingModels:
+    """
+    Hold copies of the base model, each with the weights of a domain's version. Overlapping requests may need several.
+
+    The base serves as well, always unchanged. The owner holds a lock for all methods but `prepare` and `fill`, which
+    take long.
+
+    Args:
+        base (`PreTrainedModel`): The original draft.
+        template (`PeftModel`, *optional*): A model with an unmerged adapter, if versions are adapters.
+        config (`OnlineConfig`): How to draft.
+        pacer (`Pacer`): Chooses the number of drafted tokens.
+    """
+
+    def __init__(self, base: PreTrainedModel, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
+        self.template = template
+        self.config = config
+        self.pacer = pacer
+        self.compiled = static_draft(base, config)
+        # Copies share memory with their versions, unless a graph has captured addresses, or only parts learn.
+        is_part = getattr(base, "_hf_peft_config_loaded", False)
+        self.shares_weights = not is_part and self.compiled is None
+        self.base = ServingDraft(base, self._drafting(base))
+        self.held: list[ServingDraft] = []
+        self.filling: set[str | None] = set()  # domains
+        self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
+
+    def find(self, domain: str | None, version: DraftVersion | None = None) -> ServingDraft | None:
+        """Return a model that holds this version of a domain's draft, by default any version."""
+        complete = (s for s in self.held if s.domain == domain and s.holds is not None)
+        return next((s for s in complete if version is None or s.holds is version), None)
+
+    def release(self, serving: ServingDraft, newest: Mapping[str | None, DraftVersion]) -> None:
+        """End a lease, and remove outdated models of domains that have another one."""
+        serving.leases -= 1
+        for held in list(self.held):
+            has_another = sum(s.domain == held.domain for s in self.held) > 1
+            is_old = held.holds is None or held.holds is not newest.get(held.domain)
+            if held.leases == 0 and has_another and is_old:
+                self.held.remove(held)
+
+    def reserve(self, domain: str | None) -> ServingDraft:
+        """Lease a model to be filled for a domain: an unused one of the domain, or a new one."""
+        unused = [s for s in self.held if s.leases == 0 and s.domain == domain]
+        serving = unused[0] if unused else ServingDraft(None, None)
+        if not unused:
+            self.held.append(serving)
+        serving.domain = domain
+        serving.holds = None
+        serving.leases += 1
+        self.filling.add(domain)
+        return serving
+
+    def prepare(self, snapshot: Snapshot) -> Snapshot:
+        """Return the weights to fill a model with: adapters merged, and nothing that shares memory with the base."""
+        weights = weights_for(self.base.model, snapshot, self.template)
+        base = {p.data_ptr() for p in self.base.model.parameters()}
+        return {name: weight.clone() if weight.data_ptr() in base else weight for name, weight in weights.items()}
+
+    def fill(self, serving: ServingDraft, weights: Snapshot) -> None:
+        """Write weights into a reserved model. `finish_filling` must follow, also after an error."""
+        model = serving.model
+        if model is None:
+            with learning_context():
+                model = (shared_copy if self.shares_weights else copy.deepcopy)(self.base.model)
+        if serving.drafting is not None:
+            serving.drafting.forget()
+        write_snapshot(weights, model, share=self.shares_weights)
+        if serving.model is None:
+            serving.drafting = self._drafting(model)
+            serving.model = model
+            if self.base.drafting is not None:
+                serving.drafting.clock = self.base.drafting.clock
+
+    def finish_filling(self, serving: ServingDraft, version: DraftVersion | None) -> None:
+        """Record the version that a model holds now; `None` after an error."""
+        self.filling.discard(serving.domain)
+        if serving.model is None:
+            self.held.remove(serving)
+        else:
+            self.made.add(serving.model)
+            serving.holds = version
+
+    def _drafting(self, model: PreTrainedModel) -> LeanDrafting:
+        k, sources = self.config.num_assistant_tokens, self.config.candidates
+        return LeanDrafting(model, k, sources=sources, compiled=self.compiled, pacer=self.pacer)
+
+
+# --- drafts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Draft:
-    """One draft that learns: its requests, its learner, and its versions. Without weights until it begins to learn."""
+    """A draft that learns: its requests, updater and versions. It has no weights before it learns."""
 
-    lesson: Lesson
-    serving: Version = field(default_factory=lambda: Version(0, {}))
-    previous: Version | None = None
+    requests: DraftRequests
+    serving: DraftVersion = field(default_factory=lambda: DraftVersion(0, {}))
+    previous: DraftVersion | None = None
     original: Snapshot = field(default_factory=dict)  # weights of version 0
     updater: Updater | None = None
 
 
 class DomainDrafts:
     """
-    A base draft and, for each domain that has been learned from, a draft of its own: a LoRA adapter on the base, or a
-    full copy. What is learned is kept as weights by version; models ready to serve, adapters merged, are made from it
-    as requests ask for them, within a memory limit. May be used from several threads.
+    Manage a base draft and, for each domain that is learned from, a draft of its own: an adapter or a full copy.
+
+    Learned weights are kept by version. Models that serve are made from them when requests need them. May be used from
+    several threads.
 
     Args:
         draft (`PreTrainedModel`): The base; copied, not changed. A `PeftModel` serves with its adapter merged.
         config (`OnlineConfig`, *optional*): How to draft and learn.
         peft_config (`peft.PeftConfig`, *optional*):
-            Kind of adapter (`LoraConfig(r=16, target_modules="all-linear")`, for instance); without one every draft
-            that learns is a full copy.
-        per_domain (`bool`, *optional*, defaults to `True`): `False`: all domains share one draft, which learns.
+            Kind of adapter, such as `LoraConfig(r=16, target_modules="all-linear")`. By default full copies learn.
+        per_domain (`bool`, *optional*, defaults to `True`): With `False`, all domains share one draft.
 
     Raises:
-        UnsupportedModelError: adapters that do not fit the draft, or that cannot be merged into its weights.
-        ConfigError: there is no such `learner_device`.
+        UnsupportedModelError: Adapters do not fit the draft, or cannot be merged.
+        ConfigError: The `learner_device` does not exist.
     """
 
     def __init__(
-        self, draft: Any, config: OnlineConfig | None = None, *, peft_config: Any = None, per_domain: bool = True
-    ) -> None:
+        self, draft: PreTrainedModel, config: OnlineConfig | None = None, *, peft_config: Any = None,
+        per_domain: bool = True,
+    ) -> None:  # fmt: skip
         self.config = config or OnlineConfig()
-        self._learner_device = learner_device(self.config)
         self.peft_config = peft_config
         self.per_domain = per_domain
-        base = ready_to_serve(draft, self.config)
-        is_source = is_peft(draft) and not per_domain and peft_config is None
-        self._source = in_fp32(draft) if is_source else base  # what learners start from
+        self._learner_device = learner_device(self.config)
+        base = serving_copy(draft, self.config)
+        has_own_adapter = is_peft(draft) and not per_domain and peft_config is None
+        self._source = fp32_copy(draft) if has_own_adapter else base  # updaters start from it
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
+        self._adapter_master: Any = None  # holds the adapters of all domains
         self.pacer = Pacer()
         self.version = 0
         self._pace: dict[str, Any] = {}
         self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: self._new_draft(None)}
         self._has_refused = False
-        self._copies = Copies(base, self._template, self.config, self.pacer)
-        self._master: Any = None  # of all domains' adapters
-        self._tried: tuple[Any, Any] | None = None
-        self._renew_locks()
-        in_child(self, DomainDrafts._begin_in_child)
+        self._models = ServingModels(base, self._template, self.config, self.pacer)
+        self._trial: tuple[Any, Any] | None = None
+        self._lock = threading.RLock()  # not held while models are copied or written
+        self._filled = threading.Condition(self._lock)
 
     def _new_draft(self, domain: str | None) -> _Draft:
-        return _Draft(Lesson(domain, self.config, **self._pace))
+        return _Draft(DraftRequests(domain, self.config, **self._pace))
 
     def set_pace(self, *, min_effort: float = MIN_EFFORT, target_lag: int = 0) -> None:
         """
-        Set how often drafts learn; called before the first request.
+        Set how drafts learn from now on.
 
         Args:
             min_effort (`float`, *optional*, defaults to 1/16): Least share of the configured updates that are done.
@@ -119,24 +250,15 @@ class DomainDrafts:
                 Earlier versions of the target whose requests are still learned from.
         """
         self._pace = {"min_effort": min_effort, "target_lag": target_lag}
-        for lesson in self.lessons.values():
-            lesson.target_lag = target_lag
-            lesson.effort.least = min_effort
+        for requests in self.requests.values():
+            requests.target_lag = target_lag
+            requests.effort.least = min_effort
 
-    def _renew_locks(self) -> None:
-        self._lock = threading.RLock()  # held over no copy and no write of a model
-        self._made = threading.Condition(self._lock)
-
-    def _begin_in_child(self) -> None:
-        """In a forked child nobody makes what others were making, and nobody uses what others were using."""
-        self._renew_locks()
-        self._copies.forget_leases()
-
-    # --- which drafts there are -------------------------------------------------------------------------------------
+    # --- domains and versions ---------------------------------------------------------------------------------------
 
     def admit(self, domain: str | None) -> bool:
-        """Whether a request of this domain teaches a draft: any where one is shared; otherwise one of a named domain,
-        which gets a draft as long as there is room for one more."""
+        """Whether a draft learns from a request of this domain: always if all share one draft; otherwise if the domain
+        has a name and a draft, which it gets as long as there are fewer than `MAX_DRAFTS`."""
         if not self.per_domain or domain is None:
             return not self.per_domain
         with self._lock:
@@ -148,64 +270,65 @@ class DomainDrafts:
             if not self._has_refused:
                 self._has_refused = True
                 logger.warning(
-                    "There are %d drafts of domains already (at most 32): %r and further domains are served by "
-                    "the base draft.", len(self._drafts), domain,
-                )  # fmt: skip
+                    "%d domains have drafts, the maximum. The base draft serves %r and further domains.",
+                    len(self._drafts),
+                    domain,
+                )
             return False
 
     @property
     def domains(self) -> tuple[str | None, ...]:
-        """Those that have a draft, in order of appearance; `(None,)` where all share one."""
+        """Domains with a draft, in order of appearance; `(None,)` if all share one."""
         with self._lock:
             return tuple(self._drafts)
 
     @property
-    def lessons(self) -> dict[str | None, Lesson]:
+    def requests(self) -> dict[str | None, DraftRequests]:
         """The requests of each draft, by domain."""
         with self._lock:
-            return {domain: draft.lesson for domain, draft in self._drafts.items()}
+            return {domain: draft.requests for domain, draft in self._drafts.items()}
 
     def key(self, domain: str | None) -> str | None:
-        """The domain whose draft serves this one; `None` is the base draft or the shared one."""
+        """Return the key of the draft that serves a domain; `None` is the base draft or the shared one."""
         with self._lock:
             return domain if self.per_domain and domain in self._drafts else None
 
     def serving_version(self, domain: str | None = None) -> int:
-        """Version of the draft of a domain; 0: nothing learned serves."""
+        """Return the number of the version that serves a domain; 0 is the original draft."""
         with self._lock:
             draft = self._drafts.get(self.key(domain))
             return 0 if draft is None else draft.serving.number
 
     def taught_for(self, domain: str | None) -> str | None:
-        """The version of the target that the draft which serves a domain was taught for; `None` where it is not known,
-        or nothing learned serves."""
+        """Return the version of the target that the serving draft of a domain learned from, if known."""
         with self._lock:
             draft = self._drafts.get(self.key(domain))
             return None if draft is None else draft.serving.taught_for
 
     def serving_snapshot(self, domain: str | None) -> Snapshot:
-        """Weights of the version that serves."""
+        """Return the weights of the serving version."""
         with self._lock:
             return self._drafts[domain].serving.weights
 
     def previous(self, domain: str | None) -> tuple[int, Snapshot] | None:
-        """The version that served before the one that does now."""
+        """Return number and weights of the version that served before."""
         with self._lock:
             previous = self._drafts[domain].previous
             return None if previous is None else previous[:2]
 
-    # --- who serves -------------------------------------------------------------------------------------------------
+    # --- serving ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def lease(self, domain: str | None = None, *, original: bool = False) -> Iterator[ServingDraft]:
-        """The draft of a domain, in its newest version or, `original`, as it was; its weights stay as they are inside
-        the `with` block. Where it has to be made ready first, only requests of the same draft wait for it."""
+        """Yield the newest version of a domain's draft, or the original one; its weights do not change inside. If a
+        model must be filled first, only requests of the same draft wait."""
         try:
             serving = self._leased(domain, original=original)
-        except Exception:  # out of memory, for one: the answer must not suffer
+        except Exception:  # such as out of memory: the request is served all the same
             logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
             with self._lock:
-                serving = self._copies.use(self._copies.find(self.key(domain)) or self._copies.base)
+                serving = self._models.find(self.key(domain)) or self._models.base
+                serving.leases += 1
         try:
             yield serving
         finally:
@@ -213,59 +336,55 @@ class DomainDrafts:
 
     @property
     def base(self) -> Any:
-        """The base draft's model: the draft as it was."""
-        return self._copies.base.model
+        """The model of the original draft."""
+        return self._models.base.model
 
     def model(self, domain: str | None = None) -> Any:
-        """The model that requests of a domain are served with now, an ordinary transformers model."""
+        """Return the model that serves requests of a domain now."""
         serving = self._leased(domain)
         self._release(serving)
         return serving.model
 
     @property
     def models(self) -> list[Any]:
-        """All models that serve, or did and are there still."""
+        """All existing models that serve or have served."""
         with self._lock:
-            return list(self._copies.made)
+            return list(self._models.made)
 
-    def owns(self, model: Any) -> bool:
+    def owns(self, model: PreTrainedModel) -> bool:
         """Whether a model is one of those that serve."""
-        return model in self._copies.made
+        return model in self._models.made
 
     def vocab_size(self, domain: str | None) -> int | None:
-        """Tokens that the draft of a domain chooses among; `None`: all."""
+        """Return the number of tokens that the draft of a domain chooses from; `None` for all."""
         with self._lock:
-            drafting = (self._copies.find(self.key(domain)) or self._copies.base).drafting
+            drafting = (self._models.find(self.key(domain)) or self._models.base).drafting
         return None if drafting is None or drafting.token_ids is None else len(drafting.token_ids)
 
     @property
-    def bytes_per_draft(self) -> int:
-        """Size of one model that serves."""
-        return self._copies.bytes_each
-
-    @property
     def num_serving(self) -> int:
-        """Models per domain held ready now."""
-        return len(self._copies.held)
+        """Number of models that hold a learned version."""
+        return len(self._models.held)
 
     def _leased(self, domain: str | None, *, original: bool = False) -> ServingDraft:
-        """A model that holds the newest version of a draft, leased; made ready now where none does."""
+        """Lease a model with the newest version of a draft, filled now if there is none."""
         while True:
             with self._lock:
                 key = self.key(domain)
                 draft = self._drafts.get(key)
-                found: ServingDraft | None = self._copies.base  # what has learned nothing changes nothing
+                found: ServingDraft | None = self._models.base
                 if not (original or draft is None or draft.serving.number == 0):
                     version = draft.serving
-                    found = self._copies.find(key, version)
-                if key in self._copies.making if found is None else found.is_changing:
-                    self._made.wait()
+                    found = self._models.find(key, version)
+                if key in self._models.filling if found is None else found.is_changing:
+                    self._filled.wait()
                     continue
                 if found is not None:
-                    self._copies.use(found)
-                    found.is_changing = must_change = self._is_to_change(found)
+                    found.leases += 1
+                    must_change = self._must_change(found)
+                    found.is_changing = must_change
                 else:
-                    serving = self._copies.reserve(key)
+                    serving = self._models.reserve(key)
             if found is not None:
                 try:
                     if must_change:
@@ -281,184 +400,186 @@ class DomainDrafts:
                     return serving
             self._release(serving)
 
-    def _chosen(self, serving: ServingDraft) -> Any:
-        """The tokens that a draft is to choose among; the base of drafts per domain serves everybody, and has all."""
-        draft = self._drafts.get(serving.domain)  # of drafts per domain, none is that of `None`
-        return None if draft is None else draft.lesson.vocabulary.chosen
+    def _vocabulary(self, serving: ServingDraft) -> NDArray[Any] | None:
+        """Return the tokens that a draft should choose from. The base of drafts per domain chooses from all."""
+        draft = self._drafts.get(serving.domain)
+        return None if draft is None else draft.requests.vocabulary.chosen
 
-    def _is_to_change(self, serving: ServingDraft) -> bool:
-        drafting = serving.drafting
-        return drafting is not None and serving.leases == 1 and not drafting.is_restricted_to(self._chosen(serving))
+    def _must_change(self, serving: ServingDraft) -> bool:
+        if serving.drafting is None or serving.leases > 1:
+            return False
+        return not serving.drafting.is_restricted_to(self._vocabulary(serving))
 
     def _restrict(self, serving: ServingDraft) -> None:
-        """Let what nobody else uses choose among the tokens that its traffic uses now; outside of the lock."""
+        """Restrict a model that no other request uses to the tokens of its traffic. The lock is not held."""
         try:
             if serving.drafting is not None:
-                serving.drafting.restrict(self._chosen(serving))
+                serving.drafting.restrict(self._vocabulary(serving))
         finally:
             with self._lock:
                 serving.is_changing = False
-                self._made.notify_all()
+                self._filled.notify_all()
 
-    def _fill(self, serving: ServingDraft, version: Version, promoted: Snapshot | None = None) -> None:
-        """Fill what was reserved, outside of the lock; where it is promoted, with what was made ready for it, it
-        serves from then on."""
+    def _fill(self, serving: ServingDraft, version: DraftVersion, promoted: Snapshot | None = None) -> None:
+        """Fill a reserved model. With prepared weights of a `promoted` version, that version serves from then on."""
         written = None
         try:
-            with giving_way(None):  # requests of this draft wait for it
-                self._copies.fill(serving, promoted or self._copies.ready(version.weights))
-                self._restrict(serving)
+            self._models.fill(serving, promoted or self._models.prepare(version.weights))
+            self._restrict(serving)
             written = version
         finally:
             with self._lock:
-                self._copies.filled(serving, written)
+                self._models.finish_filling(serving, written)
                 if written is None:
                     self._release(serving)
                 elif promoted is not None:
                     draft = self._drafts[serving.domain]
-                    draft.serving, draft.previous = version, draft.serving
-                self._made.notify_all()
+                    draft.previous = draft.serving
+                    draft.serving = version
+                self._filled.notify_all()
 
     def _release(self, serving: ServingDraft) -> None:
         with self._lock:
-            self._copies.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
+            self._models.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot, taught_for: str | None = None) -> None:
-        """Let a version, `taught_for` this one of the target, serve from the next request on; those that are running
-        keep theirs. It is made ready before it is known. Requests draft with the version before it meanwhile where one
-        holds that model; otherwise the new weights are written into it, without a copy, and requests of this draft
-        wait until they are."""
-        weights = self._copies.ready(snapshot)
-        kept = snapshot if self._copies.shares else self.aside(snapshot)
+        """
+        Serve a version from the next request on. Running requests keep theirs.
+
+        Requests draft with the version before while a model of it is in use. Otherwise the new weights are written
+        into that model, and requests of this draft wait for it.
+
+        Args:
+            domain (`str`, *optional*): Domain of the draft.
+            version (`int`), snapshot (`dict[str, torch.Tensor]`): Number and weights.
+            taught_for (`str`, *optional*): Version of the target that it learned from.
+        """
+        weights = self._models.prepare(snapshot)
+        kept = snapshot if self._models.shares_weights else self.to_host(snapshot)
         with self._lock:
-            self._made.wait_for(lambda: domain not in self._copies.making)
-            serving = self._copies.reserve(domain)
-        self._fill(serving, Version(version, kept, taught_for), weights)
+            self._filled.wait_for(lambda: domain not in self._models.filling)
+            serving = self._models.reserve(domain)
+        self._fill(serving, DraftVersion(version, kept, taught_for), weights)
         self._release(serving)
         with self._lock:
             draft = self._drafts[domain]
             before = draft.previous
-        if before is not None and before.number:  # version 0 lies where the base does
+        if before is not None and before.number:  # version 0 shares memory with the base
             try:
-                aside = before._replace(weights=self.aside(before.weights))
+                on_host = before._replace(weights=self.to_host(before.weights))
                 with self._lock:
-                    draft.previous = aside if draft.previous is before else draft.previous
+                    draft.previous = on_host if draft.previous is before else draft.previous
             except (RuntimeError, MemoryError) as error:
-                logger.warning("The version before stays on the accelerator, as main memory lacks room: %s", error)
+                logger.warning("The previous version stays on the accelerator, as main memory is full: %s", error)
         self.model_changed(domain)
 
     def roll_back(self, domain: str | None, version: int, weights: Snapshot | None = None) -> Snapshot:
-        """Let the version before, or 0, serve again, or one of the weights that are given; returns its weights."""
+        """Serve the previous version, 0, or one with the given weights; returns its weights."""
         with self._lock:
             draft = self._drafts[domain]
-            earlier = Version(version, weights or draft.original)
+            earlier = DraftVersion(version, weights or draft.original)
             if draft.previous is not None and version == draft.previous.number:
-                earlier = draft.previous._replace()
-            # Written anew: what serves may have gone wrong by itself.
-            draft.serving, draft.previous = earlier, None
-        self.model(domain)  # made ready now, so that no request waits for it
+                earlier = draft.previous._replace()  # a new object, so that its weights are written anew
+            draft.serving = earlier
+            draft.previous = None
+        self.model(domain)  # filled now, so that no request waits
         self.model_changed(domain)
         return earlier.weights
 
     def model_changed(self, domain: str | None) -> None:
-        """Another version of the draft serves, or one of the target answers: what was known of acceptance counts
-        half."""
+        """Halve the weight of past acceptance: another version of the draft, or of the target, serves."""
         self.pacer.draft_changed(domain if self.per_domain else ...)
 
-    # --- who learns -------------------------------------------------------------------------------------------------
+    # --- learning ---------------------------------------------------------------------------------------------------
 
     def updater(self, domain: str | None) -> Updater:
-        """The learner of a domain's draft, made from the base at the first call. One thread at a time may learn, as
-        adapters share their base."""
+        """Return the updater of a domain's draft, made from the base at the first call. One thread at a time may
+        learn, as adapters share their base."""
         with self._lock:
             draft = self._drafts.get(domain) or self._new_draft(domain)
             if draft.updater is not None:
                 return draft.updater
-        updater = self._new_updater(draft.lesson)
-        base = dict(self.base.named_parameters())  # it is there, and stays
+        updater = self._new_updater(draft.requests)
+        base = dict(self.base.named_parameters())
         is_adapter = self._template is not None
         original = updater.snapshot(base) if is_adapter else {n: base[n].detach() for n in updater.averaged}
         with self._lock:
             self._drafts[domain] = draft
-            draft.updater, draft.original = updater, original
+            draft.updater = updater
+            draft.original = original
             if not draft.serving.weights:
                 draft.serving.weights.update(original)
         return updater
 
-    def _new_updater(self, lesson: Lesson) -> Updater:
-        peft_config, seed = self.peft_config, self.config.seed
-        how: dict[str, Any] = {"lesson": lesson, "dtype": self.base.dtype}
+    def _new_updater(self, requests: DraftRequests) -> Updater:
+        peft_config, seed, dtype = self.peft_config, self.config.seed, self.base.dtype
         if peft_config is None:
-            return Updater(self._source, self.config, **how)
+            return Updater(self._source, self.config, requests=requests, dtype=dtype)
         with learning_context():
             if not self.per_domain:
-                source = adapted(beneath(self._source, peft_config), peft_config, "default", seed)
-                return Updater(source, self.config, **how)
-            number = 0 if self._master is None else len(self._master.peft_config)
-            # Module names take no dots, and peft may take one name for the start of another.
+                source = adapted(adapter_base(self._source, peft_config), peft_config, "default", seed)
+                return Updater(source, self.config, requests=requests, dtype=dtype)
+            number = 0 if self._adapter_master is None else len(self._adapter_master.peft_config)
+            # Module names contain no dots, and PEFT may match a name as a prefix of another.
             adapter = f"domain_{number:05d}"
-            if self._master is None:
-                source = beneath(self._source, peft_config)
+            if self._adapter_master is None:
+                source = adapter_base(self._source, peft_config)
                 if self._learner_device is not None:
                     source = source.to(self._learner_device)
-                self._master = adapted(source.float().eval(), peft_config, adapter, seed)
+                self._adapter_master = adapted(source.float().eval(), peft_config, adapter, seed)
             else:
                 with Seeded(seed):
-                    self._master.add_adapter(adapter, copy.deepcopy(peft_config))
-                self._master.eval()  # what it added trains
-        return Updater(self._master, self.config, adapter=adapter, **how)
+                    self._adapter_master.add_adapter(adapter, copy.deepcopy(peft_config))
+                self._adapter_master.eval()  # new modules are in training mode
+        return Updater(self._adapter_master, self.config, adapter=adapter, requests=requests, dtype=dtype)
 
     @property
     def learning(self) -> set[str | None]:
-        """Domains whose drafts have begun to learn."""
+        """Domains with an updater."""
         with self._lock:
             return {domain for domain, draft in self._drafts.items() if draft.updater is not None}
 
     def forget(self, domains: Iterable[str | None], admitted: Container[str | None]) -> None:
-        """Drop the learners of domains and, of those not admitted, the drafts of which nothing learned serves."""
+        """Remove the updaters of domains and, unless a domain is admitted, drafts with no learned version."""
         with self._lock:
             for domain in domains:
                 draft = self._drafts[domain]
-                draft.updater, draft.original = None, {}
+                draft.updater = None
+                draft.original = {}
                 if draft.serving.number == 0:
-                    draft.serving = Version(0, {})
+                    draft.serving = DraftVersion(0, {})
                     if domain not in admitted:
                         del self._drafts[domain]
 
     def candidate(self, domain: str | None) -> tuple[int, Snapshot]:
-        """Number and weights of a version that does not serve yet: what the learner of a domain has come to."""
+        """Return a new version number, and the present weights of a domain's updater."""
         snapshot = self.updater(domain).snapshot(dict(self.base.named_parameters()))
         with self._lock:
             self.version += 1
             return self.version, snapshot
 
-    def tried(self, draft: Snapshot | Any) -> Any:
-        """A model with these weights, or with those of a model that serves, that never serves itself: valid until the
-        next call."""
-        if self._tried is None or self._tried[0] is not draft:
-            has_weights = isinstance(draft, dict)
-            self._tried = None
-            give_way()  # many modules are copied, none of the weights
-            model = sharing(self.base if has_weights else draft)
-            give_way()
-            if has_weights:
-                write_snapshot(draft, model, self._template, share=True)
-            self._tried = draft, model  # not before: writing may fail, and is tried again
-        return self._tried[1]
+    def trial_model(self, snapshot: Snapshot) -> Any:
+        """Return a model with these weights that does not serve, valid until the next call."""
+        if self._trial is None or self._trial[0] is not snapshot:
+            self._trial = None
+            model = shared_copy(self.base)
+            write_snapshot(snapshot, model, self._template, share=True)
+            self._trial = snapshot, model
+        return self._trial[1]
 
     def end_trial(self) -> None:
-        """Let go of the weights that were tried last."""
-        self._tried = None
+        """Free the model of the last trial."""
+        self._trial = None
 
-    # --- keeping ----------------------------------------------------------------------------------------------------
+    # --- saved state ------------------------------------------------------------------------------------------------
 
     def adapter(self, domain: str | None) -> Any:
         """
-        The adapter of a domain on its base, as a `PeftModel` of its own: `.save_pretrained(...)` and
-        `.push_to_hub(...)` publish the adapter alone. That push is PEFT's: public, unless `private=True`.
+        Return the adapter of a domain on its base as a `PeftModel`, to save or push the adapter alone. PEFT's
+        `push_to_hub` is public unless `private=True`.
 
         Raises:
-            ConfigError: no such domain, or drafts are full copies.
+            ConfigError: No such domain, or drafts are full copies.
         """
         with self._lock:
             weights = self._drafts[domain].serving.weights if domain in self._drafts else {}
@@ -472,11 +593,11 @@ class DomainDrafts:
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """
-        Save what serves: each domain's draft in a folder of its own, as PEFT or transformers loads it, and an index.
-        Nothing of any request is in it. To go on learning, a session is saved instead.
+        Save the serving version of each domain, as PEFT or transformers loads it, with an index. Nothing of any
+        request is saved.
 
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: The folder cannot be written.
         """
         directory = Path(save_directory)
         make_folder(directory)
@@ -495,10 +616,10 @@ class DomainDrafts:
 
     def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """
-        Serve what [`~DomainDrafts.save_pretrained`] has saved, on the same base.
+        Serve drafts saved by [`~DomainDrafts.save_pretrained`], on the same base.
 
         Raises:
-            StateError: nothing readable there, or drafts of another base.
+            StateError: Nothing readable there, or drafts of another base.
         """
         file = "model.safetensors" if self._template is None else "adapter_model.safetensors"
         fixed = self.base.state_dict().keys() - self._parameters().keys()
@@ -521,40 +642,37 @@ class DomainDrafts:
                 self.promote(domain, number, weights)
 
     def _parameters(self) -> Snapshot:
-        """Those of the base that a full copy may learn."""
+        """Return the parameters of the base that a full copy may learn."""
         return {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
 
     def _placed(self, snapshot: Snapshot) -> Snapshot:
-        """Weights where they are served from: those of an adapter, which the base has not, with its first ones."""
+        """Move weights to the devices of the base."""
         devices = {name: p.device for name, p in self.base.named_parameters()}
         return {name: tensor.to(devices.get(name, self.base.device)) for name, tensor in snapshot.items()}
 
-    def aside(self, snapshot: Snapshot) -> Snapshot:
-        """Weights of whole drafts in main memory, where they are on an accelerator; the same ones otherwise."""
+    def to_host(self, snapshot: Snapshot) -> Snapshot:
+        """Move the weights of a full copy from an accelerator to main memory; other weights stay."""
         if self._template is not None or self.base.device.type in (HOST.type, "meta"):
             return snapshot
-        found = Snapshot()
-        for name, weight in snapshot.items():
-            give_way()
-            found[name] = weight.to(HOST)
-        return found
+        return {name: weight.to(HOST) for name, weight in snapshot.items()}
 
     def _check(self, domain: str | None, snapshot: Snapshot) -> None:
+        """Raise StateError for weights that are not finite or do not fit."""
         if not is_finite(snapshot):
-            raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it anew.")
-        ours = self._parameters() if self._template is None else adapter_state(self._template)
-        # Where transformers has added adapters, they alone learn, inside a model that is whole.
+            raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it again.")
+        expected = self._parameters() if self._template is None else adapter_state(self._template)
+        # Adapters added by transformers learn alone, inside a full model.
         is_part = self._template is None and getattr(self.base, "_hf_peft_config_loaded", False)
-        theirs = {name: tuple(t.shape) for name, t in snapshot.items()}
-        fitting = {name: tuple(t.shape) for name, t in ours.items()}
-        if not theirs.items() <= fitting.items() or (len(theirs) < len(fitting) and not is_part):
+        saved_shapes = {name: tuple(t.shape) for name, t in snapshot.items()}
+        shapes = {name: tuple(t.shape) for name, t in expected.items()}
+        if not saved_shapes.items() <= shapes.items() or (len(saved_shapes) < len(shapes) and not is_part):
             raise StateError(
                 f"The saved draft of {domain!r} belongs to another base or adapter configuration. Load it with those "
                 "that it was saved with."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Versions and weights that serve or served, by domain; learners are saved apart."""
+        """Return the serving and previous versions by domain; updaters are saved separately."""
         with self._lock:
             return {
                 "version": self.version,
@@ -571,8 +689,14 @@ class DomainDrafts:
             }
 
     def load_state_dict(self, state: dict[str, Any], learners: Container[str | None] | None = None) -> None:
-        """Serve what was saved; raises StateError, with nothing changed, where it belongs to another draft. Of the
-        learners those of these domains stay, with their requests; by default all."""
+        """
+        Serve saved versions. Raises StateError, with nothing changed, if they belong to another draft.
+
+        Args:
+            state (`dict[str, Any]`): As returned by `state_dict`.
+            learners (`Container[str | None]`, *optional*): Domains that keep their updaters and requests; all by
+                default.
+        """
         for saved in state["drafts"]:
             if saved["snapshot"]:
                 self._check(saved["domain"], saved["snapshot"])
@@ -584,15 +708,14 @@ class DomainDrafts:
                 draft = before.get(domain)
                 if draft is None or (learners is not None and domain not in learners):
                     draft = self._new_draft(domain)
-                # Sessions from before do not say what they were taught for.
-                weights, taught_for = self._placed(saved["snapshot"]), saved.get("taught_for")
-                draft.serving = Version(int(saved["version"]), weights, taught_for)
+                draft.serving = DraftVersion(
+                    int(saved["version"]), self._placed(saved["snapshot"]), saved["taught_for"]
+                )  # fmt: skip
                 if previous is not None:
-                    is_whole = self._template is None
-                    weights = self.aside(previous[1]) if is_whole else self._placed(previous[1])
-                    previous = Version(previous[0], weights, *previous[2:])
+                    place = self.to_host if self._template is None else self._placed
+                    previous = DraftVersion(previous[0], place(previous[1]), *previous[2:])
                 draft.previous = previous
                 self._drafts[domain] = draft
         for domain in self.domains:
-            self.model(domain)  # made ready now
+            self.model(domain)  # filled now
             self.model_changed(domain)

@@ -1,44 +1,66 @@
-"""The gate: which versions of a draft may serve, and whether one that serves has to go."""
+"""Decide which draft serves and how much learning is worth: the gate, the choice of the draft, and the effort."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from osd_hf.acceptance import AcceptanceStats, paired_gain, student_quantile
 from osd_hf.trace import Trace
 
-__all__ = ["GateDecision", "judge", "regressed"]
+__all__ = ["MIN_EFFORT", "DraftChoice", "Effort", "GateDecision", "judge", "regressed"]
 
-LEAST_HELD_BACK = 4  # below this, no version is promoted
-DROPPED_IN_A_ROW = 8  # before learning starts again: the first steps on few requests often make a draft worse
-FELL = 3.0  # standard errors below zero from which a fall is one, not noise
-LEAST_SERVED = 8  # below this, no version is rolled back
-ROLL_BACK = 4.5  # standard errors, of many requests: it is asked again and again, and must not happen by chance
+MIN_HELD_BACK = 4  # held-back requests below which no version is promoted
+MAX_DROPPED_IN_A_ROW = 8  # then learning restarts; the first steps on few requests often make a draft worse
+DROP_ERRORS = 3.0  # standard errors of a fall in acceptance that drops a version
+MIN_SERVED = 8  # served requests below which no version is rolled back
+ROLL_BACK_ERRORS = 4.5  # the test is repeated often, so chance must be excluded
+
+CHOICE_MEMORY = 64  # requests
+CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
+
+MIN_EFFORT = 1 / 16  # share of the updates that are done once learning no longer pays
+GAIN_WINDOW = 128  # requests that are compared with as many before
+DECISION_INTERVAL = 64  # requests between two changes of the effort
+RECENT_REQUESTS = 12  # a change of traffic shows in these
+GAIN_FALL_ERRORS = 3.0  # standard errors of a fall of the gain
+WORSE_ERRORS = 4.0  # standard errors by which the learned draft is worse than the original
+SAVING_ERRORS = 2.0  # standard errors of saved seconds
+MIN_SAVING = 0.25  # of the cost of learning; below it, even the optimistic estimate is hopeless
+EARLY_REQUESTS = 16  # enough to see that even a perfect draft would not repay learning
+MIN_POSSIBLE_SAVING = 0.5  # of the cost of learning, by a nearly perfect draft
+MIN_EFFORT_COST = 0.03  # of the serving time, for learning at the least effort
+
+
+# --- the gate -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GateDecision:
     """
-    What became of one version of a draft, and why.
+    Record the decision about one version of a draft.
 
     Args:
         outcome (`str`):
-            `"promoted"`; `"kept back"` (not shown to be as good); `"dropped"` (shown to be worse, or not finite);
-            `"rolled back"` (it had served; the version before it, or 0, the draft as it was, serves again). Learning
-            goes on from what was not promoted; it starts again from what serves after a rollback, after weights that
-            are not finite, and after eight versions in a row that were dropped.
-        version (`int`): The version that was decided about.
-        serving (`int`): Version that serves from now on.
-        domain (`str`, *optional*): Whose draft; `None` where all share one.
-        reason (`str`): In words.
-        requests (`int`): Held-back or, for a rollback, served requests that it rests on.
+            `"promoted"`: the version serves. `"kept back"`: not shown to be as good. `"dropped"`: shown to be worse,
+            or not finite. `"rolled back"`: it had served, and an earlier version serves again. Learning continues from
+            versions that were not promoted. It restarts from the serving version after a rollback, after weights
+            that are not finite, and after eight dropped versions in a row.
+        version (`int`): The version that was judged.
+        serving (`int`): The version that serves from now on; 0 is the original draft.
+        domain (`str`, *optional*): Domain of the draft; `None` if all share one.
+        reason (`str`): The reason in words.
+        requests (`int`): Held-back (for a rollback: served) requests that were compared.
         alpha_before (`float`, *optional*), alpha_after (`float`, *optional*):
-            Acceptance on them of the version that served, and of `version`; for a rollback, of the version before it,
+            Acceptance on them of the version that served, and of `version`. For a rollback: of the earlier version,
             and of `version`.
-        standard_error (`float`, *optional*): The standard error of their difference, paired by request.
+        standard_error (`float`, *optional*): Standard error of the difference, paired by request.
     """
 
     outcome: Literal["promoted", "kept back", "dropped", "rolled back"]
@@ -52,7 +74,7 @@ class GateDecision:
     standard_error: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Field by field, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
 
@@ -61,16 +83,15 @@ def judge(
     held_back: Sequence[Trace], before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats],
 ) -> GateDecision:  # fmt: skip
     """
-    Whether a version may serve in place of the one that does, by what each was replayed to make of the held-back
-    requests, `before` and `after`.
+    Decide whether a version may replace the serving one, from the replay of both (`after`, `before`) on the held-back
+    requests.
 
-    Over all requests, its gain in acceptance has to be at least half the standard error of that gain; among those of a
-    label, where there are enough, acceptance must not fall by more than two. Learning goes on meanwhile, so that what
-    is kept back once costs little.
+    The gain in acceptance over all requests must be at least half its standard error. For each label with enough
+    requests, acceptance must not fall by more than two standard errors.
     """
     requests = len(held_back)
-    if requests < LEAST_HELD_BACK:
-        reason = f"{requests} held-back requests are too few to judge by; {LEAST_HELD_BACK} are needed"
+    if requests < MIN_HELD_BACK:
+        reason = f"{requests} held-back requests are too few to judge by; {MIN_HELD_BACK} are needed"
         return GateDecision("kept back", version, serving, domain, reason, requests)
     gain, error = paired_gain(before, after)
     figures = _figures(before, after, error)
@@ -81,15 +102,15 @@ def judge(
 
     if math.isnan(gain):
         return decide("kept back", "nothing was drafted for the held-back requests")
-    if gain + FELL * error < 0:
-        return decide("dropped", f"acceptance falls by {-gain:.3f}, more than {FELL:g} standard errors")
+    if gain + DROP_ERRORS * error < 0:
+        return decide("dropped", f"acceptance falls by {-gain:.3f}, more than {DROP_ERRORS:g} standard errors")
     if gain < 0.5 * error:
         return decide("kept back", f"a gain of {gain:+.3f} with a standard error of {error:.3f} is not enough")
     for label in dict.fromkeys(trace.domain for trace in held_back):
-        those = [i for i, trace in enumerate(held_back) if trace.domain == label]
-        own, own_error = paired_gain([before[i] for i in those], [after[i] for i in those])
-        if len(those) >= LEAST_HELD_BACK and own + 2 * own_error < 0:
-            return decide("kept back", f"acceptance falls by {-own:.3f} for {label!r}")
+        places = [i for i, trace in enumerate(held_back) if trace.domain == label]
+        label_gain, label_error = paired_gain([before[i] for i in places], [after[i] for i in places])
+        if len(places) >= MIN_HELD_BACK and label_gain + 2 * label_error < 0:
+            return decide("kept back", f"acceptance falls by {-label_gain:.3f} for {label!r}")
     return decide("promoted", f"acceptance changes by {gain:+.3f}, standard error {error:.3f}")
 
 
@@ -98,27 +119,266 @@ def regressed(
     before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats],
 ) -> GateDecision | None:  # fmt: skip
     """
-    Whether the version that serves has to go, for `previous` to serve in its place: the one before it, or 0, the draft
-    as it was; `None` where it may stay. The sides are what the other would have scored, by replay, on the requests
-    served since the promotion, and what happened: the same requests, so that harder traffic is no fall.
+    Decide whether the serving version is rolled back to `previous` (0: the original draft); `None` if it stays.
+
+    `before` is the replay of the previous version on the requests served since the promotion, `after` what the serving
+    version reached on the same requests, so that harder traffic does not look like a fall.
     """
-    if len(after) < LEAST_SERVED:
+    if len(after) < MIN_SERVED:
         return None
     gain, error = paired_gain(before, after)
-    limit = student_quantile(ROLL_BACK, len(after))
+    limit = student_quantile(ROLL_BACK_ERRORS, len(after))
     if math.isnan(gain) or gain + limit * error >= 0:
         return None
     reason = (
         f"served acceptance is {-gain:.3f} below that of version {previous}, more than {limit:.1f} standard errors"
     )
-    figures = _figures(before, after, error)
-    return GateDecision("rolled back", version, previous, domain, reason, len(after), *figures)
+    return GateDecision(
+        "rolled back", version, previous, domain, reason, len(after), *_figures(before, after, error)
+    )  # fmt: skip
 
 
 def _figures(
     before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats], error: float
 ) -> tuple[float | None, float | None, float | None]:
-    """Both sides' alphas and the error, `None` for what is no number."""
+    """Return both alphas and the error; `None` for values that are not finite."""
     alphas = (sum(stats, AcceptanceStats()).alpha for stats in (before, after))
     first, second, third = (float(x) if math.isfinite(x) else None for x in (*alphas, error))
     return first, second, third
+
+
+# --- the draft of the next request ----------------------------------------------------------------------------------
+
+
+class DraftChoice:
+    """
+    Choose between the learned and the original draft for the next request, by their acceptance on the newest requests.
+
+    New traffic may differ from what was learned; then the original draft is better until enough of it has been
+    learned. The caller holds the lock.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[object, tuple[AcceptanceStats, AcceptanceStats]] = OrderedDict()  # oldest first
+
+    def add(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
+        """Add a request with the scores of both drafts."""
+        self._known[trace] = original, learned
+        while len(self._known) > CHOICE_MEMORY:
+            self._known.popitem(last=False)
+
+    def replace_learned(self, trace: Trace, learned: AcceptanceStats) -> None:
+        """Set the score of the version that serves from now on."""
+        if trace in self._known:
+            self._known[trace] = self._known[trace][0], learned
+
+    def of(self, trace: Trace) -> tuple[AcceptanceStats, AcceptanceStats] | None:
+        """Return the scores of the original and the learned draft on a request, if they are remembered."""
+        return self._known.get(trace)
+
+    def totals(self) -> tuple[AcceptanceStats, AcceptanceStats]:
+        """Return the scores of the original and the learned draft over all remembered requests."""
+        sides = [[pair[side] for pair in self._known.values()] for side in range(2)]
+        return sum(sides[0], AcceptanceStats()), sum(sides[1], AcceptanceStats())
+
+    def alphas(self) -> tuple[float, float] | None:
+        """Return the recent acceptance of the original and the learned draft; the weight of a request halves every
+        `CHOICE_HALF_LIFE` requests. `None` if no token was examined."""
+        weights = [0.5 ** (age / CHOICE_HALF_LIFE) for age in reversed(range(len(self._known)))]
+        alphas = []
+        for side in range(2):
+            weighted = [(pair[side], weight) for pair, weight in zip(self._known.values(), weights, strict=True)]
+            examined = sum(weight * stats.examined for stats, weight in weighted)
+            if examined == 0:
+                return None
+            alphas.append(sum(weight * stats.accepted for stats, weight in weighted) / examined)
+        return alphas[0], alphas[1]
+
+    def is_original(self) -> bool:
+        """Whether the original draft serves the next request. The learned one does if nothing is known."""
+        alphas = self.alphas()
+        return alphas is not None and alphas[0] > alphas[1]
+
+    def state_dict(self, places: Mapping[Any, int]) -> list[dict[str, Any]]:
+        """Return the scores, ready for JSON, with the place of each request among the saved ones."""
+        names = ("original", "learned")
+        return [
+            {"place": places.get(trace), **{n: s.to_dict(derived=False) for n, s in zip(names, pair, strict=True)}}
+            for trace, pair in self._known.items()
+        ]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], saved: Sequence[Trace]) -> None:
+        """Load saved scores. Requests that were not saved themselves keep a place-holder as their key."""
+        self._known.clear()
+        for row in state:
+            trace: object = object() if row["place"] is None else saved[row["place"]]
+            original, learned = (AcceptanceStats.from_dict(row[name]) for name in ("original", "learned"))
+            self._known[trace] = original, learned
+
+    def clear(self) -> None:
+        """Forget all scores."""
+        self._known.clear()
+
+
+# --- the effort -----------------------------------------------------------------------------------------------------
+
+
+class Effort:
+    """
+    Adapt the share of the configured updates that are done, between `least` and 1.
+
+    The gain of learning on a request is the acceptance of the learned draft minus that of the original one. The share
+
+    - doubles if the mean gain of the newest requests exceeds that of the requests before by a standard error, and
+      the saved seconds (minus two standard errors, over as many requests again) exceed the seconds spent on learning;
+      it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
+    - drops to `least` early if even a nearly perfect draft would not repay learning, as in large batches;
+    - returns to 1 if the gain falls, the original draft becomes better, or a perfect draft would pay after all: then
+      the traffic has changed.
+
+    At `least`, an update continues only after the requests since have paid for it with 3% of their seconds.
+    """
+
+    def __init__(self, least: float = MIN_EFFORT) -> None:
+        self.least = least
+        self.share = 1.0
+        # By request, oldest first: alpha gained, seconds saved, and seconds that a nearly perfect draft would save
+        # (NaN if rounds are not timed).
+        self._gains: deque[tuple[float, float, float]] = deque(maxlen=2 * GAIN_WINDOW)
+        self._undecided = 0  # requests since the last decision
+        self._cost = 0.0  # seconds of learning since the last decision
+        self._requests = 0  # since the last change of traffic
+        self._owed: float | None = None  # seconds of learning at the least effort, not yet paid by requests
+        self._price: float | None = None  # seconds of learning per request, when no draft could have repaid them
+
+    def add(
+        self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None,
+        num_requests: int = 1, possible_seconds: float | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Add a compared request and adapt the share.
+
+        Args:
+            original (`AcceptanceStats`), learned (`AcceptanceStats`): Scores of both drafts on the request.
+            saved_seconds (`float`, *optional*): Seconds that the learned draft saved, if known.
+            num_requests (`int`, *optional*, defaults to 1): Number of requests that this one represents.
+            possible_seconds (`float`, *optional*): Seconds that a nearly perfect draft would save, if known.
+        """
+        if original.examined == 0 or learned.examined == 0:
+            return
+        saved_seconds = math.nan if saved_seconds is None else saved_seconds
+        possible_seconds = math.nan if possible_seconds is None else possible_seconds
+        self._gains.append((learned.alpha - original.alpha, saved_seconds, possible_seconds))
+        self._undecided += 1
+        self._requests += num_requests
+        gains, saved, possible = np.array(self._gains).T
+        if self._has_fallen(gains) or self._pays_after_all(possible):
+            self.restart()
+        elif self._cannot_pay(possible):
+            self._price = self._cost / self._undecided
+            self._decide(self.least)
+        else:
+            self._adapt(gains, saved)
+
+    def _has_fallen(self, gains: NDArray[np.float64]) -> bool:
+        """Whether the newest gains are below zero, or below the ones before."""
+        recent, before = gains[-RECENT_REQUESTS:], gains[:-RECENT_REQUESTS]
+        if self.share == 1 or len(before) <= RECENT_REQUESTS:
+            return False
+        error = math.sqrt(before.var() / RECENT_REQUESTS + before.var() / len(before))
+        is_worse = recent.mean() < -WORSE_ERRORS * before.std() / math.sqrt(RECENT_REQUESTS)
+        return bool(is_worse or recent.mean() < before[-GAIN_WINDOW:].mean() - GAIN_FALL_ERRORS * error)
+
+    def _cannot_pay(self, possible: NDArray[np.float64]) -> bool:
+        """Whether even a nearly perfect draft would not repay learning."""
+        savings = self._requests * possible[-self._undecided :].mean()
+        is_early = self.share > self.least and self._undecided >= EARLY_REQUESTS
+        return bool(is_early and savings < MIN_POSSIBLE_SAVING * self._cost)
+
+    def _pays_after_all(self, possible: NDArray[np.float64]) -> bool:
+        """Whether a nearly perfect draft would repay learning now, after it would not have."""
+        if self._price is None or self._undecided < EARLY_REQUESTS:
+            return False
+        newest = (possible[-EARLY_REQUESTS:], possible[-self._undecided :])
+        return max(x.mean() - SAVING_ERRORS * x.std() / math.sqrt(len(x)) for x in newest) > self._price
+
+    def _adapt(self, gains: NDArray[np.float64], saved: NDArray[np.float64]) -> None:
+        """Double or halve the share by the rise of the gain and its cost."""
+        needed = GAIN_WINDOW if np.isfinite(saved).all() else 2 * GAIN_WINDOW
+        if len(gains) < needed or self._undecided < DECISION_INTERVAL:
+            return
+        half = len(gains) // 2
+        rise, error = _rise(gains[-2 * half :])
+        if rise < -GAIN_FALL_ERRORS * error:
+            self.restart()
+            return
+        cost = self._cost / self._undecided * half
+        saved_rise, saved_error = _rise(saved[-2 * half :])
+        low = self._requests * (saved_rise - SAVING_ERRORS * saved_error)
+        high = self._requests * (saved_rise + SAVING_ERRORS * saved_error)
+        if high < MIN_SAVING * cost:
+            self._decide(self.least)
+        else:  # comparisons with NaN are false: untimed savings do not count
+            self._decide(self.share * (2.0 if rise > error and not low < cost else 0.5))
+
+    def _decide(self, share: float) -> None:
+        self.share = min(max(share, self.least), 1.0)
+        self._undecided = 0
+        self._cost = 0.0
+
+    def spent(self, seconds: float, *, on_comparison: bool = False) -> None:
+        """Add seconds of learning, or of comparing the two drafts."""
+        self._cost += seconds
+        if self._owed is not None and self.share == self.least < 1 and not on_comparison:
+            self._owed += seconds
+
+    def served(self, seconds: float | None) -> None:
+        """Add the seconds of a served request, if known. Requests pay for past updates, not for future ones."""
+        if seconds is not None:
+            payment = MIN_EFFORT_COST * seconds
+            self._owed = max((self._owed or 0.0) - payment, -payment)
+
+    @property
+    def is_paid(self) -> bool:
+        """Whether an update may continue."""
+        return self.share > self.least or self._owed is None or self._owed <= 0
+
+    def restart(self) -> None:
+        """Restart with all updates, and forget all gains."""
+        self._decide(1.0)
+        self._requests = 0
+        self._owed = None
+        self._price = None
+        self._gains.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, ready for JSON."""
+        gains = [[None if math.isnan(value) else value for value in row] for row in self._gains]
+        return {
+            "share": self.share,
+            "gains": gains,
+            "undecided": self._undecided,
+            "cost": self._cost,
+            "requests": self._requests,
+            "owed": self._owed,
+            "price": self._price,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        self.share = min(max(float(state["share"]), self.least), 1.0)
+        self._undecided = int(state["undecided"])
+        self._cost = float(state["cost"])
+        self._requests = int(state["requests"])
+        self._owed = state["owed"]
+        self._price = state["price"]
+        self._gains.clear()
+        for row in state["gains"]:
+            gain, saved, possible = (math.nan if value is None else float(value) for value in row)
+            self._gains.append((gain, saved, possible))
+
+
+def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean of the second half minus that of the first, and its standard error."""
+    older, newer = np.split(values, 2)
+    return float(newer.mean() - older.mean()), math.sqrt((older.var() + newer.var()) / len(newer))

@@ -1,4 +1,4 @@
-"""The learner: takes served requests in, teaches each draft from its own, and lets through the gate what serves."""
+"""Train the drafts on served requests, and let versions serve that pass the gate."""
 
 from __future__ import annotations
 
@@ -11,136 +11,111 @@ from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import StateError
-from osd_hf.learning.activations import layers_of
 from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.faults import Parts
-from osd_hf.learning.gate import DROPPED_IN_A_ROW, LEAST_HELD_BACK, GateDecision, judge, regressed
-from osd_hf.learning.lesson import HELD_BACK, Lesson
-from osd_hf.learning.updater import BACKWARD, Updater, UpdateReport, finish, make_accelerator
+from osd_hf.learning.gate import MAX_DROPPED_IN_A_ROW, MIN_HELD_BACK, GateDecision, judge, regressed
+from osd_hf.learning.requests import NUM_HELD_BACK, DraftRequests, Parts
+from osd_hf.learning.updater import BACKWARD_SHARE, Updater, UpdateReport, finish, make_accelerator
 from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
-from osd_hf.utils.yielding import PIECE, between, gives_way
-from osd_hf.utils.yielding import clock as turn_clock
 
-__all__ = ["DutyCycle", "Learner"]
+__all__ = ["Learner"]
 
 logger = logging.getLogger(__name__)
 
-MOST_DECISIONS = 4096
-SCORED_AT_ONCE = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed
-REPLAY = 0.04  # of an optimizer step, about, that a request's replay is
-LEAST_SHARE = 0.2  # optimizer steps: an answer takes at least so much of an update under way
+MAX_DECISIONS = 4096
+REPLAY_BATCH = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed in one part
+REPLAY_SHARE = 0.04  # of an optimizer step, about, for the replay of a request
+MIN_STEPS_PER_ANSWER = 0.2  # optimizer steps after an answer, at least, during an update
 Work = Parts[UpdateReport | None]
-
-
-class DutyCycle:
-    """Rests after work, to keep learning within its share of the time, above 0 and at most 1."""
-
-    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.share = share
-        self.clock = clock
-        self._rests_until = -float("inf")
-
-    def worked(self, seconds: float) -> None:
-        """Work has just ended that took so long."""
-        self._rests_until = max(self._rests_until, self.clock()) + seconds * (1 / self.share - 1)
-
-    def rest_seconds(self) -> float:
-        """Until work may go on; 0 where it may now."""
-        return max(self._rests_until - self.clock(), 0.0)
 
 
 class Learner:
     """
-    Teaches the drafts of a [`DomainDrafts`]. Requests may come in from any thread; one thread at a time may work.
+    Train the drafts of a [`DomainDrafts`]. Requests may arrive in any thread; one thread at a time may work.
 
     Args:
         drafts (`DomainDrafts`): The drafts that serve and learn.
         config (`OnlineConfig`): How to learn.
-        accelerator (`Accelerator`, *optional*): Its trackers are told of updates.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): In seconds, for the duty cycle.
-        timer (`Callable[[], float]`, *optional*, defaults to `osd_hf.utils.yielding.clock`):
-            In seconds, for what work took; `time.process_time` leaves out what else ran on the machine.
+        accelerator (`Accelerator`, *optional*): Its trackers log the updates.
+        timer (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`): Clock for the cost of learning.
         chooses (`bool`, *optional*, defaults to `True`):
-            With a gate, let each request be served by the learned draft or by the draft as it was, whichever was
-            better on the last few; `False` where something else serves.
+            With a gate, serve each request with the learned or the original draft, whichever was better recently.
+            `False` if another process serves.
     """
 
     def __init__(
         self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
-        clock: Callable[[], float] = time.monotonic, timer: Callable[[], float] = turn_clock,
-        chooses: bool = True,
+        timer: Callable[[], float] = time.perf_counter, chooses: bool = True,
     ) -> None:  # fmt: skip
-        self.drafts, self.config, self._timer = drafts, config, timer
+        self.drafts = drafts
+        self.config = config
+        self._timer = timer
         self.chooses = config.gate and chooses
         self.accelerator = accelerator or make_accelerator(None, config)
-        self.duty_cycle = DutyCycle(1.0, clock)
-        self.decisions: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # oldest first
-        self.untold: deque[GateDecision] = deque(maxlen=MOST_DECISIONS)  # to whoever wants to hear of each
+        self.decisions: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # oldest first
+        self.unreported: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # for `on_update`
         self.is_paused = False
-        self.whose: str | None = None  # the domain whose draft the last work was for
-        self.seconds = 0.0  # of work, over all updates
-        self._saved = 0.0  # seconds that the draft as it was would have needed more
-        self._work: tuple[str | None, Work] | None = None
-        self._spent = 0.0
-        # The progress of the update under way, in optimizer steps: how much is done, and how much is due by now.
-        self._done = self._fallen_due = 0.0
-        self._whole = config.steps_per_update + 2 * HELD_BACK * REPLAY * config.gate
-        self._scored_at_once = SCORED_AT_ONCE[config.update_strategy]
+        self.working_domain: str | None = None  # of the draft that the last work was for
+        self.seconds = 0.0  # of all learning
+        self._saved_seconds = 0.0
+        self._work: tuple[str | None, Work] | None = None  # domain and generator of the update in progress
+        self._work_seconds = 0.0
+        # Progress of the update, in optimizer steps: done, and due by now.
+        self._steps_done = 0.0
+        self._steps_due = 0.0
+        self._steps_total = config.steps_per_update + 2 * NUM_HELD_BACK * REPLAY_SHARE * config.gate
         self._k = config.compared_k or FALLBACK_K
-        # Answers wait a second for a part: a replay by a smaller draft takes less, and a copy to stop in some of it.
-        self._is_large = sum(p.numel() for p in drafts.base.parameters()) > PIECE
         if not drafts.per_domain:
             self.updater(None)
 
     def updater(self, domain: str | None) -> Updater:
-        """What steps for a domain's draft."""
+        """Return the updater of a domain's draft."""
         return self.drafts.updater(domain)
 
     @property
-    def lessons(self) -> dict[str | None, Lesson]:
+    def requests(self) -> dict[str | None, DraftRequests]:
         """The requests of each draft, by domain."""
-        return self.drafts.lessons
+        return self.drafts.requests
 
     @property
     def set_aside(self) -> Counter[str]:
-        """Requests that made learning fail and are not learned from any more, over all drafts, by reason."""
-        return sum((lesson.set_aside.counts.copy() for lesson in self.lessons.values()), Counter())
+        """Requests excluded because learning failed on them, over all drafts, by reason."""
+        return sum((requests.set_aside.counts.copy() for requests in self.requests.values()), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def prefers_original(self, domain: str | None) -> bool:
-        """Whether a request of this domain is better served by the draft as it was, going by the last few."""
-        lesson = self.lessons.get(self.drafts.key(domain))
-        if lesson is None or not self.chooses:
+        """Whether the original draft was better on the newest requests of this domain."""
+        requests = self.requests.get(self.drafts.key(domain))
+        if requests is None or not self.chooses:
             return False
-        with lesson.lock:
-            return lesson.choice.is_original()
+        with requests.lock:
+            return requests.choice.is_original()
 
     def compared(self) -> tuple[AcceptanceStats, AcceptanceStats]:
-        """What the drafts as they were and the learned ones make of the last few requests, by replay."""
-        before, now = AcceptanceStats(), AcceptanceStats()
-        for lesson in list(self.lessons.values()):
-            with lesson.lock:
-                original, learned = lesson.choice.totals()
-            before, now = before + original, now + learned
-        return before, now
+        """Return the replay of the original and of the learned drafts on the newest requests."""
+        original, learned = AcceptanceStats(), AcceptanceStats()
+        for requests in list(self.requests.values()):
+            with requests.lock:
+                totals = requests.choice.totals()
+            original += totals[0]
+            learned += totals[1]
+        return original, learned
 
     @property
     def saved_seconds(self) -> float | None:
-        """What serving with the learned drafts has saved, by what the draft as it was makes of the same requests;
-        `None` until a round was timed."""
-        return None if self.drafts.pacer.round_seconds(self._k) is None else self._saved
+        """Seconds that the learned drafts have saved over the original ones; `None` until a round was timed."""
+        return None if self.drafts.pacer.round_seconds(self._k) is None else self._saved_seconds
 
     def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float | None:
-        """Seconds that one request would have taken longer with the draft as it was: the rounds that it would have
-        needed more or, where their number of tokens follows acceptance, what both need for a token; for as many tokens
-        as came from the draft, not from past text."""
+        """Estimate the seconds that the learned draft saved on a request: fewer rounds or, with `"auto"`, less time
+        per token, for the tokens that came from the draft."""
         pacer, served = self.drafts.pacer, AcceptanceStats.from_trace(trace)
         if not served.drafted or original.examined == 0 or learned.examined == 0:
             return 0.0
@@ -149,220 +124,194 @@ class Learner:
             share = served.accepted / max(served.accepted + served.text_accepted, 1)
             return None if before is None or after is None else len(trace) * (before - after) * share
         seconds = pacer.round_seconds(self._k)
-        more = original.target_forwards / learned.target_forwards - 1
-        return None if seconds is None else more * len(trace.rounds) * seconds
+        more_rounds = original.target_forwards / learned.target_forwards - 1
+        return None if seconds is None else more_rounds * len(trace.rounds) * seconds
 
-    def _could_save(self, trace: Trace, original: AcceptanceStats) -> float | None:
-        """Seconds that one request would have taken longer with the draft as it was, or with past text, than with a
-        draft that is nearly always right and no past text."""
+    def _possible_savings(self, trace: Trace, original: AcceptanceStats) -> float | None:
+        """Estimate the seconds that a nearly perfect draft would save on a request."""
         k = None if self.config.num_assistant_tokens == "auto" else self._k
         return self.drafts.pacer.could_save(len(trace), original.alpha, k) if original.examined else None
 
     def observe(self, domain: str | None, trace: Trace, seconds: float | None = None) -> None:
-        """Take in one served request of the draft of a domain, and the seconds that it took where they are known."""
+        """Add a served request of a domain, and the seconds that it took if known."""
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
-            lesson = self.lessons[self.drafts.key(domain)]
-            with lesson.lock:
-                is_other = lesson.observe(trace)
-                lesson.effort.served(seconds)
-            if is_other:
-                self.drafts.model_changed(lesson.domain)
+            requests = self.requests[self.drafts.key(domain)]
+            with requests.lock:
+                has_changed = requests.observe(trace)
+                requests.effort.served(seconds)
+            if has_changed:
+                self.drafts.model_changed(requests.domain)
 
-    def meet(self, target: str | None) -> None:
-        """This version of the target answers from now on, all requests of any draft."""
-        for lesson in self.lessons.values():
-            with lesson.lock:
-                is_other = lesson.meet(target)
-            if is_other:
-                self.drafts.model_changed(lesson.domain)
+    def set_target_version(self, target: str | None) -> None:
+        """Set the version of the target that answers all requests from now on."""
+        for requests in self.requests.values():
+            with requests.lock:
+                has_changed = requests.set_target_version(target)
+            if has_changed:
+                self.drafts.model_changed(requests.domain)
 
-    def renew(self, target: str | None) -> None:
-        """The target is another one now, of this version where it can be told: nothing from before is learned from any
-        more."""
+    def remove_requests(self, target: str | None) -> None:
+        """Remove all requests, as the target is another one now, of this version if known."""
         self.abandon()
-        for lesson in self.lessons.values():
-            with lesson.lock:
-                lesson.renew(target)
-            self.drafts.model_changed(lesson.domain)
+        for requests in self.requests.values():
+            with requests.lock:
+                requests.remove_all(target)
+            self.drafts.model_changed(requests.domain)
 
-    def due(self) -> Lesson | None:
-        """Whose update should begin now; `None` while learning rests, is paused, or waits for requests or to be asked
-        for."""
-        must_wait = self.config.update_strategy == "manual" or self.duty_cycle.rest_seconds() > 0
-        return None if must_wait else self._due()
+    def due(self) -> DraftRequests | None:
+        """Return the requests of the draft that should be updated now; `None` if no update is due."""
+        return None if self.config.update_strategy == "manual" else self._due()
 
-    def _due(self) -> Lesson | None:
+    def _due(self) -> DraftRequests | None:
         if self.is_paused:
             return None
-        return self._fullest([lesson for lesson in list(self.lessons.values()) if lesson.is_due])
+        return self._fullest([requests for requests in list(self.requests.values()) if requests.is_due])
 
-    def _with_arrived(self) -> Lesson | None:
-        """Whose requests the idle thread has not compared yet."""
+    def _with_arrived(self) -> DraftRequests | None:
+        """Return requests that the idle thread has not compared yet."""
         is_idle = self.config.gate and self.config.update_strategy == "idle" and not self.is_paused
-        lessons = list(self.lessons.values()) if is_idle else ()
-        return next((lesson for lesson in lessons if lesson.arrived and lesson.may_learn), None)
+        candidates = list(self.requests.values()) if is_idle else ()
+        return next((requests for requests in candidates if requests.arrived and requests.may_learn), None)
 
     def fullest(self) -> str | None:
-        """The domain whose draft has the most requests waiting, by its effort; `None` where all share one, or there is
-        none that can learn."""
-        fullest = self._fullest([lesson for lesson in self.lessons.values() if not lesson.is_unconfirmed])
+        """Return the domain with the most waiting requests, weighted by effort; `None` if all share one draft, or no
+        draft can learn."""
+        fullest = self._fullest([requests for requests in self.requests.values() if not requests.is_unconfirmed])
         return None if fullest is None else fullest.domain
 
     @staticmethod
-    def _fullest(lessons: Sequence[Lesson]) -> Lesson | None:
-        return max(lessons, key=lambda lesson: lesson.requests_waiting * lesson.effort.share, default=None)
+    def _fullest(candidates: Sequence[DraftRequests]) -> DraftRequests | None:
+        return max(candidates, key=lambda requests: requests.requests_waiting * requests.effort.share, default=None)
 
     def begins(self) -> bool:
-        """Whether the next micro-step is the first of an update."""
+        """Whether the next part of work is the first of an update."""
         return self._work is None and self.due() is not None
 
     def has_work(self) -> bool:
-        """Whether there is a micro-step to take, now or after the rest that learning has to take."""
+        """Whether an update is in progress or due, or requests wait to be compared."""
         return not self.is_paused and (
             self._work is not None or self._due() is not None or self._with_arrived() is not None
         )
 
     def pause(self, is_paused: bool) -> None:
-        """Begin no update, and take no further step of one under way; with `False`: learn again."""
+        """Begin no update and continue none until called with `False`."""
         self.is_paused = is_paused
 
-    def rest(self, domain: str | None, requests: int) -> None:
-        """Learn nothing for a draft until so many more requests of it have come, unless [`~Learner.update`] is called;
-        0: learn again."""
-        if (lesson := self.lessons.get(domain)) is not None:
-            with lesson.lock:
-                lesson.rest = requests
+    def rest(self, domain: str | None, num_requests: int) -> None:
+        """Learn nothing for a draft until so many more requests have come, except in [`~Learner.update`]."""
+        if (requests := self.requests.get(domain)) is not None:
+            with requests.lock:
+                requests.rest = num_requests
 
     # --- work -------------------------------------------------------------------------------------------------------
 
     def step(self) -> UpdateReport | None:
-        """One micro-step of the work under way, or of comparing what has arrived, or of the update that is due; the
-        report of an update where that was the last."""
+        """Run one part of the update in progress, of comparing arrived requests, or of the update that is due. Returns
+        a report at the end of an update."""
         if self._work is None:
-            if (lesson := self._with_arrived()) is not None:
-                self._work = lesson.domain, self._follow(lesson)
-            elif (lesson := self.due()) is not None:
-                self._work = lesson.domain, self._update(lesson.domain, None)
-                self._done = self._fallen_due = 0.0
+            if (requests := self._with_arrived()) is not None:
+                self._work = requests.domain, self._compare_arrived(requests)
+            elif (requests := self.due()) is not None:
+                self._work = requests.domain, self._update(requests.domain, None)
+                self._steps_done = 0.0
+                self._steps_due = 0.0
             else:
                 return None
-            self._spent = 0.0
+            self._work_seconds = 0.0
         domain, work = self._work
-        self.whose = domain
+        self.working_domain = domain
         started = self._timer()
         try:
-            self._done += next(work) or 0.0
+            self._steps_done += next(work) or 0.0
         except StopIteration as done:
             self._work = None
             report: UpdateReport | None = done.value
             if report is None:
                 return None
-            return replace(report, seconds=self._spent + self._timer() - started)
+            return replace(report, seconds=self._work_seconds + self._timer() - started)
         except BaseException:
             self._work = None
             raise
         finally:
-            self._took(domain, started)
-        self._spent += self._timer() - started
+            self._spent(domain, started)
+        self._work_seconds += self._timer() - started
         if self.config.update_strategy == "idle":
-            self.updater(domain).pace()
+            self.updater(domain).adapt_micro_batch()
         return None
 
     def after_answer(self) -> UpdateReport | None:
-        """Take the work that falls to an answer: what both drafts make of it, and its share of an update or, unless
-        updates are spread, the whole of one that is due; none where updates are asked for. Returns the report of an
-        update that has ended."""
-        return finish(self.share())
+        """Compare the arrived requests, then run the answer's share of an update (`"spread"`) or a due update as a
+        whole. Returns a report at the end of an update."""
+        if self.config.gate and not self.is_paused:
+            for requests in list(self.requests.values()):
+                if requests.may_learn:
+                    self.working_domain = requests.domain
+                    started = self._timer()
+                    try:
+                        finish(self._compare_arrived(requests))
+                    finally:
+                        self._spent(requests.domain, started, on_comparison=True)
+        if self.config.update_strategy == "spread":
+            return self._advance()
+        due = self.due()
+        return None if due is None else self.update(due.domain)
 
-    def share(self) -> Work:
-        """[`~Learner.after_answer`] in parts; whoever stops in between leaves the rest to the next answer."""
-        spent = 0.0
-        try:
-            for lesson in list(self.lessons.values()) if self.config.gate and not self.is_paused else ():
-                if not lesson.may_learn:
-                    continue
-                self.whose, started = lesson.domain, self._timer()
-                try:
-                    finish(self._follow(lesson))
-                finally:
-                    spent += self._took(lesson.domain, started, compared=True)
-                yield None
-            if self.config.update_strategy == "spread":
-                return (yield from self._advance())
-            due = self.due()
-            return None if due is None else self.update(due.domain)
-        finally:  # not before, or learning would always have to rest from the comparing
-            self.duty_cycle.worked(spent)
-
-    def _advance(self) -> Work:
-        """Take an answer's share of an update, in whole micro-steps. All requests between two updates have the same
-        share. Returns the report if the update has ended."""
-        if self.is_paused or self.duty_cycle.rest_seconds() > 0:
+    def _advance(self) -> UpdateReport | None:
+        """Run an answer's share of an update; all answers of an interval have the same share."""
+        if self.is_paused:
             return None
-        if self._due() is None and (self._work is None or not self.lessons[self._work[0]].effort.is_cheap):
-            return None  # another draft does not wait until this one's requests have paid
-        started, report = self._timer(), None
-        try:
-            if self._work is None:
-                report = self.step()  # begins
-            if self._work is not None:  # traffic may have changed since then
-                share = self._whole / self.lessons[self._work[0]].update_interval
-                self._fallen_due += max(share, LEAST_SHARE)
-            while self._work is not None and self._is_behind():
-                yield None
-                report = self.step()
-        finally:
-            self.duty_cycle.worked(self._timer() - started)
+        if self._due() is None and (self._work is None or not self.requests[self._work[0]].effort.is_paid):
+            return None
+        report = self.step() if self._work is None else None
+        if self._work is not None:
+            share = self._steps_total / self.requests[self._work[0]].update_interval
+            self._steps_due += max(share, MIN_STEPS_PER_ANSWER)
+        while self._work is not None and self._is_behind():
+            report = self.step()
         return report
 
     def _is_behind(self) -> bool:
-        """Whether the next part of the update under way is due. The last request takes all that is left."""
-        is_last = self._fallen_due > self._whole - 1e-6
-        return is_last or self._fallen_due - self._done > BACKWARD / 2
+        """Whether the next part of the update is due. The last answer of an interval finishes the update."""
+        is_last = self._steps_due > self._steps_total - 1e-6
+        return is_last or self._steps_due - self._steps_done > BACKWARD_SHARE / 2
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
-        """One update of a draft, at once; that of an update under way comes first."""
+        """Run an update in progress to its end, then a whole update of a domain's draft."""
         started = self._timer()
         try:
             if self._work is not None:
-                (self.whose, work), self._work = self._work, None
+                (self.working_domain, work), self._work = self._work, None
                 finish(work)
-            self.whose = domain
+            self.working_domain = domain
             report = finish(self._update(domain, steps))
             return replace(report, seconds=self._timer() - started)
         finally:
-            self.duty_cycle.worked(self._took(domain, started))
+            self._spent(domain, started)
 
-    def _took(self, domain: str | None, started: float, *, compared: bool = False) -> float:
-        """Work for a draft has ended, or paused, that began then; the seconds of it."""
+    def _spent(self, domain: str | None, started: float, *, on_comparison: bool = False) -> None:
+        """Count the time since `started` as learning for a draft."""
         seconds = self._timer() - started
         self.seconds += seconds
-        has_price = self.config.gate and self.config.update_strategy != "idle"  # time that nobody needs is free
-        if has_price and (lesson := self.lessons.get(domain)) is not None:
-            with lesson.lock:
-                lesson.effort.took(seconds, compared=compared)
-        return seconds
+        has_price = self.config.gate and self.config.update_strategy != "idle"  # idle time is free
+        if has_price and (requests := self.requests.get(domain)) is not None:
+            with requests.lock:
+                requests.effort.spent(seconds, on_comparison=on_comparison)
 
     def abandon(self) -> None:
-        """Give the update under way up; what it was learning from stays."""
+        """Abandon the update in progress; its requests stay pending."""
         if self._work is not None:
             (_, work), self._work = self._work, None
             work.close()
 
-    def start_over(self) -> None:
-        """Learn on from the versions that serve; what the learners themselves hold is not to be trusted."""
-        self._work = None
-        for domain in self.drafts.learning:
-            self.updater(domain).restart(self.drafts.serving_snapshot(domain))
-
     def _update(self, domain: str | None, steps: int | None) -> Parts[UpdateReport]:
-        lesson = self.lessons[domain]
-        newest = lesson.begin_update()  # those that arrive meanwhile are for the next update
+        """Learn, judge the new version, and let it serve if the gate promotes it."""
+        requests = self.requests[domain]
+        newest = requests.begin_update()  # first: after an error, too, the next update is due after an interval
         updater = self.updater(domain)
-        newest = yield from lesson.sound(newest, updater.accepts)
-        target = lesson.target
-        lesson.check_width(newest)
-        yield from self._watch(lesson)
+        newest = yield from requests.valid(newest, updater.accepts)
+        target = requests.target
+        requests.check_width(newest)
+        yield from self._watch(requests)
         try:
             report = yield from updater.micro_steps(steps, newest)
         finally:
@@ -373,197 +322,194 @@ class Learner:
             return report
         if report.steps:
             version, snapshot = self.drafts.candidate(domain)
-            decision, tried = yield from self._judge(lesson, version, snapshot)
-        else:  # no version has come of it
+            decision, scores = yield from self._judge(requests, version, snapshot)
+        else:
             version, snapshot = self.drafts.version + 1, updater.snapshot()
             reason = f"none of {report.dropped_steps} steps had a finite loss and gradient"
-            decision, tried = GateDecision("dropped", version, report.version, domain, reason), {}
-        lesson.dropped = lesson.dropped + 1 if decision.outcome == "dropped" else 0
+            decision, scores = GateDecision("dropped", version, report.version, domain, reason), {}
+        requests.dropped = requests.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
             self.drafts.promote(domain, version, snapshot, target)
-            lesson.begin_watching(version, tried)
-        elif lesson.dropped >= DROPPED_IN_A_ROW or not is_finite(snapshot):
-            lesson.dropped = 0
+            requests.begin_watching(version, scores)
+        elif requests.dropped >= MAX_DROPPED_IN_A_ROW or not is_finite(snapshot):
+            requests.dropped = 0
             updater.restart(self.drafts.serving_snapshot(domain))
-        self._decided(decision)
+        self._record(decision)
         set_aside = dict(Counter(report.set_aside) + Counter(updater.set_aside.take_new()))
         version = self.drafts.serving_version(domain)
         return replace(report, version=version, decision=decision, set_aside=set_aside)
 
-    def _decided(self, decision: GateDecision) -> None:
+    def _record(self, decision: GateDecision) -> None:
         self.decisions.append(decision)
-        self.untold.append(decision)
+        self.unreported.append(decision)
         level = logging.WARNING if decision.outcome == "rolled back" else logging.INFO
-        whose = "" if decision.domain is None else f" of {decision.domain!r}"
-        logger.log(level, "Draft version %d%s %s: %s.", decision.version, whose, decision.outcome, decision.reason)
+        of_domain = "" if decision.domain is None else f" of {decision.domain!r}"
+        logger.log(
+            level, "Draft version %d%s %s: %s.", decision.version, of_domain, decision.outcome, decision.reason
+        )  # fmt: skip
 
     def _judge(
-        self, lesson: Lesson, version: int, snapshot: Snapshot
+        self, requests: DraftRequests, version: int, snapshot: Snapshot
     ) -> Parts[tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
-        """Whether a version may serve, by what it and the one that serves make of the requests held back; and what it
-        makes of each of them."""
-        domain, updater, scores = lesson.domain, self.updater(lesson.domain), lesson.scores
+        """Compare a version with the serving one on the held-back requests. Returns the decision, and the version's
+        scores."""
+        domain, updater, scores = requests.domain, self.updater(requests.domain), requests.scores
         serving = self.drafts.serving_version(domain)
         if not is_finite(snapshot):
             return GateDecision("dropped", version, serving, domain, "its weights are not finite"), {}
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate"), {}
-        held_back = yield from lesson.sound(lesson.held_back, updater.accepts)
-        newest = [trace for trace in held_back if trace.target not in lesson.earlier]
-        held_back = newest if len(newest) >= LEAST_HELD_BACK else held_back
+        held_back = yield from requests.valid(requests.held_back, updater.accepts)
+        newest = [trace for trace in held_back if trace.target not in requests.earlier]
+        held_back = newest if len(newest) >= MIN_HELD_BACK else held_back
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
-            found = yield from self._scored(lesson, draft.model, unknown)
+            found = yield from self._score(requests, draft.model, unknown)
         scores.update({t: (serving, s) for t, s in zip(unknown, found, strict=True) if s is not None})
         for gone in scores.keys() - set(held_back):
             del scores[gone]
         held_back = [t for t in held_back if t in scores]
-        found = yield from self._scored(lesson, snapshot, held_back)
+        found = yield from self._score(requests, snapshot, held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
-        yield from lesson.sound(lesson.held_back, updater.accepts)
-        # Another target may answer by now.
-        after = {t: s for t, s in after.items() if t in scores and lesson.is_current(t)}
+        yield from requests.valid(requests.held_back, updater.accepts)
+        # The target may have changed meanwhile.
+        after = {t: s for t, s in after.items() if t in scores and requests.is_current(t)}
         before = [scores[t][1] for t in after]
-        if serving == 0:
-            with lesson.lock:  # the first version: nothing has been compared yet
+        if serving == 0:  # the first version: nothing has been compared yet
+            with requests.lock:
                 for trace, original in zip(after, before, strict=True):
-                    lesson.choice.add(trace, original, original)
+                    requests.choice.add(trace, original, original)
         return judge(version, serving, domain, list(after), before, list(after.values())), after
 
-    def _follow(self, lesson: Lesson) -> Parts[None]:
-        """Compare what has arrived and, after as many requests as lie between two updates at full effort, watch: also
-        where updates are rare."""
-        if lesson.may_wait():
-            yield from lesson.sound(lesson.arrived, self.updater(lesson.domain).accepts)
+    def _compare_arrived(self, requests: DraftRequests) -> Parts[None]:
+        """Compare the arrived requests, and decide about a rollback once per interval, even if updates are rare."""
+        if requests.may_wait():
+            yield from requests.valid(requests.arrived, self.updater(requests.domain).accepts)
             return
-        yield from self._compare(lesson)
-        if len(lesson.unwatched) >= self.config.update_interval:
-            yield from self._watch(lesson)
+        yield from self._compare(requests)
+        if len(requests.unwatched) >= self.config.update_interval:
+            yield from self._watch(requests)
 
-    def _compare(self, lesson: Lesson) -> Parts[None]:
-        """Score the requests that have arrived by the draft as it was and by the one that serves, for the choice
-        between the two."""
-        domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
-        arrived, stands_for = lesson.take_arrived()
-        if version == 0:
-            with lesson.lock:
-                for trace in arrived:  # both drafts are one
+    def _compare(self, requests: DraftRequests) -> Parts[None]:
+        """Score the arrived requests by the original and the serving draft."""
+        domain, version = requests.domain, self.drafts.serving_version(requests.domain)
+        arrived, num_requests = requests.take_arrived()
+        if version == 0:  # both drafts are the same
+            with requests.lock:
+                for trace in arrived:
                     stats = AcceptanceStats.from_trace(trace)
-                    lesson.effort.add(stats, stats, 0.0, stands_for, self._could_save(trace, stats))
+                    requests.effort.add(stats, stats, 0.0, num_requests, self._possible_savings(trace, stats))
             return
         if not arrived:
             return
-        arrived = yield from lesson.sound(arrived, self.updater(domain).accepts)
+        arrived = yield from requests.valid(arrived, self.updater(domain).accepts)
         with self.drafts.lease(domain, original=True) as draft:
-            originals = yield from self._scored(lesson, draft.model, arrived)
-        unknown = [t for t in arrived if t.draft_version != version or not self._is_counted(t)]
+            originals = yield from self._score(requests, draft.model, arrived)
+        unknown = [t for t in arrived if t.draft_version != version or not self._is_exact(t)]
         with self.drafts.lease(domain) as draft:
-            replayed = yield from self._scored(lesson, draft.model, unknown)
+            replayed = yield from self._score(requests, draft.model, unknown)
         found = dict(zip(unknown, replayed, strict=True))
         for trace, original in zip(arrived, originals, strict=True):
             learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
             if original is not None and learned is not None:
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
-                    self._saved += (saved or 0.0) * stands_for
-                lesson.compare(trace, original, learned, saved, stands_for, self._could_save(trace, original))
+                    self._saved_seconds += (saved or 0.0) * num_requests
+                possible = self._possible_savings(trace, original)
+                requests.compare(trace, original, learned, saved, num_requests, possible)
 
-    def _is_counted(self, trace: Trace) -> bool:
-        """Whether what happened is what replay would find: of a greedy request, with a fixed number of drafted
-        tokens."""
+    def _is_exact(self, trace: Trace) -> bool:
+        """Whether the served rounds equal a replay: greedy, with the configured fixed k."""
         is_plain = not (trace.is_sampled or trace.sampling.get("processors"))
-        is_usual = "num_assistant_tokens" not in trace.sampling
-        return is_plain and is_usual and self._k == self.config.num_assistant_tokens
+        has_own_k = "num_assistant_tokens" in trace.sampling
+        return is_plain and not has_own_k and self._k == self.config.num_assistant_tokens
 
-    def _watch(self, lesson: Lesson) -> Parts[None]:
-        """Let an earlier version serve again where the one that serves is accepted less, on what it has served."""
-        domain, version = lesson.domain, self.drafts.serving_version(lesson.domain)
+    def _watch(self, requests: DraftRequests) -> Parts[None]:
+        """Roll back to an earlier version if it would have been accepted more on the served requests."""
+        domain, version = requests.domain, self.drafts.serving_version(requests.domain)
         if not self.config.gate or version == 0:
             return
-        yield from self._compare(lesson)
-        watched = [t for t in lesson.take_unwatched() if lesson.choice.of(t) is not None]
+        yield from self._compare(requests)
+        watched = [t for t in requests.take_unwatched() if requests.choice.of(t) is not None]
         previous, weights = self.drafts.previous(domain) or (0, {})
         before: list[AcceptanceStats | None] = [None] * len(watched)
         if previous != 0:
-            before = yield from self._scored(lesson, weights, watched)
+            before = yield from self._score(requests, weights, watched)
         for trace, earlier in zip(watched, before, strict=True):
-            pair = lesson.choice.of(trace)
+            pair = requests.choice.of(trace)
             if pair is not None and (earlier is not None or previous == 0):
-                lesson.compared.append((earlier or pair[0], *pair))
-        lesson.forget_older()
-        sides = [[row[side] for row in lesson.compared] for side in range(3)]
-        # In traffic of another kind, what was learned is worse than nothing.
+                requests.compared.append((earlier or pair[0], *pair))
+        requests.remove_older()
+        of_previous, of_original, of_serving = ([row[side] for row in requests.compared] for side in range(3))
         falls = [
-            regressed(version, previous, domain, sides[0], sides[2]),
-            regressed(version, 0, domain, sides[1], sides[2]),
+            regressed(version, previous, domain, of_previous, of_serving),
+            regressed(version, 0, domain, of_original, of_serving),
         ]
         decision = max(filter(None, falls), key=lambda fall: fall.alpha_before or 0.0, default=None)
         if decision is not None:
             self.go_back(decision)
 
     def go_back(self, decision: GateDecision, weights: Snapshot | None = None) -> None:
-        """Let the version that a rollback names serve, the one before it, 0, or one of the weights that are given, and
-        learn on from it."""
-        domain, lesson = decision.domain, self.lessons[decision.domain]
-        under_way = self._work is not None and self._work[0] == domain and self._work[1]
-        if under_way and getgeneratorstate(under_way) != GEN_RUNNING:
-            self.abandon()  # it would go on from what is given up
+        """Serve the version that a rollback names: the previous one, 0, or one with the given weights; and learn on
+        from it."""
+        domain, requests = decision.domain, self.requests[decision.domain]
+        in_progress = self._work is not None and self._work[0] == domain and self._work[1]
+        if in_progress and getgeneratorstate(in_progress) != GEN_RUNNING:
+            self.abandon()
         self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving, weights))
-        lesson.begin_watching(decision.serving, {})
-        with lesson.lock:
-            lesson.choice.clear()
-            lesson.effort.renew()
-        self._decided(decision)
+        requests.begin_watching(decision.serving, {})
+        with requests.lock:
+            requests.choice.clear()
+            requests.effort.restart()
+        self._record(decision)
 
-    def _scored(self, lesson: Lesson, draft: Any, traces: Sequence[Trace]) -> Parts[list[AcceptanceStats | None]]:
-        """What a draft, or a version's weights, make of each trace; `None` for one that cannot be replayed and was set
-        aside."""
-        updater = self.updater(lesson.domain)
+    def _score(
+        self, requests: DraftRequests, draft: PreTrainedModel | Snapshot, traces: Sequence[Trace]
+    ) -> Parts[list[AcceptanceStats | None]]:
+        """Replay a draft, or the weights of a version, on traces; `None` for a trace that was excluded."""
+        updater, size = self.updater(requests.domain), REPLAY_BATCH[self.config.update_strategy]
         scores: list[AcceptanceStats | None] = []
         try:
-            for first in range(0, len(traces), self._scored_at_once):
-                scores += yield from lesson.set_aside.isolate(
-                    lambda those: self._replayed(draft, those),
-                    traces[first : first + self._scored_at_once],
-                    updater.readable,
+            for first in range(0, len(traces), size):
+                part = traces[first : first + size]
+                scores += yield from requests.set_aside.isolate(
+                    lambda some: self._replayed(draft, some), part, updater.readable
                 )
-                yield REPLAY * len(traces[first : first + self._scored_at_once])
+                yield REPLAY_SHARE * len(part)
         finally:
             self.drafts.end_trial()
         if None in scores:
-            lesson.forget_set_aside()
+            requests.remove_excluded()
         return scores
 
-    def _replayed(self, draft: Any, traces: Sequence[Trace]) -> list[AcceptanceStats]:
-        # One that serves gets no hooks. Asked for each time: between two parts another version may have been tried.
-        stops = gives_way() and (self.config.update_strategy == "idle" or self._is_large)
-        model = self.drafts.tried(draft) if isinstance(draft, dict) or stops else draft
-        with between(layers_of(model) if stops else ()):
-            return replay_each(model, traces, self._k)
+    def _replayed(self, draft: PreTrainedModel | Snapshot, traces: Sequence[Trace]) -> list[AcceptanceStats]:
+        # Between two parts another version may have been tried.
+        model = self.drafts.trial_model(draft) if isinstance(draft, dict) else draft
+        return replay_each(model, traces, self._k)
 
-    # --- keeping ----------------------------------------------------------------------------------------------------
+    # --- saved state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The drafts and, for each, its requests, counts and learner's state (`None` before its first update)."""
+        """Return the drafts and, for each, its requests and its updater's state (`None` before its first update)."""
         learning = self.drafts.learning
-        lessons = [
-            {**lesson.state_dict(), "updater": self.updater(domain).state_dict() if domain in learning else None}
-            for domain, lesson in self.lessons.items()
+        states = [
+            {**requests.state_dict(), "updater": self.updater(domain).state_dict() if domain in learning else None}
+            for domain, requests in self.requests.items()
         ]
-        return {"drafts": self.drafts.state_dict(), "lessons": lessons}
+        return {"drafts": self.drafts.state_dict(), "requests": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what was saved; raises StateError, with nothing changed, where it belongs to another draft."""
-        lessons = state["lessons"]
-        if any(saved["domain"] is None for saved in lessons) == self.drafts.per_domain:
+        """Load a saved state. Raises StateError, with nothing changed, if it belongs to another draft."""
+        states = state["requests"]
+        if any(saved["domain"] is None for saved in states) == self.drafts.per_domain:
             kind = "one shared draft" if self.drafts.per_domain else "drafts per domain"
             raise StateError(f"The session is one of {kind}. Load it with a router, or without, as it was saved.")
-        for trace in (t for saved in lessons for traces in saved["traces"].values() for t in traces):
+        for trace in (t for saved in states for traces in saved["traces"].values() for t in traces):
             self._check_width(trace)
         before, admitted = self.drafts.learning, self.drafts.domains
-        updaters = {s["domain"]: self.updater(s["domain"]) for s in lessons if s["updater"] is not None}
+        updaters = {s["domain"]: self.updater(s["domain"]) for s in states if s["updater"] is not None}
         try:
-            for saved in lessons:
+            for saved in states:
                 if saved["updater"] is not None:
                     updaters[saved["domain"]].check_state(saved["updater"])
             self.drafts.load_state_dict(state["drafts"], updaters)
@@ -571,29 +517,29 @@ class Learner:
             self.drafts.forget(self.drafts.learning - before, admitted)
             raise
         self.abandon()
-        for saved in lessons:
-            lesson, traces = self.lessons[saved["domain"]], saved["traces"]
+        for saved in states:
+            requests, traces = self.requests[saved["domain"]], saved["traces"]
             if (updater := updaters.get(saved["domain"])) is not None:
                 updater.load_state_dict(saved["updater"])
-                lesson.set_aside.load_state_dict(saved["set_aside"])
-                traces = {group: [t for t in those if updater.accepts(t)] for group, those in traces.items()}
-            lesson.load_state_dict({**saved, "traces": traces})
+                requests.set_aside.load_state_dict(saved["set_aside"])
+                traces = {group: [t for t in kept if updater.accepts(t)] for group, kept in traces.items()}
+            requests.load_state_dict({**saved, "traces": traces})
 
     def take_decisions(self) -> list[GateDecision]:
-        """The decisions since the last call, which are not kept any more."""
-        taken, self.decisions = list(self.decisions), deque(maxlen=MOST_DECISIONS)
+        """Return the decisions since the last call, and forget them."""
+        taken, self.decisions = list(self.decisions), deque(maxlen=MAX_DECISIONS)
         return taken
 
     def load_decisions(self, saved: Iterable[dict[str, Any]]) -> None:
-        """Take decisions of a saved session for those of this one."""
-        self.decisions = deque((GateDecision(**decision) for decision in saved), MOST_DECISIONS)
+        """Load the decisions of a saved session."""
+        self.decisions = deque((GateDecision(**decision) for decision in saved), MAX_DECISIONS)
 
     def _check_width(self, trace: Trace) -> None:
-        """Refuse a saved trace that those to come could not be learned from together with."""
+        """Raise StateError for a saved trace whose width differs from that of new traces."""
         kept = self.config.num_logprobs
-        coming = 0 if kept is None or kept >= trace.vocab_size else kept
-        if len(trace) and trace.num_kept and trace.top_ids.shape[1] != coming:
+        width = 0 if kept is None or kept >= trace.vocab_size else kept
+        if len(trace) and trace.num_kept and trace.top_ids.shape[1] != width:
             raise StateError(
                 f"The requests of the session keep {trace.top_ids.shape[1] or 'all'} entries per position, this "
-                f"assistant {coming or 'all'}. Set the `num_logprobs` that they were captured with."
+                f"assistant {width or 'all'}. Set the `num_logprobs` that they were captured with."
             )

@@ -1,4 +1,4 @@
-"""Steps on stored target rows: an fp32 master of a draft, its optimizer, and what one update did."""
+"""Train the fp32 master copy of a draft on stored target rows: optimizers, steps, averages, and reports."""
 
 from __future__ import annotations
 
@@ -16,63 +16,70 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.chunked_loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
-from osd_hf.learning.activations import LEAST_TOKENS, Activations, computed_again, layers_of, num_tokens, shortened
-from osd_hf.learning.faults import Parts, Readable
 from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.lesson import Lesson
-from osd_hf.learning.optimizer import make_optimizers
-from osd_hf.learning.placement import learner_device, learns_in_bf16, with_own_attention
+from osd_hf.learning.loss import (
+    MIN_REQUEST_TOKENS,
+    ActivationMemory,
+    SampledTail,
+    divergence_sum,
+    num_tokens,
+    recomputed_layers,
+    shortened,
+    stored_rows,
+)
+from osd_hf.learning.requests import DraftRequests, Parts, ReadableTraces
 from osd_hf.learning.weights import (
     Snapshot,
     adapter_state,
-    in_fp32,
+    fp32_copy,
+    learner_device,
     learning_context,
+    learns_in_bf16,
     load_adapter,
+    with_fp32_attention,
     write_snapshot,
 )
 from osd_hf.losses import DIVERGENCES, outcome_logprobs
 from osd_hf.models import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
-from osd_hf.utils.yielding import between, clock, computing, give_way, in_pieces
 
 __all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BATCH_POSITIONS = 480  # completion tokens in the batch of one step, about, where some are replayed
-MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request: memory grows with them
+BATCH_POSITIONS = 480  # completion tokens in the batch of one step, about, if some requests are replayed
+MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request; memory grows with them
 MAX_GRAD_NORM = 1.0
-MICRO_STEP_SECONDS = 0.02  # of a forward and backward with "idle": how long a request may have to wait
+MUON_MOMENTUM = 0.95
+EMBEDDING_RATE = 0.5  # of Muon's learning rate, for the weights that AdamW updates beside Muon
+MICRO_BATCH_SECONDS = 0.02  # with "idle": a request waits at most about this long for a forward and backward
+BACKWARD_SHARE = 0.85  # of an optimizer step, about, for forwards and backwards of its batch
 NOT_FINITE = "loss or gradient is not finite"
-BACKWARD = 0.85  # of an optimizer step, about, that forwards and backwards of its batch are
 
 
 @dataclass(frozen=True)
 class UpdateReport:
     """
-    What one update did.
+    Report one update.
 
     Args:
-        version (`int`):
-            Version of the draft that serves afterwards; unchanged if no step was kept, or the gate let none through.
+        version (`int`): Version of the draft that serves afterwards; unchanged if the gate promoted none.
         steps (`int`): Optimizer steps kept.
         dropped_steps (`int`): Steps dropped because loss or gradient was not finite.
-        loss (`float`, *optional*): Mean over the kept steps, in nats per position; `None` if there was none.
+        loss (`float`, *optional*): Mean over the kept steps, in nats per position.
         positions (`int`): Positions learned from, over all steps.
         new_requests (`int`): Requests seen for the first time.
-        seconds (`float`): Wall time of the work, the gate's included.
-        domain (`str`, *optional*): Whose draft; `None` where all share one.
-        decision (`GateDecision`, *optional*):
-            What became of the version that it made; `None` if there was nothing to learn from.
-        set_aside (`Mapping[str, int]`, *optional*):
-            Requests that made learning fail and are not learned from any more, by reason.
+        seconds (`float`): Wall time, including the gate.
+        domain (`str`, *optional*): Domain of the draft; `None` if all share one.
+        decision (`GateDecision`, *optional*): Decision about the new version; `None` if there was nothing to learn.
+        set_aside (`Mapping[str, int]`, *optional*): Requests excluded because learning failed on them, by reason.
     """
 
     version: int
@@ -87,77 +94,82 @@ class UpdateReport:
     set_aside: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Field by field, ready for JSON."""
+        """Return all fields, ready for JSON."""
         return asdict(self)
 
 
 class Updater:
     """
-    Teaches a copy of a draft from traces. The copy is kept in fp32, as steps of AdamW round away in half precision,
-    together with its optimizer, so that updates go on where the last one ended, on `config.learner_device`. A thread
-    that gives way to others does so between layers and between pieces of a step.
+    Train a copy of a draft on traces.
+
+    The master copy is in fp32 on `config.learner_device`: AdamW's steps would round away in half precision. Master and
+    optimizer persist, so that updates continue where the last one ended.
 
     Args:
         draft (`PreTrainedModel`):
-            Copied, not changed. Where it has adapters the trainable parameters learn, and what is frozen in fp32 is
-            not copied; otherwise all.
-        config (`OnlineConfig`): The rule.
+            Copied, not changed. A draft with adapters learns its trainable parameters, and frozen fp32 weights are
+            shared; otherwise all parameters learn.
+        config (`OnlineConfig`): The settings.
         adapter (`str`, *optional*):
-            The draft is an fp32 `PeftModel`, where it is to learn, that several learners share, each an adapter of its
-            own: not copied.
-        lesson (`Lesson`, *optional*): The requests of this draft; by default it begins with none.
-        dtype (`torch.dtype`, *optional*): Of the draft that serves; by default that of the draft given.
-        frozen (`Container[str]`, *optional*): Names of parameters that stay as they are.
-        tail (`SampledTail`, *optional*):
-            What stands for the tokens that no row keeps; by default some that are drawn where the vocabulary is large,
-            all of them where it is not.
+            Name of the adapter that learns in an fp32 `PeftModel` that several learners share and that is not copied.
+        requests (`DraftRequests`, *optional*): Requests of the draft; by default none.
+        dtype (`torch.dtype`, *optional*): Dtype of the serving draft; by default that of `draft`.
+        frozen (`Container[str]`, *optional*): Names of parameters that do not learn.
+        tail (`SampledTail`, *optional*): Sampler of tokens outside of the stored rows; by default used for large
+            vocabularies.
 
     Raises:
-        UnsupportedModelError: the draft has no parameter that could learn.
-        ConfigError: there is no such device.
+        UnsupportedModelError: The draft has no trainable parameter.
+        ConfigError: The learner's device does not exist.
     """
 
     def __init__(
-        self, draft: Any, config: OnlineConfig, *, adapter: str | None = None, lesson: Lesson | None = None,
-        dtype: torch.dtype | None = None, frozen: Container[str] = (), tail: SampledTail | None = None,
+        self, draft: PreTrainedModel, config: OnlineConfig, *, adapter: str | None = None,
+        requests: DraftRequests | None = None, dtype: torch.dtype | None = None, frozen: Container[str] = (),
+        tail: SampledTail | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.adapter = config, adapter
-        self.tail = tail or SampledTail.where_large(draft, config.seed)
-        self.version = self.kept_steps = 0
-        self.is_torn = False  # the weights are of a step that was not whole: to be restarted from others
-        self.lesson = lesson or Lesson(config=config)
-        self.buffer, self.set_aside = self.lesson.buffer, self.lesson.set_aside
-        self.readable = Readable.by(draft)  # what the draft can learn from
-        # Requests in one forward and backward, at most; between requests nobody knows yet how long one takes.
+        self.config = config
+        self.adapter = adapter
+        self.tail = tail or SampledTail.for_draft(draft, config.seed)
+        self.version = 0
+        self.kept_steps = 0
+        self.is_torn = False  # a failure left the weights of an incomplete step: restart from others
+        self.requests = requests or DraftRequests(config=config)
+        self.buffer = self.requests.buffer
+        self.set_aside = self.requests.set_aside
+        self.readable = ReadableTraces.by(draft)
+        # Requests in one forward and backward. With "idle", their duration is unknown at first.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         self._backward_seconds: float | None = None  # of the last micro-batch
         device = learner_device(config)
         with learning_context():
-            # Evaluation mode throughout: dropout would draw from the generator that sampled requests draw from.
-            self.master = with_own_attention(in_fp32(draft, own=False, device=device) if adapter is None else draft)
-            self._activate()
+            # Evaluation mode: dropout would draw from the generator that sampled requests use.
+            master = fp32_copy(draft, share_frozen=True, device=device) if adapter is None else draft
+            self.master = with_fp32_attention(master)
+            self._activate_adapter()
             self.parameters = trainable_parameters(self.master, frozen)
             self.optimizers = make_optimizers(self.master, self.parameters, config)
-            own = config.weight_average > 0  # otherwise they are the last step's
-            self.averaged = {name: p.detach().clone() if own else p.detach() for name, p in self.parameters.items()}
+            has_average = config.weight_average > 0
+            self.averaged = {
+                name: p.detach().clone() if has_average else p.detach() for name, p in self.parameters.items()
+            }
         self.device = next(iter(self.parameters.values())).device
         self.is_bf16 = learns_in_bf16(dtype or draft.dtype, self.device)
-        self.activations = Activations.of(self.master)
-        # The longest request that is learned from as it is, its prompt included.
-        self.most_tokens = min(MAX_LEARN_TOKENS, self.activations.most_tokens)
+        self.activations = ActivationMemory.of(self.master)
+        self.max_tokens = min(MAX_LEARN_TOKENS, self.activations.max_tokens)  # longer requests are shortened
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def observe(self, trace: Trace) -> None:
-        """Take in a request to learn from at the next update; raises StateError if its rows are of another width."""
+        """Add a request for the next update. Raises StateError if its rows have another width."""
         if len(trace) and trace.num_kept and self.accepts(trace):
-            self.lesson.check_width([trace])
-            with self.lesson.lock:
-                self.lesson.meet(trace.target)
-            self.lesson.pending.append(trace)
+            self.requests.check_width([trace])
+            with self.requests.lock:
+                self.requests.set_target_version(trace.target)
+            self.requests.pending.append(trace)
 
     def accepts(self, trace: Trace) -> bool:
-        """Whether a request can be learned from; one that cannot is set aside."""
+        """Whether a request can be learned from; one that cannot is excluded."""
         if trace in self.set_aside:
             return False
         fault = self.readable.fault(trace)
@@ -168,23 +180,26 @@ class Updater:
     # --- updates ----------------------------------------------------------------------------------------------------
 
     def update(self, steps: int | None = None) -> UpdateReport:
-        """Learn from the requests taken in since the last update, mixed with replayed ones, in so many optimizer
-        steps (`config.steps_per_update` by default); raises ConfigError if `steps` is below 1."""
+        """Learn from the pending requests and replayed ones. Raises ConfigError if `steps` is below 1."""
         return finish(self.micro_steps(steps))
 
     def micro_steps(self, steps: int | None = None, newest: Sequence[Trace] | None = None) -> Parts[UpdateReport]:
-        """[`~Updater.update`] in parts: yields after the backward of each micro-batch and after each optimizer step
-        how much of such a step that was, in whatever mode the caller is; whoever stops in between, or a failure,
-        leaves the weights of the last whole step, and all requests. Learns from `newest` of the pending requests, by
-        default from all."""
+        """
+        Run an update in parts: each micro-batch and each optimizer step is one. If the caller stops in between, the
+        weights are those of the last complete step, and all requests stay.
+
+        Args:
+            steps (`int`, *optional*): Optimizer steps; `config.steps_per_update` by default.
+            newest (`Sequence[Trace]`, *optional*): The pending requests to learn from; all by default.
+        """
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
-        newest = self.lesson.still_good(list(self.lesson.pending) if newest is None else newest)
+        newest = self.requests.still_valid(list(self.requests.pending) if newest is None else newest)
         losses: list[float] = []
         dropped = positions = 0
         started = time.perf_counter()
         for _ in range(self.config.steps_per_update if steps is None else steps):
-            loss, count = yield from self._step(self._batch(self.lesson.still_good(newest)))
+            loss, count = yield from self._step(self._batch(self.requests.still_valid(newest)))
             if count == 0:
                 continue
             if loss is None:
@@ -192,7 +207,7 @@ class Updater:
             else:
                 losses.append(loss)
                 positions += count
-        self.lesson.end_update(newest)
+        self.requests.end_update(newest)
         if losses:
             self.version += 1
         if dropped:
@@ -200,160 +215,159 @@ class Updater:
                 "%d of %d update steps were dropped: loss or gradient not finite.", dropped, dropped + len(losses)
             )
         return UpdateReport(
-            version=self.version, steps=len(losses), dropped_steps=dropped,
-            loss=float(np.mean(losses)) if losses else None, positions=positions, new_requests=len(newest),
-            seconds=time.perf_counter() - started, set_aside=self.set_aside.take_new(),
-        )  # fmt: skip
+            version=self.version,
+            steps=len(losses),
+            dropped_steps=dropped,
+            loss=float(np.mean(losses)) if losses else None,
+            positions=positions,
+            new_requests=len(newest),
+            seconds=time.perf_counter() - started,
+            set_aside=self.set_aside.take_new(),
+        )
 
-    def slow(self, share: float) -> None:
-        """Step at this share of the learning rate from now on."""
-        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+    def scale_learning_rate(self, factor: float) -> None:
+        """Set the learning rate to this share of the configured one."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
-    def pace(self) -> None:
-        """Fit the size of the next backward passes to what the last one took and an arriving request may wait."""
+    def adapt_micro_batch(self) -> None:
+        """Adapt the number of requests per backward to `MICRO_BATCH_SECONDS`."""
         seconds, self._backward_seconds = self._backward_seconds, None
-        limit = MICRO_STEP_SECONDS
-        if seconds is not None and seconds > limit:
+        if seconds is not None and seconds > MICRO_BATCH_SECONDS:
             self.micro_batch = max(self.micro_batch // 2, 1)
-        elif seconds is not None and seconds < limit / 3:
+        elif seconds is not None and seconds < MICRO_BATCH_SECONDS / 3:
             self.micro_batch = min(self.micro_batch + 1, self.config.batch_size)
 
     def _batch(self, newest: Sequence[Trace]) -> list[Trace]:
-        """The newest requests and a uniform sample of the buffer, in the shares of the configuration."""
+        """Draw the newest requests and a sample of the buffer, in the configured shares."""
         size = self.config.batch_size
         fresh = min(len(newest), size - round(size * self.config.replay_fraction))
         replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
         fresh = min(len(newest), size - replayed)
-        chosen = [newest[i] for i in self.buffer.rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
-        if not replayed or sum(min(len(trace), self.most_tokens) for trace in chosen) <= BATCH_POSITIONS:
+        rng = self.buffer.rng
+        chosen = [newest[i] for i in rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
+        if not replayed or sum(min(len(trace), self.max_tokens) for trace in chosen) <= BATCH_POSITIONS:
             return chosen
-        # In an order in which every part of the batch has both in their shares, also a part of one request.
+        # Cut to BATCH_POSITIONS, in an order in which each part of the batch has both in their shares.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
-        order = np.roll(np.argsort(places, kind="stable"), self.buffer.rng.integers(len(chosen)))
+        order = np.roll(np.argsort(places, kind="stable"), rng.integers(len(chosen)))
         ordered = [chosen[i] for i in order]
-        ends = np.cumsum([min(len(trace), self.most_tokens) for trace in ordered])
+        ends = np.cumsum([min(len(trace), self.max_tokens) for trace in ordered])
         return ordered[: max(int(np.searchsorted(ends, BATCH_POSITIONS, side="right")), 1)]
 
     def _step(self, traces: Sequence[Trace]) -> Parts[tuple[float | None, int]]:
         """
-        One optimizer step; the loss (`None` if the step was dropped) and the number of positions.
+        Run one optimizer step; returns the loss (`None` if the step was dropped) and the number of positions.
 
-        Where memory is too little, fewer requests are computed at once, down to one, which is shortened then. Where a
-        request fails even so, or for another reason, it is set aside, and the step is taken without it. What is the
-        fault of none of them is raised.
+        If memory does not suffice, micro-batches become smaller, and a single request is shortened. A request that
+        fails even so, or for another reason, is excluded. An error that no request causes is raised.
         """
-        size, seen = self.micro_batch, {trace: shortened(trace, self.most_tokens) for trace in traces}
-        while (total := sum(int(_learned_mask(seen[t], self.config.learn_from).sum()) for t in traces)) > 0:
-            under_way: list[Trace] = []
+        size = self.micro_batch
+        read = {trace: shortened(trace, self.max_tokens) for trace in traces}
+        while (total := sum(int(_learned_mask(read[t], self.config.learn_from).sum()) for t in traces)) > 0:
+            running: list[Trace] = []
             try:
-                value = yield from self._gradients([seen[t] for t in traces], total, size, under_way)
-            except Exception as error:  # noqa: BLE001 - whatever a model fails with
+                value = yield from self._gradients([read[t] for t in traces], total, size, running)
+            except Exception as error:  # noqa: BLE001 - models fail in any way
                 failure = error
             else:
                 with self._at_work():
                     self._take_step()
                 if size < min(self.micro_batch, len(traces)):
-                    self.micro_batch = size  # more are too much
-                yield 1 - BACKWARD
+                    self.micro_batch = size  # larger ones do not fit into memory
+                yield 1 - BACKWARD_SHARE
                 return value, total
-            traceback.clear_frames(failure.__traceback__)  # they hold the memory that was too little
-            with self._at_work():
-                self._zero_grad()
+            traceback.clear_frames(failure.__traceback__)  # the frames hold memory that may be needed
+            self._zero_grad()
             suspects = traces
             if is_out_of_memory(failure):
                 yield None
-                if len(under_way) > 1:
-                    size = len(under_way) // 2
+                if len(running) > 1:
+                    size = len(running) // 2
                     continue
-                suspects = [t for t in traces if seen[t] in under_way]
-                if suspects and (most := num_tokens(seen[suspects[0]]) // 2) >= LEAST_TOKENS:
-                    seen[suspects[0]] = shortened(seen[suspects[0]], most)
+                suspects = [t for t in traces if read[t] in running]
+                if suspects and (most := num_tokens(read[suspects[0]]) // 2) >= MIN_REQUEST_TOKENS:
+                    read[suspects[0]] = shortened(read[suspects[0]], most)
                     continue
-            is_sound = yield from self._sound(suspects, seen)
-            if not all(is_sound.values()):
-                traces = [trace for trace in traces if is_sound.get(trace, True)]
+            is_valid = yield from self._check(suspects, read)
+            if not all(is_valid.values()):
+                traces = [trace for trace in traces if is_valid.get(trace, True)]
                 size = self.micro_batch
             elif isinstance(failure, FloatingPointError):
                 return None, total
-            elif (size := min(size, len(traces)) // 2) == 0:  # otherwise: each by itself can be learned from
+            elif (size := min(size, len(traces)) // 2) == 0:  # each request alone can be learned from
                 raise failure
         return 0.0, 0
 
     def _take_step(self) -> None:
-        """Step, and average; gradients, which are as large as the weights, go. Where that fails half-way, the weights
-        are the average of the last whole step; without one they are torn."""
+        """Step and average. After a failure, the weights are the average of the last complete step; without an average
+        they are torn."""
         try:
             for optimizer in self.optimizers:
-                with computing():
-                    optimizer.step()
+                optimizer.step()
             self._average()
-            self._zero_grad()
         except BaseException:
             self.is_torn = self.config.weight_average == 0
-            self._zero_grad()
             for name, parameter in self.parameters.items():
                 parameter.data.copy_(self.averaged[name])
             for optimizer in self.optimizers:
                 optimizer.state.clear()
             raise
-
-    def _gradients(self, traces: Sequence[Trace], total: int, size: int, under_way: list[Trace]) -> Parts[float]:
-        """Loss and clipped gradients of a batch with `total` positions, `size` requests at once at most, those
-        `under_way`; raises FloatingPointError if they are not finite."""
-        with self._at_work():
+        finally:
             self._zero_grad()
+
+    def _average(self) -> None:
+        # The decay ramps up, so that the initial weights are forgotten quickly.
+        self.kept_steps += 1
+        decay = min(self.config.weight_average, self.kept_steps / (9 + self.kept_steps))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.averaged.values()), list(self.parameters.values()), 1 - decay)
+
+    def _gradients(self, traces: Sequence[Trace], total: int, size: int, running: list[Trace]) -> Parts[float]:
+        """Compute loss and clipped gradients of a batch with `total` positions in micro-batches of at most `size`
+        requests, which are put into `running`. Raises FloatingPointError if they are not finite."""
+        self._zero_grad()
         value = 0.0
-        # Memory is bounded by micro-batches; weights make their gradients add up to those of the whole batch.
         for part in self._micro_batches(traces, size):
-            under_way[:] = part
-            started = clock()
-            with self._at_work(), computing():
+            running[:] = part
+            started = time.perf_counter()
+            with self._at_work():
                 loss, count = self._bounded_loss(part)
-                loss = loss * (count / total)
+                loss = loss * (count / total)  # gradients add up to those of the whole batch
                 _backward(loss)
                 value += float(loss.detach())
-            self._backward_seconds = clock() - started
-            yield BACKWARD * count / total
-        under_way.clear()
+            self._backward_seconds = time.perf_counter() - started
+            yield BACKWARD_SHARE * count / total
+        running.clear()
         with self._at_work():
-            if not (np.isfinite(value) and self._clip()):
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), MAX_GRAD_NORM)
+            if not (np.isfinite(value) and torch.isfinite(norm)):
                 raise FloatingPointError(NOT_FINITE)
         return value
 
-    def _clip(self) -> bool:
-        """Clip the gradients, as `torch.nn.utils.clip_grad_norm_` does; returns whether their norm is finite."""
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norms = [torch.nn.utils.get_total_norm(piece).to(self.device) for (piece,) in in_pieces(grads)]
-        norm = torch.nn.utils.get_total_norm(norms)
-        scale = (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0)
-        for (piece,) in in_pieces(grads) if scale < 1 else ():
-            torch._foreach_mul_(piece, scale.to(piece[0].device))
-        return bool(torch.isfinite(norm))
-
     def _micro_batches(self, traces: Sequence[Trace], size: int) -> Iterator[list[Trace]]:
-        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fit):
+        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fits):
             yield [traces[i] for i in indices]
 
-    def _sound(self, traces: Sequence[Trace], seen: Mapping[Trace, Trace]) -> Parts[dict[Trace, bool]]:
-        """Which requests can be learned from, as they are `seen`; the others are set aside."""
+    def _check(self, traces: Sequence[Trace], read: Mapping[Trace, Trace]) -> Parts[dict[Trace, bool]]:
+        """Find the requests that can be learned from as they are `read`, and exclude the others."""
         try:
-            sound = yield from self.set_aside.isolate(
-                lambda those: self._tried([seen.get(t) or t for t in those]), traces, self.readable
+            valid = yield from self.set_aside.isolate(
+                lambda some: self._try_traces([read.get(t, t) for t in some]), traces, self.readable
             )
-        except FloatingPointError:  # of the weights, not of a request
-            sound = [True] * len(traces)
+        except FloatingPointError:  # caused by the weights, not by a request
+            valid = [True] * len(traces)
         finally:
-            with self._at_work():
-                self._zero_grad()
-        if not all(sound):
-            self.lesson.forget_set_aside()
-        return {trace: bool(is_sound) for trace, is_sound in zip(traces, sound, strict=True)}
+            self._zero_grad()
+        if not all(valid):
+            self.requests.remove_excluded()
+        return {trace: bool(is_valid) for trace, is_valid in zip(traces, valid, strict=True)}
 
-    def _tried(self, traces: Sequence[Trace]) -> Parts[list[bool]]:
-        """Whether traces can be learned from: raises what a step on them would. Yields after each micro-batch."""
+    def _try_traces(self, traces: Sequence[Trace]) -> Parts[list[bool]]:
+        """Compute gradients as a step on these traces would; raises the errors that it would raise."""
         for part in self._micro_batches(traces, self.micro_batch):
-            with self._at_work(), computing():
+            with self._at_work():
                 self._zero_grad()
                 loss, _ = self._bounded_loss(part)
                 _backward(loss)
@@ -361,79 +375,55 @@ class Updater:
                 if not all(bool(torch.isfinite(tensor).all()) for tensor in found):
                     raise FloatingPointError(NOT_FINITE)
                 self._zero_grad()
-            yield BACKWARD * len(part) / len(traces)
+            yield BACKWARD_SHARE * len(part) / len(traces)
         return [True] * len(traces)
 
     def _bounded_loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
-        """[`~Updater._loss`] of a micro-batch, whose layers are computed again in the backward where what they would
-        keep of a single request is over the budget."""
-        is_large = not self.activations.fit(len(traces), max(map(num_tokens, traces)))
-        with computed_again(self.master) if is_large else nullcontext(), between(layers_of(self.master)):
+        """Compute the loss of a micro-batch; layers are recomputed in the backward if it exceeds the budget alone."""
+        is_large = not self.activations.fits(len(traces), max(map(num_tokens, traces)))
+        with recomputed_layers(self.master) if is_large else nullcontext():
             return self._loss(traces)
 
     def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
-        """Mean divergence over the positions learned from, and their number."""
+        """Return the mean divergence over the positions learned from, and their number."""
         mask = np.concatenate([_learned_mask(t, self.config.learn_from) for t in traces])
         learned = torch.from_numpy(mask)
         count = int(learned.sum())
         where = None if count == len(learned) else learned
         rows, divergence = stored_rows(traces, where), DIVERGENCES[self.config.divergence]
-        if count and has_plain_head(self.master):
-            with self._autocast():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_bf16):
+            if count and has_plain_head(self.master):
                 return divergence_sum(self.master, traces, rows, divergence, where, self.tail) / count, count
-        with self._autocast():
             logits = completion_logits(self.master, traces)
         top_ids, p = rows(slice(None))
         logits = logits[completion_mask(traces, logits.device)][learned.to(logits.device)]
         q = outcome_logprobs(logits, None if top_ids is None else top_ids.to(logits.device))
         return divergence(p.to(q), q).sum() / max(count, 1), count
 
-    def _average(self) -> None:
-        # The decay ramps up, so that the start is forgotten at once and not over 1 / (1 - decay) steps.
-        self.kept_steps += 1
-        decay = min(self.config.weight_average, self.kept_steps / (9 + self.kept_steps))
-        with torch.no_grad():
-            for averages, parameters in in_pieces(list(self.averaged.values()), list(self.parameters.values())):
-                torch._foreach_lerp_(averages, parameters, 1 - decay)
-
     def _zero_grad(self) -> None:
         for parameter in self.parameters.values():
-            if parameter.grad is not None:
-                give_way()
-                parameter.grad = None
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.is_bf16)
+            parameter.grad = None
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Entered around each part of a step, and left between them."""
+        """Enter the learning context with our adapter active. Left between parts."""
         with learning_context():
-            self._activate()
+            self._activate_adapter()
             yield
 
-    def _activate(self) -> None:
-        """Let our adapter learn, where the master has several."""
+    def _activate_adapter(self) -> None:
         if self.adapter is not None and self.master.active_adapters != [self.adapter]:
             self.master.set_adapter(self.adapter)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, served: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
-        """A copy of the learned (averaged) weights: an adapter's, in fp32, by the names of its file; otherwise of all
-        parameters that learn, in the dtypes of those `served`, in fp32 by default. Where a `learner_device` is set,
-        the copy is where those served are."""
+        """Copy the learned (averaged) weights: an adapter's in fp32, by the names in its file; otherwise all trainable
+        parameters, in the dtypes and on the devices of `served`, by default in fp32."""
         with learning_context(), torch.no_grad():
             like = served or self.averaged
             if not is_peft(self.master):
-                made = {
-                    name: torch.empty_like(learned, dtype=like[name].dtype, device=like[name].device)
-                    for name, learned in self.averaged.items()
-                }
-                for copies, learned in in_pieces(list(made.values()), list(self.averaged.values())):
-                    for one, other in zip(copies, learned, strict=True):
-                        one.copy_(other)
-                return made
+                return {name: learned.to(like[name], copy=True) for name, learned in self.averaged.items()}
             is_apart = served is not None and self.config.learner_device is not None
             device = next(iter(like.values())).device if is_apart else None
             stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -446,35 +436,33 @@ class Updater:
 
     def _set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self.parameters.items():
-            give_way()
             parameter.copy_(values[name])
 
     def restart(self, snapshot: Snapshot) -> None:
-        """Go back to these weights, with an optimizer that knows nothing."""
+        """Continue from these weights with a new optimizer state."""
         with learning_context(), torch.no_grad():
             if is_peft(self.master):
                 load_adapter(self.master, snapshot, self.adapter)
             else:
                 self._set_parameters(snapshot)
             for name, parameter in self.parameters.items():
-                give_way()
                 self.averaged[name].copy_(parameter)
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-        self.kept_steps, self.is_torn = 0, False
+        self.kept_steps = 0
+        self.is_torn = False
 
-    def copy_to(self, draft: Any) -> None:
-        """Cast the learned (averaged) weights into another copy of the draft, in place; adapters into the weights of
-        one that has them merged."""
-        self._activate()
+    def copy_to(self, draft: PreTrainedModel) -> None:
+        """Write the learned (averaged) weights into another copy of the draft, adapters merged if its are."""
+        self._activate_adapter()
         write_snapshot(self.snapshot(), draft, self.master if is_peft(self.master) else None)
 
     def _portable(self, name: str) -> str:
-        """A parameter's name without that of our adapter, which another session may call otherwise."""
+        """Return a parameter's name without that of our adapter, which another session may name otherwise."""
         return ".".join(part for part in name.split(".") if part != self.adapter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Learned parameters, optimizer, version and generator state; the requests are saved apart."""
+        """Return learned parameters, optimizers, version and generators; the requests are saved separately."""
         return {
             "parameters": {self._portable(name): p.detach() for name, p in self.parameters.items()},
             "averaged": {self._portable(name): p for name, p in self.averaged.items()},
@@ -486,11 +474,11 @@ class Updater:
         }
 
     def check_state(self, state: dict[str, Any]) -> None:
-        """Refuse the state of another draft or optimizer; raises StateError."""
+        """Raise StateError for the state of another draft or optimizer."""
         saved = {name: tuple(p.shape) for name, p in state["parameters"].items()}
-        ours = {self._portable(name): tuple(p.shape) for name, p in self.parameters.items()}
-        if saved != ours:
-            differing = sorted(n for n in saved.keys() | ours.keys() if saved.get(n) != ours.get(n))
+        expected = {self._portable(name): tuple(p.shape) for name, p in self.parameters.items()}
+        if saved != expected:
+            differing = sorted(n for n in saved.keys() | expected.keys() if saved.get(n) != expected.get(n))
             raise StateError(
                 f"The saved state belongs to another draft: {len(differing)} parameters differ, such as "
                 f"{differing[0]}. Load it with the draft that it was saved with."
@@ -505,7 +493,7 @@ class Updater:
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; raises StateError where it belongs to another draft."""
+        """Load a saved state; raises StateError if it belongs to another draft."""
         self.check_state(state)
         with learning_context(), torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -513,32 +501,16 @@ class Updater:
                 self.averaged[name].copy_(state["averaged"][self._portable(name)])
             for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved_optimizer)
-        self.kept_steps, self.is_torn = int(state["kept_steps"]), False
+        self.kept_steps = int(state["kept_steps"])
+        self.is_torn = False
         self.version = int(state["version"])
         self.buffer.rng.bit_generator.state = state["rng"]
-        drawn = state.get("tail")  # sessions from before say nothing of it
-        if self.tail is not None and drawn is not None:
-            self.tail.generator.set_state(drawn)
-
-
-def trainable_parameters(model: Any, frozen: Container[str] = ()) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name: the adapters of a model that has some, otherwise all that are not frozen;
-    raises UnsupportedModelError where there is none."""
-    # Adapters, of a `PeftModel` or added by transformers, have frozen the rest, and are saved without it.
-    if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.is_floating_point() and name not in frozen)
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not found:
-        raise UnsupportedModelError(
-            f"The draft ({type(model).__name__}) has no parameter that could learn. Load its adapter with "
-            "`is_trainable=True`, or use a draft in full or half precision."
-        )
-    return found
+        if self.tail is not None and state["tail"] is not None:
+            self.tail.generator.set_state(state["tail"])
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Compute the gradients of a loss; raises FloatingPointError where torch's anomaly detection finds NaN in them."""
+    """Compute gradients; raises FloatingPointError if torch's anomaly detection finds NaN in them."""
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -548,7 +520,7 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def finish(work: Parts[T]) -> T:
-    """Run work that comes in parts to its end."""
+    """Run work in parts to its end, and return its result."""
     while True:
         try:
             next(work)
@@ -561,14 +533,66 @@ def _learned_mask(trace: Trace, learn_from: str) -> Any:
     return trace.correction_mask if learn_from == "corrections" else np.ones(len(trace), dtype=bool)
 
 
-# --- the accelerator ------------------------------------------------------------------------------------------------
+# --- parameters and optimizers --------------------------------------------------------------------------------------
+
+
+def trainable_parameters(model: PreTrainedModel, frozen: Container[str] = ()) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that learn, by name: adapters if the model has some, otherwise all that are not frozen.
+    Raises UnsupportedModelError if there are none."""
+    # Adapters, of a `PeftModel` or added by transformers, have frozen the rest already.
+    if not is_peft(model) and not getattr(model, "_hf_peft_config_loaded", False):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and name not in frozen)
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise UnsupportedModelError(
+            f"The draft ({type(model).__name__}) has no parameter that could learn. Load its adapter with "
+            "`is_trainable=True`, or use a draft in full or half precision."
+        )
+    return found
+
+
+def hidden_matrices(model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return the matrices that map hidden states, which Muon updates; without embeddings and output head."""
+    excluded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        excluded.add(id(head.weight))
+    return [p for p in parameters.values() if p.ndim == 2 and id(p) not in excluded]
+
+
+def make_optimizers(
+    model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], config: OnlineConfig
+) -> list[torch.optim.Optimizer]:
+    """Create Muon (arXiv 2502.16982) for hidden matrices, its steps scaled to the size of AdamW's, and AdamW for the
+    other parameters; with `optimizer="adamw"` AdamW for all."""
+    matrices = hidden_matrices(model, parameters) if config.optimizer == "muon" else []
+    hidden = {id(p) for p in matrices}
+    others = [p for p in parameters.values() if id(p) not in hidden]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices,
+                config.learning_rate,
+                weight_decay=0.0,
+                momentum=MUON_MOMENTUM,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if others:
+        rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
+        optimizers.append(torch.optim.AdamW(others, rate, weight_decay=0.0, fused=True))
+    return optimizers
+
+
+# --- tracking -------------------------------------------------------------------------------------------------------
 
 
 def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig) -> Accelerator:
-    """One that leaves models where they are; raises ConfigError for a tracker that is not installed."""
+    """Create an accelerator with trackers that does not move models. Raises ConfigError for a missing tracker."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     names = [name for name in names if name != "none"]
-    # All of a process share how gradients are accumulated: it stays as a trainer has set it.
+    # Gradient accumulation is shared by the process: it stays as a trainer has set it.
     accumulation = GradientAccumulationPlugin(**GradientState().plugin_kwargs)
     settings: dict[str, Any] = {"device_placement": False, "gradient_accumulation_plugin": accumulation}
     if not names:
@@ -585,10 +609,12 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
 
 
 def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
-    """Tell the log and the trackers of an update, after so many requests, and of the acceptance since the last one."""
+    """Log an update and the acceptance since the last one, after a number of requests."""
     values: dict[str, Any] = {
-        "version": report.version, "dropped_steps": report.dropped_steps, "update_seconds": report.seconds,
-    }  # fmt: skip
+        "version": report.version,
+        "dropped_steps": report.dropped_steps,
+        "update_seconds": report.seconds,
+    }
     if report.loss is not None:
         values["loss"] = report.loss
     if recent.examined:

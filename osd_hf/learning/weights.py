@@ -1,4 +1,4 @@
-"""Learned weights by name, of a whole draft or of an adapter: copied, checked, read, and written into models."""
+"""Copy, cast, check and load learned weights, of whole drafts and of adapters, and choose where learning runs."""
 
 from __future__ import annotations
 
@@ -9,51 +9,93 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.models import has_soft_prompt, is_peft, merged, set_fixed_k, untie
-from osd_hf.utils.context import neutral_context
-from osd_hf.utils.threads import Seeded
-from osd_hf.utils.yielding import computing, give_way, in_pieces
+from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
+from osd_hf.models import has_soft_prompt, is_peft, merged, set_fixed_k, untie, unwrap
+from osd_hf.utils.context import Seeded, neutral_context
 
 __all__ = [
     "FALLBACK_K",
     "Snapshot",
     "adapted",
+    "adapter_base",
     "adapter_state",
-    "beneath",
-    "in_fp32",
+    "fp32_copy",
     "is_finite",
+    "learner_device",
     "learning_context",
+    "learns_in_bf16",
     "load_adapter",
     "make_template",
-    "ready_to_serve",
-    "served_weights",
-    "sharing",
+    "serving_copy",
+    "shared_copy",
+    "weights_for",
+    "with_fp32_attention",
     "write_snapshot",
 ]
 
-Snapshot = dict[str, torch.Tensor]  # learned weights by name; of an adapter, by the names in its file
-FALLBACK_K = 5  # where the draft's own configuration says how many tokens are drafted, and a number is needed
+Snapshot = dict[str, torch.Tensor]
+"""Learned weights by parameter name; those of an adapter by the names in its file."""
+
+FALLBACK_K = 5  # tokens drafted per round if the configuration leaves the number to the draft
+# Kinds of soft prompts that PEFT cannot merge and that transformers' assisted generation cannot serve.
+UNSERVED_SOFT_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING")
 
 
 @contextmanager
 def learning_context() -> Iterator[None]:
-    """Compute gradients, in the [`neutral_context`]: answers are often made under `no_grad` or `inference_mode`."""
+    """Compute gradients in the [`neutral_context`], also inside a caller's `no_grad` or `inference_mode`."""
     try:
         with neutral_context(), torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        torch.clear_autocast_cache()  # a caller's autocast keeps casts of weights that may have changed inside
+        torch.clear_autocast_cache()  # a caller's autocast caches casts of weights that may have changed
 
 
-# Of PEFT; a soft prompt of another kind drafts by transformers' own assisted generation.
-UNSERVED_SOFT_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING")
+# --- devices and precision ------------------------------------------------------------------------------------------
 
 
-def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
-    """Return a copy of a draft, its adapter merged, that drafts as the configuration says. Raises
+def learner_device(config: OnlineConfig) -> torch.device | None:
+    """Return the device of `learner_device`; `None` for the draft's. Raises ConfigError if it does not exist."""
+    if config.learner_device is None:
+        return None
+    device = torch.device(config.learner_device)
+    try:
+        torch.zeros(1, device=device).item()  # fails on the meta device as well
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ConfigError(
+            f"`learner_device` must be a device of this machine, got {config.learner_device!r}: {first_line(error)}. "
+            'Name another one, such as "cpu", or None for the device of the draft.'
+        ) from error
+    return device
+
+
+def learns_in_bf16(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether forwards and backwards run in bf16 autocast: for half-precision drafts on accelerators that have it."""
+    if dtype not in (torch.bfloat16, torch.float16) or device.type == "cpu":
+        return False
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def with_fp32_attention(master: PreTrainedModel) -> PreTrainedModel:
+    """Switch an fp32 model from attention kernels for half precision (FlashAttention, Hub kernels) to SDPA."""
+    inner = unwrap(master)
+    attention = getattr(inner.config, "_attn_implementation", None)
+    if attention is not None and ("flash" in attention or "/" in attention):
+        try:
+            inner.set_attn_implementation("sdpa")
+        except (ValueError, ImportError):  # some models have no SDPA
+            inner.set_attn_implementation("eager")
+    return master
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+def serving_copy(draft: PreTrainedModel, config: OnlineConfig) -> PreTrainedModel:
+    """Return a copy of a draft, its adapter merged, with the configured number of drafted tokens. Raises
     UnsupportedModelError for an adapter that can be neither merged nor served."""
     if has_soft_prompt(draft) and draft.active_peft_config.peft_type in UNSERVED_SOFT_PROMPTS:
         raise UnsupportedModelError(
@@ -68,70 +110,68 @@ def ready_to_serve(draft: Any, config: OnlineConfig) -> Any:
     return served
 
 
-def sharing(model: Any, *, learned: bool = True) -> Any:
-    """A copy of a model whose weights lie where the model's own do, and take no memory; buffers are its own, as are,
-    with `learned=False`, the parameters that require gradients. Writing into the others changes both."""
+def shared_copy(model: PreTrainedModel, *, with_learned: bool = True) -> PreTrainedModel:
+    """Return a copy that shares the memory of the parameters. Buffers are copied, as are, with `with_learned=False`,
+    the parameters that require gradients."""
     with learning_context():
-        shared = [p for p in model.parameters() if learned or not p.requires_grad]
+        shared = [p for p in model.parameters() if with_learned or not p.requires_grad]
         others = (torch.nn.Parameter(p.detach(), p.requires_grad) if p.is_floating_point() else p for p in shared)
         return copy.deepcopy(model, {id(p): other for p, other in zip(shared, others, strict=True)})
 
 
-def in_fp32(draft: Any, *, own: bool = True, device: torch.device | None = None) -> Any:
-    """A copy of a draft in fp32, in evaluation mode, on its device or another one. With `own=False` weights that are
-    frozen beside adapters, and in fp32 on that device already, lie where the draft's do."""
+def fp32_copy(
+    draft: PreTrainedModel, *, share_frozen: bool = False, device: torch.device | None = None
+) -> PreTrainedModel:
+    """Return a copy in fp32 and evaluation mode, by default on the same device. With `share_frozen`, fp32 weights
+    frozen below adapters share memory with the draft's."""
     has_adapters = is_peft(draft) or getattr(draft, "_hf_peft_config_loaded", False)
     with learning_context():
         if device is not None:
-            draft = sharing(draft).to(device)  # before it grows, which there may be no room for where it serves
-        return (sharing(draft, learned=False) if has_adapters and not own else copy.deepcopy(draft)).float().eval()
+            draft = shared_copy(draft).to(device)  # before the cast: the draft's device may lack memory
+        is_shared = has_adapters and share_frozen
+        return (shared_copy(draft, with_learned=False) if is_shared else copy.deepcopy(draft)).float().eval()
 
 
 def is_finite(snapshot: Snapshot) -> bool:
-    """Whether all weights are numbers."""
-    return all(
-        bool(torch.isfinite(weight).all()) for (piece,) in in_pieces(list(snapshot.values())) for weight in piece
-    )
+    """Whether all weights are finite."""
+    return all(bool(torch.isfinite(weight).all()) for weight in snapshot.values())
 
 
-def served_weights(snapshot: Snapshot, draft: Any, template: Any = None) -> Snapshot:
+def weights_for(draft: PreTrainedModel, snapshot: Snapshot, template: PreTrainedModel | None = None) -> Snapshot:
     """
-    Learned weights by the names of a draft's parameters, in its dtypes and where it is; gives way between them.
+    Return learned weights by the names of a draft's parameters, in its dtypes and on its devices.
 
     Args:
+        draft (`PreTrainedModel`): A copy of the draft that was learned from, its adapter merged or not.
         snapshot (`dict[str, torch.Tensor]`): As returned by [`Updater.snapshot`].
-        draft (`PreTrainedModel`):
-            A copy of the draft that was learned from; of one with adapters, with them merged or as it was.
-        template (`PeftModel`, *optional*): Where the weights are an adapter's: a model with that adapter, unmerged.
+        template (`PeftModel`, *optional*): For an adapter's weights: a model with that adapter, unmerged.
     """
     with learning_context(), torch.no_grad():
         weights = snapshot if template is None else _adapted_weights(snapshot, template, is_merged=not is_peft(draft))
-        served, found = dict(draft.named_parameters()), Snapshot()
-        for name, learned in weights.items():
-            give_way()
-            found[name] = learned.to(served[name])
-        return found
+        parameters = dict(draft.named_parameters())
+        return {name: learned.to(parameters[name]) for name, learned in weights.items()}
 
 
-def write_snapshot(snapshot: Snapshot, draft: Any, template: Any = None, *, share: bool = False) -> None:
-    """Write learned weights into a draft, in place, cast to its dtype; takes the arguments of [`served_weights`]. With
-    `share` the draft's parameters are these weights themselves where dtype and device are the same, in place of
-    copies: they take no memory of their own then."""
-    weights, served = served_weights(snapshot, draft, template), dict(draft.named_parameters())
+def write_snapshot(
+    snapshot: Snapshot, draft: PreTrainedModel, template: PreTrainedModel | None = None, *, share: bool = False
+) -> None:
+    """Write learned weights into a draft in place; arguments as for [`weights_for`]. With `share`, parameters of equal
+    dtype and device share memory with the snapshot."""
+    weights, parameters = weights_for(draft, snapshot, template), dict(draft.named_parameters())
     with learning_context(), torch.no_grad():
         for name, learned in weights.items():
             if share:
-                served[name].data = learned
+                parameters[name].data = learned
             else:
-                served[name].copy_(learned)
+                parameters[name].copy_(learned)
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 
 def adapter_state(model: Any, adapter: str | None = None) -> Snapshot:
-    """Weights of an adapter of a `PeftModel` (the active one by default), by the names of its file; without those of
-    embeddings below it, which PEFT would add and which it has not changed."""
+    """Return the weights of an adapter of a `PeftModel` (by default the active one), without embeddings below it,
+    which PEFT would add."""
     from peft import get_peft_model_state_dict
 
     name = adapter or str(model.active_adapter)
@@ -140,29 +180,28 @@ def adapter_state(model: Any, adapter: str | None = None) -> Snapshot:
 
 
 def load_adapter(model: Any, snapshot: Snapshot, adapter: str | None = None) -> Any:
-    """The `PeftModel` itself, whose adapter (the active one by default) has these weights from now on."""
+    """Load the weights of an adapter into a `PeftModel` (by default into the active one), and return the model."""
     from peft import set_peft_model_state_dict
 
     set_peft_model_state_dict(model, snapshot, adapter_name=adapter or str(model.active_adapter))
     return model
 
 
-def _adapted_weights(snapshot: Snapshot, template: Any, *, is_merged: bool) -> Snapshot:
-    """All parameters of the template's model, with this adapter merged or beside it; what it does not change lies
-    where the template's does."""
-    model = load_adapter(sharing(template, learned=False), snapshot)
+def _adapted_weights(snapshot: Snapshot, template: PreTrainedModel, *, is_merged: bool) -> Snapshot:
+    """Return all parameters of the template's model with this adapter, merged or not. Parameters that the adapter
+    does not change share memory with the template."""
+    model = load_adapter(shared_copy(template, with_learned=False), snapshot)
     if is_merged:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        # One layer after the other, in fp32: all at once, they would need twice the memory of what serves.
+        # Layers are merged in fp32 one by one: all at once would need twice the memory of the draft.
         for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
-            give_way()
-            dtypes = {name: p.dtype for name, p in layer.get_base_layer().named_parameters() if p.is_floating_point()}
+            base = layer.get_base_layer()
+            dtypes = {name: p.dtype for name, p in base.named_parameters() if p.is_floating_point()}
             for name in dtypes:
-                parameter = layer.get_base_layer().get_parameter(name)
+                parameter = base.get_parameter(name)
                 parameter.data = parameter.data.to(torch.float32, copy=True)
-            with computing():
-                layer.merge()
+            layer.merge()
             for name, dtype in dtypes.items():
                 parameter = layer.get_base_layer().get_parameter(name)
                 parameter.data = parameter.data.to(dtype)
@@ -170,35 +209,39 @@ def _adapted_weights(snapshot: Snapshot, template: Any, *, is_merged: bool) -> S
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def adapted(model: Any, peft_config: Any, adapter: str, seed: int) -> Any:
-    """A `PeftModel` around `model`; raises ConfigError without peft, UnsupportedModelError where adapters do not
-    fit."""
+def adapted(model: PreTrainedModel, peft_config: Any, adapter: str, seed: int) -> Any:
+    """Return a `PeftModel` around a model. Raises ConfigError without peft, and UnsupportedModelError if the adapters
+    do not fit."""
     try:
         from peft import get_peft_model
     except ImportError as error:
         raise ConfigError('`peft_config` needs peft: pip install "osd-hf[distill]".') from error
     try:
         with Seeded(seed), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # which PEFT 0.21 reads
-            # A copy: PEFT writes into the configuration which model it belongs to.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # read by PEFT 0.21
+            # PEFT writes the name of the base model into the configuration, hence the copy.
             return get_peft_model(model, copy.deepcopy(peft_config), adapter_name=adapter).eval()
-    except (ValueError, TypeError, AttributeError) as error:  # the last: it is no configuration
+    except (ValueError, TypeError, AttributeError) as error:  # AttributeError: no PeftConfig
         raise UnsupportedModelError(
             f"The adapters of `peft_config` do not fit the draft ({type(model).__name__}): {error}"
         ) from error
 
 
-def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
-    """A `PeftModel` whose copies an adapter's weights are loaded into, to be merged; `None` without adapters. All but
-    its adapter lies where the weights of `source` do. Unties the embeddings of `source` where an adapter would change
-    both. Raises UnsupportedModelError for adapters that cannot be merged or, per domain, of which a model can have
-    only one."""
+def make_template(source: PreTrainedModel, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
+    """
+    Return a `PeftModel` into whose copies an adapter's weights are loaded to be merged; `None` without adapters.
+
+    All but the adapter shares memory with `source`. Embeddings of `source` are untied if an adapter would change both.
+
+    Raises:
+        UnsupportedModelError: The adapters cannot be merged, or (per domain) a model can have only one of them.
+    """
     with learning_context():
         if peft_config is None:
-            return sharing(source) if is_peft(source) else None
+            return shared_copy(source) if is_peft(source) else None
         if _adapts_tied_embeddings(source, peft_config, seed):
-            untie(source)  # ours, not the caller's
-        template = adapted(beneath(source, peft_config), peft_config, "default", seed)
+            untie(source)  # our copy, not the caller's model
+        template = adapted(adapter_base(source, peft_config), peft_config, "default", seed)
         if not hasattr(template.base_model, "merge_and_unload"):
             raise UnsupportedModelError(
                 f"Adapters of the kind {type(peft_config).__name__} cannot be merged into the draft's weights, "
@@ -207,7 +250,7 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
         if per_domain:
             try:
                 with Seeded(seed):
-                    sharing(template).add_adapter("second", copy.deepcopy(peft_config))
+                    shared_copy(template).add_adapter("second", copy.deepcopy(peft_config))
             except ValueError as error:
                 raise UnsupportedModelError(
                     f"A model can have one adapter of this `peft_config` only, and each domain needs its own: {error}"
@@ -215,15 +258,15 @@ def make_template(source: Any, peft_config: Any, seed: int, *, per_domain: bool)
     return template
 
 
-def beneath(source: Any, peft_config: Any) -> Any:
-    """A copy of a model that adapters of this kind can be put on; in its memory, unless they change the weights there,
-    as those that begin with a decomposition of them do."""
-    begins = getattr(peft_config, "init_lora_weights", True)
-    return sharing(source) if isinstance(begins, bool) or begins == "gaussian" else in_fp32(source)
+def adapter_base(source: PreTrainedModel, peft_config: Any) -> PreTrainedModel:
+    """Return a copy of a model for adapters of this kind. The copy shares memory unless the adapters change the base,
+    as those that start from a decomposition of the weights do."""
+    start = getattr(peft_config, "init_lora_weights", True)
+    return shared_copy(source) if isinstance(start, bool) or start == "gaussian" else fp32_copy(source)
 
 
-def _adapts_tied_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
-    """Whether input embeddings and output head are one tensor, and an adapter would change either."""
+def _adapts_tied_embeddings(model: PreTrainedModel, peft_config: Any, seed: int) -> bool:
+    """Whether input embeddings and output head are one tensor that an adapter would change."""
     head = model.get_output_embeddings()
     if head is None or head.weight is not model.get_input_embeddings().weight:
         return False
@@ -231,7 +274,7 @@ def _adapts_tied_embeddings(model: Any, peft_config: Any, seed: int) -> bool:
     from peft.utils import ModulesToSaveWrapper
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about tied weights, which this is asked to prevent
-        base = adapted(beneath(model, peft_config), peft_config, "default", seed).get_base_model()
+        warnings.simplefilter("ignore")  # PEFT warns about tied weights
+        base = adapted(adapter_base(model, peft_config), peft_config, "default", seed).get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     return any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends)

@@ -1,14 +1,28 @@
-"""Settings of the calling thread that recording, replay, and learning must not depend on."""
+"""Settings of the calling thread: default device, autocast, number of threads, and random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["default_device", "neutral_context"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Seeded", "choose_threads", "default_device", "neutral_context"]
+
+# Of the seconds with one thread: below, all cores are used; above, one measurement is enough.
+CLEARLY_FASTER, CLEARLY_SLOWER = 0.7, 4.0
+MAX_RETIMED_SECONDS = 1.0  # larger models are timed once
+TIMING_ROUNDS = 5
+_ATEN = torch.ops.aten
+OF_DEFAULT_DTYPE = (_ATEN.empty, _ATEN.zeros, _ATEN.ones, _ATEN.rand, _ATEN.randn)
 
 
 @contextmanager
@@ -33,3 +47,85 @@ def neutral_context() -> Iterator[None]:
 def default_device(device: torch.device) -> AbstractContextManager[Any]:
     """Create tensors on this device where the caller has set another default device than this one and the CPU."""
     return nullcontext() if torch.get_default_device() in (device, torch.device("cpu")) else device
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+
+
+def choose_threads(
+    model: PreTrainedModel, answer: Callable[[], object], threads: int | None = None, *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[int, dict[str, float]]:  # fmt: skip
+    """
+    Set the number of torch's threads to 1, unless all cores are clearly faster. Several threads wait for each other in
+    each small operation, which takes many times as long beside another busy process.
+
+    Args:
+        model (`PreTrainedModel`): The model that will serve; on an accelerator, torch's own number stays.
+        answer (`Callable[[], object]`): Generates a few tokens, to be timed.
+        threads (`int`, *optional*): Sets this number without timing, as `OMP_NUM_THREADS` does.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`): Seconds.
+
+    Returns:
+        `tuple[int, dict[str, float]]`: The number, and the median seconds of both numbers if they were timed.
+    """
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    times: dict[str, float] = {}
+    if threads is None and (model.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ):
+        threads = torch.get_num_threads()
+    elif threads is None and num_cores > 1:
+
+        def seconds(number: int) -> float:
+            torch.set_num_threads(number)
+            started = clock()
+            answer()
+            return clock() - started
+
+        seconds(1)  # warms up
+        pairs = [(seconds(1), seconds(num_cores))]
+        is_clear = pairs[0][0] > MAX_RETIMED_SECONDS or pairs[0][1] > CLEARLY_SLOWER * pairs[0][0]
+        pairs += [(seconds(1), seconds(num_cores)) for _ in range(0 if is_clear else TIMING_ROUNDS - 1)]
+        one, all_cores = map(statistics.median, zip(*pairs, strict=True))
+        threads = num_cores if all_cores < CLEARLY_FASTER * one else 1
+        times = {"1": round(one, 4), str(num_cores): round(all_cores, 4)}
+    torch.set_num_threads(threads or 1)
+    return threads or 1, times
+
+
+# --- random numbers -------------------------------------------------------------------------------------------------
+
+
+class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """
+    Draw random numbers from new generators with this seed, and create float32 tensors by default.
+
+    Modules created inside are the same in every thread and with every default dtype. Torch's own generators, which
+    sampled requests in other threads use, stay unchanged.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, seeded = dict(kwargs or {}), _with_generator(func)
+        if func.overloadpacket in OF_DEFAULT_DTYPE:
+            kwargs.setdefault("dtype", torch.float32)
+        if seeded is not None and kwargs.get("generator") is None:
+            func = seeded
+            devices = (value.device for value in args if isinstance(value, torch.Tensor))
+            device = torch.device(next(devices, kwargs.get("device") or "cpu"))
+            if device not in self._generators:
+                self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+            kwargs["generator"] = self._generators[device]
+        return func(*args, **kwargs)
+
+
+def _with_generator(func: Any) -> Any:
+    """Return the overload of a random operator that takes a generator beside the same arguments, or `None`."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    names = {argument.name for argument in func._schema.arguments} | {"generator"}
+    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next((o for o in (func, *overloads) if {argument.name for argument in o._schema.arguments} == names), None)

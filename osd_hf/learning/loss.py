@@ -1,0 +1,291 @@
+"""Compute the learning loss within a memory budget: divergence over chunks of positions, and shortened requests."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from osd_hf.losses import outcome_logprobs
+from osd_hf.models import config_value, unwrap, vocab_size_of
+from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
+from osd_hf.trace import DraftRound, Trace
+from osd_hf.utils.kernels import OneDnnLinear
+
+__all__ = [
+    "ActivationMemory",
+    "SampledTail",
+    "TargetRows",
+    "divergence_sum",
+    "num_tokens",
+    "recomputed_layers",
+    "shortened",
+    "stored_rows",
+    "target_rows",
+]
+
+MIN_SAMPLED_VOCABULARY = 1 << 14  # from this size on, the loss samples the tokens outside of the stored ones
+NUM_SAMPLED_TOKENS = 2048
+# Activations of one micro-batch, as estimated. Together with logits and gradients in flight they stay below 2 GiB.
+ACTIVATION_BYTES = 3 << 29
+# For each input and output of a weight matrix. Measured: 4.6 to 5 for Llama and Qwen3, 7 where the activation function
+# consists of many operations.
+BYTES_PER_FEATURE = 6
+MIN_REQUEST_TOKENS = 32  # requests are not shortened below this length
+
+TargetRows = Callable[[slice], tuple[Tensor | None, Tensor]]
+"""Returns the token ids (`None` for whole rows) and the target's log-probs, tail last, at a slice of positions."""
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+def divergence_sum(
+    draft: PreTrainedModel, traces: Sequence[Trace], rows: TargetRows, divergence: Callable[[Tensor, Tensor], Tensor],
+    where: Tensor | None = None, tail: SampledTail | None = None,
+) -> Tensor:  # fmt: skip
+    """
+    Sum a divergence over all completion positions of a batch.
+
+    The layers run over the whole batch. The output head runs over chunks of positions, and its logits are recomputed
+    in the backward pass.
+
+    Args:
+        draft (`PreTrainedModel` or `PeftModel`): The model that gets gradients.
+        traces (`Sequence[Trace]`): The batch.
+        rows (`TargetRows`): The target's rows at the positions, in the order of the traces.
+        divergence (`Callable`): A value of `osd_hf.losses.DIVERGENCES`.
+        where (`torch.Tensor` of shape `(positions,)`, bool, *optional*):
+            Positions that count, for which alone there are `rows`; all by default.
+        tail (`SampledTail`, *optional*): Samples tokens outside of the stored rows; by default all tokens count.
+
+    Returns:
+        Scalar `torch.Tensor`, float32, in nats.
+    """
+    states, head = completion_states(draft, traces), output_head(draft)
+    states = states if where is None else states[where.to(states.device)]
+    num_columns = traces[0].vocab_size
+    if tail is not None and len(states):
+        head, rows, num_columns = tail.restrict(draft, rows, num_columns)
+    chunk_size = max(1, CHUNK_LOGITS // num_columns)
+
+    def chunk_sum(chunk: Tensor, first: int) -> Tensor:
+        top_ids, p = rows(slice(first, first + len(chunk)))
+        q = outcome_logprobs(head(chunk), None if top_ids is None else top_ids.to(chunk.device))
+        return divergence(p.to(q), q).sum()
+
+    if len(states) <= chunk_size:
+        return chunk_sum(states, 0)
+    sums = [
+        checkpoint(chunk_sum, states[first : first + chunk_size], first, use_reentrant=False)
+        for first in range(0, len(states), chunk_size)
+    ]
+    return torch.stack(sums).sum()
+
+
+@dataclass
+class SampledTail:
+    """
+    Sample tokens, anew for each batch, from those that no row of the batch stores.
+
+    Each sampled token is weighted by the number of tokens that it represents, so that the tail's mass and its gradient
+    are right on average while the head computes few columns.
+
+    Args:
+        size (`int`): Tokens to sample.
+        generator (`torch.Generator`): Generator on the CPU.
+    """
+
+    size: int
+    generator: torch.Generator
+
+    @classmethod
+    def for_draft(cls, draft: PreTrainedModel, seed: int) -> Self | None:
+        """Return a sampler for a large vocabulary; `None` if the vocabulary is small, or if the head is no plain
+        linear layer, of which single rows could be taken."""
+        is_plain = type(unwrap(draft).get_output_embeddings()) in (torch.nn.Linear, OneDnnLinear)
+        if not is_plain or vocab_size_of(unwrap(draft)) < MIN_SAMPLED_VOCABULARY:
+            return None
+        return cls(NUM_SAMPLED_TOKENS, torch.Generator("cpu").manual_seed(seed))
+
+    def restrict(
+        self, draft: PreTrainedModel, rows: TargetRows, vocab_size: int
+    ) -> tuple[Callable[[Tensor], Tensor], TargetRows, int]:
+        """Return head, rows and number of columns for the stored and the sampled tokens of a batch. Whole rows are
+        returned unchanged."""
+        top_ids, p = rows(slice(None))
+        if top_ids is None:
+            return output_head(draft), rows, vocab_size
+        stored, columns = torch.unique(top_ids, return_inverse=True)
+        is_other = torch.ones(vocab_size, dtype=torch.bool, device="cpu")
+        is_other[stored] = False
+        others = is_other.nonzero()[:, 0]
+        weight = len(others) / self.size
+        if weight > 1:
+            others = others[torch.randint(len(others), (self.size,), generator=self.generator, device="cpu")]
+        ids = torch.cat([stored, others]).to(draft.device)
+        shift = torch.zeros(len(ids), dtype=torch.float64, device=draft.device)
+        shift[len(stored) :] = math.log(max(weight, 1.0))
+        head = output_head(draft, ids)
+
+        def restricted_head(states: Tensor) -> Tensor:
+            logits = head(states)
+            return logits + shift.to(logits)
+
+        return restricted_head, lambda where: (columns[where], p[where]), len(ids)
+
+
+@torch.no_grad()
+def target_rows(target: PreTrainedModel, traces: Sequence[Trace]) -> TargetRows:
+    """Return whole rows of the target on the traces' tokens. The head runs when a slice is read."""
+    states, head = completion_states(target, traces), output_head(target)
+
+    def rows(where: slice) -> tuple[None, Tensor]:
+        with torch.no_grad():
+            return None, outcome_logprobs(head(states[where]), None)
+
+    return rows
+
+
+def stored_rows(traces: Sequence[Trace], where: Tensor | None = None) -> TargetRows:
+    """Return the rows stored in the traces, all of one width; at the positions `where`, by default all."""
+
+    def stacked(arrays: Sequence[Any], dtype: Any) -> Tensor:
+        rows = torch.from_numpy(np.concatenate(arrays).astype(dtype))
+        return rows if where is None else rows[where]
+
+    is_whole = traces[0].top_ids.shape[1] == 0
+    top_ids = None if is_whole else stacked([t.top_ids for t in traces], np.int64)
+    kept = stacked([t.kept_logprobs() for t in traces], np.float32)
+    p = torch.cat([kept, stacked([t.tail_logprob for t in traces], np.float32)[:, None]], -1)
+    return lambda where: (None if top_ids is None else top_ids[where], p[where])
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """
+    Estimate the bytes that a backward pass needs of a draft's forward. The estimate is at most a third too low.
+
+    Args:
+        per_token (`int`): Bytes of all layers.
+        per_pair (`int`): Bytes for each pair of tokens of one row: masks, or attention rows.
+        per_input (`int`): Bytes of the inputs of all layers, per token.
+        layers (`int`): Layers that can be recomputed in the backward pass, or 1.
+    """
+
+    per_token: int
+    per_pair: int
+    per_input: int
+    layers: int
+
+    @classmethod
+    def of(cls, draft: PreTrainedModel) -> Self:
+        """Estimate from the weights and the configuration of a draft."""
+        config = draft.config.get_text_config(decoder=True)
+        head = draft.get_output_embeddings()
+        excluded = {id(module.weight) for module in draft.modules() if isinstance(module, torch.nn.Embedding)}
+        excluded |= set() if head is None else {id(head.weight)}
+        adapters = set(getattr(draft, "peft_config", ()))  # one of them is active, and small compared to the base
+        features = sum(
+            sum(parameter.shape)
+            for name, parameter in draft.named_parameters()
+            if parameter.ndim == 2 and id(parameter) not in excluded and adapters.isdisjoint(name.split("."))
+        )
+        layers = max(len(_layers(draft)), 1)
+        heads = config_value(config, "num_attention_heads") or 1
+        is_eager = getattr(config, "_attn_implementation", None) == "eager"
+        # A fused kernel keeps a float32 mask, which holds the position biases of some encoder-decoders.
+        rows = 3 * heads if is_eager else heads if config.is_encoder_decoder else 1
+        width = config_value(config, "hidden_size") or 0
+        return cls(BYTES_PER_FEATURE * features, 4 * rows * layers, 4 * width * layers, layers)
+
+    def fits(self, rows: int, tokens: int) -> bool:
+        """Whether a batch of so many rows, padded to so many tokens, stays within the budget."""
+        return rows * tokens * (self.per_token + tokens * self.per_pair) <= ACTIVATION_BYTES
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest request that stays within the budget when its layers are recomputed."""
+        linear = self.per_token / self.layers + (0 if self.layers == 1 else self.per_input)
+        square = self.per_pair / self.layers
+        # The larger root of square * n^2 + linear * n = budget, in the form that loses no digits.
+        root = 2 * ACTIVATION_BYTES / (linear + math.sqrt(linear**2 + 4 * square * ACTIVATION_BYTES))
+        return max(int(root), MIN_REQUEST_TOKENS)
+
+
+def _layers(model: Any) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+@contextmanager
+def recomputed_layers(model: Any) -> Iterator[None]:
+    """Keep only the inputs of the layers in forwards inside, and recompute the layers in the backward pass.
+
+    Gradient checkpointing of transformers would need training mode, and its dropout.
+    """
+    with ExitStack() as stack:
+        for layer in _layers(model):
+            stack.callback(_restore_forward, layer, vars(layer).get("forward"))
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )  # fmt: skip
+        yield
+
+
+def _restore_forward(layer: Any, forward: Any) -> None:
+    vars(layer).pop("forward", None)
+    if forward is not None:
+        layer.forward = forward
+
+
+def num_tokens(trace: Trace) -> int:
+    """Count the tokens of prompt and answer."""
+    return len(trace.prompt_ids) + len(trace)
+
+
+def shortened(trace: Trace, max_tokens: int) -> Trace:
+    """
+    Cut a request to a number of tokens of prompt and answer, at least 2.
+
+    The answer and the end of the prompt are kept. An answer that alone is too long keeps its beginning, and the prompt
+    a quarter of the tokens. The input of an encoder keeps its beginning, as tokenizers cut it.
+    """
+    prompt, answer = len(trace.prompt_ids), len(trace)
+    if prompt + answer <= max_tokens:
+        return trace
+    kept = answer if answer < max_tokens else max_tokens - min(prompt, max(max_tokens // 4, 1))
+    read = max_tokens - kept
+    return replace(
+        trace,
+        prompt_ids=trace.prompt_ids[:read] if trace.is_encoder_decoder else trace.prompt_ids[prompt - read :],
+        completion_ids=trace.completion_ids[:kept],
+        rounds=_first_rounds(trace.rounds, kept),
+        top_logits=trace.top_logits[:kept],
+        top_ids=trace.top_ids[:kept],
+        tail_logprob=trace.tail_logprob[:kept],
+    )
+
+
+def _first_rounds(rounds: tuple[DraftRound, ...], emitted: int) -> tuple[DraftRound, ...]:
+    """Return the rounds of the first emitted tokens; the last round is cut."""
+    found = []
+    for r in rounds:
+        if r.num_emitted >= emitted:
+            found.append(replace(r, num_accepted=min(r.num_accepted, emitted), num_emitted=emitted))
+            break
+        found.append(r)
+        emitted -= r.num_emitted
+    return tuple(found)
