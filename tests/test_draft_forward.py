@@ -453,7 +453,7 @@ def test_by_default_drafts_are_compiled_on_accelerators(drafting: Any) -> None:
     ]
     drafts = OnlineAssistant(*models.pair(num_hidden_layers=1), config=config).drafts
     assert drafts._models.compiled is None
-    assert drafts._models.shares
+    assert drafts._models.shares_weights
 
 
 def test_heads_of_all_sizes_take_turns_with_one_cache(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,7 +554,7 @@ def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog:
     caplog.set_level(logging.WARNING)
     target, draft = models.pair(architecture, noise=0.08)
     assistant = same_as_eager(target, draft, [(ids, {}) for ids in models.prompts(3)])
-    assert assistant.drafts._models.shares  # as nothing has captured where its weights lie
+    assert assistant.drafts._models.shares_weights  # as nothing has captured where its weights lie
     assert caplog.text.count("runs eagerly") == 1
     assert ("sliding windows" in caplog.text) != draft.config.is_encoder_decoder
 
