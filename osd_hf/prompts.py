@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import logging
 import re
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -128,27 +129,30 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
         ConfigError: a template without a column.
         DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows.
     """
-    template = source.template and source.template.replace("\\n", "\n").replace("\\t", "\t")
-    named = [str(source.column)] if template is None else [n for f in FIELD.findall(template) for n in _names(f)]
+    known, read = open_rows(source)
     label = [] if source.domain_column is None else [source.domain_column]
-    known, rows = open_rows(source, {*named, *label})
-    form = None if template is None else _Template(template, known)
-    wanted = dict.fromkeys([*(named if form is None else form.columns), *label])
+    if source.template is None:
+        column = str(source.column)
+        columns, text_of = [column], lambda row: prompt_text(row.get(column), column)
+    else:
+        template = _Template(source.template.replace("\\n", "\n").replace("\\t", "\t"), known)
+        columns, text_of = template.columns, template.fill
+    wanted = list(dict.fromkeys([*columns, *label]))
     if missing := [name for name in wanted if name not in known]:
         raise DataError(
             f"{source.location} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(known)}."
         )
-    return _prompts(rows, source, form)
+    return _prompts(read(wanted), source, text_of)
 
 
-def _prompts(rows: Iterable[Any], source: PromptSource, form: _Template | None) -> Iterator[Prompt]:
+def _prompts(rows: Iterable[Any], source: PromptSource, text_of: Callable[[Any], str]) -> Iterator[Prompt]:
     for index, row in enumerate(rows):
         text, problem, label = "", None, source.domain
         try:
             if isinstance(row, RowError):
                 raise row
             label = source.domain if source.domain_column is None else row.get(source.domain_column)
-            text = prompt_text(row.get(source.column), source.column) if form is None else form.fill(row)
+            text = text_of(row)
         except RowError as error:
             problem = str(error)
         yield Prompt(index, text, None if label is None else str(label), problem)
@@ -173,12 +177,6 @@ def prompt_text(value: Any, name: str | None) -> str:
 FIELD = re.compile(r"\{([^{}]+)\}")
 PATH = re.compile(r"([^.\[\]]+)((?:\.\w+|\[[^\[\]]+\])*)")
 STEP = re.compile(r"[\w-]+|(?<=\[)[^\[\]]+")
-
-
-def _names(field: str) -> list[str]:
-    """Return the column names that the text between two braces could mean: `a.b:>3` may be a column or its part."""
-    path = re.split("[!:]", field, maxsplit=1)[0]
-    return list(dict.fromkeys([field, path, re.split(r"[.\[]", path, maxsplit=1)[0]]))
 
 
 class _Template:
@@ -253,17 +251,13 @@ def _written(row: Mapping[str, Any], column: str, steps: list[str], conversion: 
 # --- rows of a source -----------------------------------------------------------------------------------------------
 
 
-def open_rows(source: PromptSource, columns: Collection[str]) -> tuple[list[str], Iterable[Any]]:
+def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str]], Iterable[Any]]]:
     """
     Open a file or Hub data set.
 
-    Args:
-        source (`PromptSource`): Where the rows are.
-        columns (`Collection[str]`): What is read of each row, as far as it is there.
-
     Returns:
-        `tuple[list[str], Iterable[Any]]`: the names of all columns, and the rows as mappings. A row of a JSON file
-        that cannot be parsed is a `RowError`.
+        `tuple[list[str], Callable]`: the names of all columns, and a function that reads the rows as mappings of the
+        given columns. A row of a JSON file that cannot be parsed is a `RowError`.
 
     Raises:
         DataError: the source cannot be read, or has no rows.
@@ -276,35 +270,35 @@ def open_rows(source: PromptSource, columns: Collection[str]) -> tuple[list[str]
         raise DataError(f"{source.location} is none of {', '.join(FILES)}.")
     if kind in FILES and path.stat().st_size == 0:
         raise DataError(f"{source.location} is empty.")
+    read: Callable[[Collection[str]], Iterable[Any]]
     try:
         if kind not in FILES:
-            names, count, rows = _hub_rows(source, columns)
+            dataset = _hub_dataset(source)
+            names, count, read = list(dataset.column_names), len(dataset), dataset.select_columns
         elif kind == ".parquet":
             file = parquet.ParquetFile(path)
             names, count = file.schema_arrow.names, file.metadata.num_rows
-            rows = _parquet_rows(file, source.location, [name for name in names if name in columns])
+            read = functools.partial(_parquet_rows, file, source.location)
         else:
-            names, rows = _json_rows(path, columns)
-            count = len(rows)
+            names, rows = _json_rows(path)
+            count, read = len(rows), functools.partial(_selected, rows)
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, pa.ArrowException) as error:
         raise DataError(f"{source.location} cannot be read: {first_line(error.__cause__ or error)}.") from error
     if not count:
         raise DataError(f"{source.location} has no rows.")
-    return names, rows
+    return names, lambda columns: read([name for name in names if name in columns])
 
 
-def _hub_rows(source: PromptSource, columns: Collection[str]) -> tuple[list[str], int, Iterable[Any]]:
+def _hub_dataset(source: PromptSource) -> Any:
     import datasets
 
     try:
-        rows = datasets.load_dataset(source.location, source.subset, split=source.split)
+        return datasets.load_dataset(source.location, source.subset, split=source.split)
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(first_line(error)) from error.__cause__
-    names = list(rows.column_names)
-    return names, len(rows), rows.select_columns([name for name in names if name in columns])
 
 
-def _parquet_rows(file: parquet.ParquetFile, location: str, columns: list[str]) -> Iterator[Any]:
+def _parquet_rows(file: parquet.ParquetFile, location: str, columns: Collection[str]) -> Iterator[Any]:
     try:
         for batch in file.iter_batches(columns=columns):
             yield from batch.to_pylist()
@@ -312,7 +306,7 @@ def _parquet_rows(file: parquet.ParquetFile, location: str, columns: list[str]) 
         raise DataError(f"{location} cannot be read: {first_line(error)}.") from error
 
 
-def _json_rows(path: Path, columns: Collection[str]) -> tuple[list[str], list[Any]]:
+def _json_rows(path: Path) -> tuple[list[str], list[Any]]:
     """Parse a JSON file without guessing types: a column may change its type, and text that looks like a date is text.
     Raises ValueError if nothing in it is a JSON object."""
     names, rows = dict[str, None](), list[Any]()
@@ -320,13 +314,17 @@ def _json_rows(path: Path, columns: Collection[str]) -> tuple[list[str], list[An
         row = {"text": value} if isinstance(value, str) else value
         if isinstance(row, dict):
             names |= dict.fromkeys(row)
-            row = {name: row.get(name) for name in columns}
         elif not isinstance(row, RowError):
             row = RowError(f"it is a value of type `{type(row).__name__}`, not a JSON object")
         rows.append(row)
     if rows and not names:
         raise ValueError(str(rows[0]))
     return list(names), rows
+
+
+def _selected(rows: list[Any], columns: Collection[str]) -> Iterator[Any]:
+    for row in rows:
+        yield row if isinstance(row, RowError) else {name: row.get(name) for name in columns}
 
 
 def _json_values(path: Path) -> Iterator[Any]:

@@ -126,7 +126,8 @@ def _read(
             return None
         source = settings.source(prompts, default_column="prompt", split=split)
         if settings.column is None and settings.prompt_template is None:  # rows with TRL's columns
-            names, rows = open_rows(source, ROW_COLUMNS)
+            names, read = open_rows(source)
+            rows = read(ROW_COLUMNS)
             if not {"prompt", "messages"} & set(names):
                 raise DataError(
                     f"{prompts} has no column 'prompt' or 'messages'; its columns are {', '.join(names)}. Name the "
