@@ -15,7 +15,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -158,25 +157,6 @@ def test_what_is_collected_is_what_a_recording_keeps(
     assert all(fixed.items() <= body.items() for body in engine.asked)
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-def test_as_many_requests_are_under_way_as_may_be(
-    engine: FakeEngine, client: CompletionClient, prompts: Any, concurrency: int
-) -> None:
-    barrier, most, now = threading.Barrier(concurrency), [0], [0]
-
-    def arrived(body: Any) -> None:
-        with engine.lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        barrier.wait(LONG)  # until so many have come; with fewer at once this would not end
-        with engine.lock:
-            now[0] -= 1
-
-    engine.on_request = arrived
-    collected(client, prompts[:8], CorrectionStore(), concurrency=concurrency)
-    assert most[0] == concurrency
-
-
 def test_sampling_is_asked_for_and_noted(engine: FakeEngine, client: CompletionClient, prompts: Any) -> None:
     store = CorrectionStore()
     collected(client, prompts[:2], store, temperature=0.8, top_p=0.9, top_k=7, seed=3)
@@ -211,17 +191,6 @@ def silent_port() -> Iterator[int]:
         yield int(taken.getsockname()[1])
 
 
-def test_who_is_not_there_is_not_reached() -> None:
-    with silent_port() as port, pytest.raises(ServerError, match=r"cannot be reached: .*Gave up after 0.01 s"):
-        CompletionClient(f"http://127.0.0.1:{port}", patience_seconds=0.01)
-
-
-@pytest.mark.parametrize("address", ["http://127.0.0.1:port", "ftp://127.0.0.1", "nowhere"])
-def test_what_is_no_address_is_not_tried_twice(address: str) -> None:
-    with pytest.raises(ServerError, match="is no address"):
-        CompletionClient(address, patience_seconds=1)
-
-
 def test_who_is_busy_is_asked_again(
     engine: FakeEngine, prompts: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,20 +205,6 @@ def test_who_is_busy_is_asked_again(
         with pytest.raises(ServerError, match=r"status 503: The engine is starting. Gave up after 0.01 s."):
             collected(client, prompts[2:], store)
         assert len(store) == 2
-
-
-def test_nobody_waits_for_a_busy_server_behind_the_end(engine: FakeEngine, prompts: Any) -> None:
-    with CompletionClient(engine.address, patience_seconds=10 * LONG) as client:
-        engine.busy = 1 << 30
-
-        class ClosedMeanwhile(threading.Event):
-            def wait(self, timeout: float | None = None) -> bool:
-                client.close()
-                return super().wait(timeout)
-
-        client._closed = ClosedMeanwhile()
-        with pytest.raises(ServerError, match="503.*The connection was closed"):
-            client.complete([3], max_new_tokens=1, num_logprobs=KEPT)
 
 
 def test_too_many_log_probs_are_refused_with_a_hint(
@@ -311,13 +266,6 @@ def test_one_bad_answer_is_left_out_and_counted(
     assert count == 1
 
 
-def test_who_is_told_to_stop_asks_nothing_more(client: CompletionClient, prompts: Any, recorded: Any) -> None:
-    stop, store = threading.Event(), CorrectionStore()
-    collected(client, prompts, store, stop=stop, concurrency=2, on_request=lambda _: stop.set())
-    assert 1 <= len(store) <= 3
-    assert_recorded(store, recorded, len(store))
-
-
 def test_what_was_answered_beside_a_failure_is_kept(
     engine: FakeEngine, client: CompletionClient, prompts: Any, recorded: Any
 ) -> None:
@@ -334,30 +282,6 @@ def test_what_was_answered_beside_a_failure_is_kept(
         collected(client, prompts, store, concurrency=2, on_request=lambda _: two.release())
     assert len(store) >= 2
     assert_recorded(store, recorded, len(store))
-
-
-def test_an_interruption_keeps_what_was_answered(
-    client: CompletionClient, prompts: Any, recorded: Any, tmp_path: Path
-) -> None:
-    store, count = CorrectionStore(tmp_path / "store", flush_every=100), [0]
-
-    def interrupt(_: Trace) -> None:
-        count[0] += 1
-        if count[0] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        collected(client, prompts, store, on_request=interrupt)
-    assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 3)
-
-
-def test_a_report_is_counted_on(client: CompletionClient, prompts: Any) -> None:
-    report = CollectionReport()
-    store = CorrectionStore()
-    for part in (prompts[:2], prompts[2:5]):
-        assert collected(client, part, store, report=report) is report
-    assert report.requests == 5
-    assert report.seconds > 0
 
 
 @pytest.mark.parametrize("place", ["write_whole", "replace", "fsync"])
@@ -489,43 +413,6 @@ def test_after_a_server_went_away_only_the_rest_is_asked(
 
 
 @pytest.mark.parametrize(
-    ("switches", "code", "message"),
-    [
-        ({"with_logprobs": False}, 1, "there are no log-probs; ask for `logprobs=8`"),
-        ({"as_ids": False}, 1, "ask with `return_tokens_as_token_ids=true`"),
-        ({"instead": b"no"}, 1, "something else than JSON"),
-        ({"names": ["one", "two"]}, 1, "serves one, two. Name the model to ask."),
-        ({"most_logprobs": 2}, 1, "Keep fewer log-probs, or let the server give more (vLLM: --max-logprobs)."),
-        ({"busy": 99}, 1, "status 503: The engine is starting. Gave up after 0 s."),
-    ],
-)
-def test_the_command_says_what_is_wrong(
-    run: Any, engine: FakeEngine, rows: Path, capsys: Any, switches: dict[str, Any], code: int, message: str
-) -> None:
-    for name, value in switches.items():
-        setattr(engine, name, value)
-    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--patience-seconds", 0]
-    assert run(*flags) == code
-    assert message in capsys.readouterr().err
-
-
-def test_the_command_fails_where_the_disk_is_full(
-    run: Any, engine: FakeEngine, rows: Path, recorded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:  # fmt: skip
-    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--flush-every", 2]
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "write_whole", full_after(3, shards.write_whole))  # the marker is one
-        assert run(*flags, "--concurrency", 1) == 1
-        assert "No space left" in capsys.readouterr().err
-        assert_recorded(CorrectionStore(tmp_path / "store"), recorded, 4)
-        gc.collect()  # the store tries once more to write its tail
-    assert unfinished(tmp_path / "store") == []
-    assert run(*flags, "--resume") == 0
-    assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ([], "only --url and --log collect"),
@@ -561,13 +448,6 @@ def test_bad_flags_are_refused(
     (tmp_path / "log").write_text("")
     assert run(*[flag.format(log=tmp_path / "log") for flag in flags]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_prompts_of_one_s_own_need_the_name_of_the_target(rows: Path, tmp_path: Path, capsys: Any) -> None:
-    flags = ["--store", str(tmp_path / "s"), "--url", "http://x", "--prompts", str(rows), "--column", "question"]
-    assert main(["learn", "--collect-only", *flags]) == 2
-    assert "--target and --prompts go together" in capsys.readouterr().err
-    assert not (tmp_path / "s").exists()
 
 
 # --- a log that grows -----------------------------------------------------------------------------------------------
@@ -698,32 +578,6 @@ def test_a_place_that_cannot_be_read_is_the_start(log: Path, tmp_path: Path, kep
     assert read(opened(log, tmp_path / "place")) == []
 
 
-@given(st.data())
-def test_lines_come_once_however_the_log_grows(data: st.DataObject) -> None:
-    """Against lines split by hand: in pieces, with restarts and stops at any place."""
-    lines = data.draw(st.lists(st.text("ab ", max_size=12), max_size=8))
-    text = "".join(f"{line}\n" for line in lines)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    with tempfile.TemporaryDirectory() as folder:
-        log, place, found = Path(folder, "log"), Path(folder, "place"), []
-        log.touch()
-        reader = opened(log, place)
-        for start, end in pairwise([0, *cuts, len(text)]):
-            append(log, text[start:end])
-            stop_after = data.draw(st.integers(0, 3))
-            for line in reader.lines():
-                found.append(line.decode())
-                reader.accept()
-                stop_after -= 1
-                if stop_after == 0:
-                    break
-            reader.commit()
-            if data.draw(st.booleans()):
-                reader = opened(log, place)
-        found += read(reader)
-    assert found == lines
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks")
 def test_two_readers_do_not_share_a_place(log: Path, tmp_path: Path) -> None:
     first = opened(log, tmp_path / "place")
@@ -732,13 +586,6 @@ def test_two_readers_do_not_share_a_place(log: Path, tmp_path: Path) -> None:
     LogReader(log).close()
     first.close()
     opened(log, tmp_path / "place")
-
-
-def test_a_log_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        LogReader(tmp_path / "none")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        LogReader(tmp_path)
 
 
 def test_two_logs_of_a_store_have_two_places(tmp_path: Path) -> None:
@@ -944,31 +791,6 @@ def test_lines_that_a_full_disk_did_not_take_are_read_again(
     assert unfinished(tmp_path / "store") == []
     assert run("--log", log, "--flush-every", 2) == 0
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "here")
-    return tmp_path / "home"
-
-
-def test_a_log_is_read_into_a_store_below_home(
-    run: Any, lines: Sequence[str], log: Path, recorded: Any, home: Path
-) -> None:
-    append(log, "".join(lines))
-    assert [run("--log", log, store="~/store") for _ in range(2)] == [0, 0]
-    assert_recorded(CorrectionStore(home / "store"), recorded)
-
-
-def test_a_collection_into_a_store_below_home_is_resumed(
-    run: Any, engine: FakeEngine, rows: Path, recorded: Any, home: Path
-) -> None:
-    flags = ["--url", engine.address, "--prompts", rows, "--column", "question", "--resume"]
-    assert [run(*flags, store="~/store") for _ in range(2)] == [0, 0]
-    assert_recorded(CorrectionStore(home / "store"), recorded)
 
 
 def test_a_log_that_was_emptied_and_has_grown_since_is_read_from_its_start(log: Path, tmp_path: Path) -> None:

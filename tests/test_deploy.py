@@ -280,14 +280,6 @@ def test_an_engine_that_cannot_reload_is_told_of(
     assert "secret" not in str(raised.value)
 
 
-def test_a_folder_that_the_engine_does_not_see_is_told_of(make: Any, versions: VersionFolder, tmp_path: Path) -> None:
-    deployer, _ = make(FakeVLLM("http://one:8000"))
-    there = versions.newest()
-    assert there is not None
-    with pytest.raises(ServerError, match="has not loaded version 0: FileNotFoundError"):
-        deployer.engines[0].load(there._replace(path=tmp_path / "elsewhere"), None, is_new=True)
-
-
 def test_a_cache_of_prompts_is_emptied_as_soon_as_it_can_be(make: Any, versions: VersionFolder, caplog: Any) -> None:
     engine = FakeVLLM("http://one:8000")
     deployer, now = make(engine)
@@ -330,18 +322,6 @@ def test_an_engine_that_starts_anew_gets_the_version_again(make: Any, versions: 
     windows = deployer.engines[0].windows
     assert all(window.requests >= 10 and min(window) >= 0 for window in windows)
     drive(deployer, engine, requests=WATCH)
-    assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
-
-
-def test_with_too_little_traffic_it_goes_on_watching(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, _ = make(engine)
-    versions.publish(weights(1.0), {})
-    for _ in range(500):
-        deployer.look()
-    drive(deployer, engine, requests=WATCH - 10)
-    assert (deployer.decisions, engine.loads) == ([], ["v000001"])
-    drive(deployer, engine, requests=20)
     assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
 
 
@@ -498,24 +478,6 @@ def test_a_dead_engine_does_not_keep_others_from_going_back(make: Any, versions:
     assert engines[0].loads == ["v000001", "v000000"]
 
 
-def test_the_draft_as_it_was_may_come_later_and_nothing_stays_that_fell(
-    tmp_path: Path, make: Any, caplog: Any
-) -> None:
-    engine, later = FakeVLLM("http://one:8000", served=1000), VersionFolder(tmp_path / "later")
-    make(engine)
-    deployer = Deployer(later, [DeployMethod.parse(f"reload={engine.url}")])
-    poisoned = later.publish(weights(1.0), {})
-    engine.alphas[weights_digest(poisoned)] = 0.2
-    with caplog.at_level(logging.WARNING):
-        drive(deployer, engine, requests=2 * WATCH)
-    assert deployer.decisions == []
-    assert caplog.text.count("there is no version to go back to") == 1
-    later.publish(weights(0.0), {}, is_start=True)
-    deployer.look()
-    assert (engine.loads, deployer.decisions[0].outcome) == (["v000001", "v000000"], "rolled back")
-    later.close()
-
-
 def test_nothing_is_counted_while_it_is_not_known_what_it_drafts_with(make: Any, versions: VersionFolder) -> None:
     engine = FakeVLLM("http://one:8000")
     deployer, now = make(engine)
@@ -571,21 +533,6 @@ def test_a_version_that_an_engine_cannot_load_is_taken_back(make: Any, versions:
     assert journal(versions)[-3:] == [("failed", 2), ("rolled back", 2), ("loaded", 1)]
 
 
-def test_a_hook_that_cannot_be_reached_takes_no_version_back(make: Any, versions: VersionFolder) -> None:
-    engine, hook = FakeVLLM("http://one:8000"), FakeVLLM("https://hooks")
-    deployer, now = make(engine, hook, ways=["webhook=http://one:8000 https://hooks/draft"])
-    versions.publish(weights(1.0), {})
-    drive(deployer, engine, requests=WATCH + 10)
-    versions.publish(weights(2.0), {})
-    hook.is_down = True
-    for _ in range(9):
-        now.now += 30
-        deployer.look()
-    hook.is_down, now.now = False, now.now + 30
-    deployer.look()
-    assert [each["version"] for each in hook.told] == [1, 2]
-
-
 def test_a_full_disk_or_a_kill_loses_no_rollback(
     make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -628,54 +575,6 @@ def full(*args: Any, **how: Any) -> Any:
     raise OSError(28, "No space left on device")
 
 
-def test_counters_that_cannot_be_read_now_and_then_do_not_hold_up_the_watch(
-    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, looks = FakeVLLM("http://one:8000"), iter(range(10**6))
-    deployer, _ = make(engine)
-    versions.publish(weights(1.0), {})
-    deployer.look()
-    answer, busy = engine.answer, httpx2.Response(503)
-    monkeypatch.setattr(
-        engine,
-        "answer",
-        lambda request: busy if request.url.path == "/metrics" and next(looks) % 2 else answer(request),
-    )
-    drive(deployer, engine, requests=2 * WATCH)
-    assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
-    assert journal(versions) == [("loaded", 1), ("kept", 1)]
-
-
-def test_counting_begins_with_the_load(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, _ = make(engine)
-    versions.publish(weights(1.0), {})
-    deployer.look()
-    engine.serve(25)
-    deployer.look()
-    assert [window.requests for window in deployer.engines[0].windows] == [25]
-
-
-def test_a_journal_does_not_grow_without_end(
-    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engines = [FakeVLLM("http://one:8000"), FakeVLLM("http://two:8000")]
-    deployer, _ = make(*engines)
-    for value in (1.0, 2.0, 3.0):
-        versions.publish(weights(value), {})
-        drive(deployer, *engines, requests=WATCH // 2 + 50)
-    monkeypatch.setattr(module, "MAX_JOURNAL_LINES", 2)
-    before = journal(versions)
-    again, _ = make(*engines)
-    after = journal(versions)
-    assert len(after) < len(before)
-    assert [line for line in after if line[0] == "kept"] == [line for line in before if line[0] == "kept"]
-    third, _ = make(*engines)
-    for other in (again, third):
-        assert (other.serving, other.candidate) == (deployer.serving, deployer.candidate)
-        assert [e.digest for e in other.engines] == [e.digest for e in deployer.engines]
-
-
 def test_an_engine_without_requests_is_not_waited_for(make: Any, versions: VersionFolder) -> None:
     engines = [FakeVLLM("http://idle:8000"), FakeVLLM("http://busy:8000")]
     deployer, now = make(*engines)
@@ -685,32 +584,6 @@ def test_an_engine_without_requests_is_not_waited_for(make: Any, versions: Versi
     now.now += module.IDLE_SECONDS
     deployer.look()
     assert [engine.loads for engine in engines] == [["v000001"], ["v000001"]]
-
-
-def test_a_journal_that_cannot_be_read_is_waited_for(
-    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, _ = make(engine)
-    versions.publish(weights(1.0), {})
-    deployer.look()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_text", full)
-        again, _ = make(engine)
-        again.look()
-        assert again.candidate is None
-    again.look()
-    assert again.candidate == deployer.candidate
-    assert (engine.loads, journal(versions)) == (["v000001"], [("loaded", 1)])
-
-
-def test_what_is_watched_is_not_by_a_process_that_ends(make: Any, versions: VersionFolder) -> None:
-    deployer, _ = make(FakeVLLM("http://one:8000"))
-    versions.publish(weights(1.0), {})
-    deployer.look()
-    assert "version 1 is watched" in deployer.summary()
-    deployer.close()
-    assert "version 1 waits for another command to watch it" in deployer.summary()
 
 
 # --- ways -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from typing import Any
 
 import httpx2
 import numpy as np
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,35 +185,6 @@ def _bodies(path: str, stream: bool) -> Iterator[tuple[str, bytes]]:
         yield name, json.dumps(body, ensure_ascii=name == "stop").encode()
     yield "malformed", b'{"model": "table", "prompt": '
     yield "no object", b'["model", "prompt"]'
-
-
-def test_the_openai_client_notices_nothing(tmp_path: Path) -> None:
-    engine = FakeVLLM()
-
-    async def said(app: Any) -> list[Any]:
-        found: list[Any] = []
-        http = httpx2.AsyncClient(transport=Wire(app))
-        async with openai.AsyncOpenAI(
-            base_url="http://front/v1", api_key="k", http_client=http, max_retries=0
-        ) as client:
-            chat: dict[str, Any] = ASKS[CHAT]
-            found.append((await client.chat.completions.create(**chat)).model_dump())
-            found.append([c.model_dump() async for c in await client.chat.completions.create(**chat, stream=True)])
-            found.append((await client.chat.completions.create(**chat, logprobs=True, top_logprobs=3)).model_dump())
-            found.append((await client.completions.create(**ASKS[COMPLETIONS], n=2)).model_dump())
-            stream = await client.completions.create(**ASKS[COMPLETIONS], stream=True, stop=["e"])
-            found.append([chunk.model_dump() async for chunk in stream])
-            with pytest.raises(openai.NotFoundError) as refused:
-                await client.completions.create(**ASKS[COMPLETIONS] | {"model": "another"})
-            found.append(refused.value.body)
-        return found
-
-    with before(engine, path=tmp_path) as front:
-        direct = asyncio.run(said(engine))
-        assert asyncio.run(said(front.app)) == direct
-        front.kept()
-    assert front.counts.collected == 1 + 1 + 2 + 1
-    assert front.left_out() == {"its client asks for log-probs or token ids of its own": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -692,23 +662,6 @@ def test_an_engine_that_says_it_is_unwell_is_tried_last(tmp_path: Path) -> None:
         assert sorted(told) == [200] * 5 + [503] and len(asked) == 1 and front.counts.retries == 0
 
 
-def test_each_kind_of_failure_is_told_once_until_it_works_again(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    request, read, fails = (CHAT, ASKS[CHAT]), ResponseReader.traces, [True]
-
-    def traces(*args: Any, **kwargs: Any) -> Any:
-        if fails[0]:
-            raise RuntimeError("a bug")
-        return read(*args, **kwargs)
-
-    monkeypatch.setattr(ResponseReader, "traces", traces)
-    with before(FakeVLLM(), path=tmp_path) as front:
-        for turn, how in enumerate((True, True, False, True)):
-            fails[0] = how
-            asks(front.app, [request])
-            front.settle()
-            assert len(caplog.records) == (1, 1, 1, 2)[turn]
-
-
 def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> None:
     with CorrectionStore(tmp_path / "store", flush_every=1) as store:
         writer, clock, counts = AnswerWriterProcess(READER, store), Clock(), ProxyCounts()
@@ -734,18 +687,6 @@ def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> No
     made.close()
     writer.close()
     assert len(CorrectionStore(tmp_path / "store")) == 2
-
-
-def test_what_a_client_asks_by_itself_says_nothing_of_other_requests(tmp_path: Path) -> None:
-    engine = FakeVLLM()
-    engine.gives_ids = False
-    own = COMMON | OWN["own of all"][CHAT] | {"messages": []}
-    with before(engine, path=tmp_path) as front:
-        asks(front.app, [(CHAT, own)] * (upstream.MAX_UNREADABLE + 1))
-        front.settle()
-        assert front.proxy.upstreams[0].can_record
-        asks(front.app, [(CHAT, own | {"top_logprobs": KEPT - 1})])
-        assert front.left_out()["its client asks for log-probs or token ids of its own"] == 1
 
 
 def test_a_request_is_counted_while_its_answer_is_kept_and_little_of_it_stays(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ import openai
 import pytest
 import torch
 from processes import ModuleProcess
-from starlette.concurrency import run_in_threadpool
 from starlette.routing import Route
 from starlette.testclient import TestClient
 from waiting import LONG
@@ -35,7 +34,6 @@ from osd_hf.errors import ConfigError
 from osd_hf.live_learning import LiveLearning
 from osd_hf.server.app import (
     MAX_BODY_BYTES,
-    MAX_CONCURRENT_READS,
     MAX_DOMAINS,
     Job,
     Service,
@@ -43,7 +41,7 @@ from osd_hf.server.app import (
     make_app,
 )
 from osd_hf.server.listener import Listener
-from osd_hf.server.openai_api import MAX_LOGIT_BYTES, ApiError, RequestReader, shorten
+from osd_hf.server.openai_api import MAX_LOGIT_BYTES, ApiError, RequestReader
 from osd_hf.utils.streaming import Rounds
 
 TOKENIZER = models.tokenizer()
@@ -430,80 +428,6 @@ def asking(service: Service) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://localhost")
 
 
-def test_bodies_are_read_beside_the_event_loop_a_few_at_a_time(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settled(service)
-    other, gate, sent = served_beside(service, max_queue=MAX_CONCURRENT_READS), threading.Event(), list[Any]()
-    read, loads = RequestReader.completion, json.loads
-
-    def waiting(*args: Any) -> Any:
-        assert gate.wait(LONG)
-        return read(*args)
-
-    def parsed(text: Any) -> Any:
-        assert threading.current_thread() is not threading.main_thread()
-        return loads(text)
-
-    monkeypatch.setattr(RequestReader, "completion", waiting)
-
-    def in_a_thread(work: Any) -> Any:
-        sent.append(work)
-        return run_in_threadpool(work)
-
-    monkeypatch.setattr("osd_hf.server.app.json", SimpleNamespace(loads=parsed))
-    monkeypatch.setattr("osd_hf.server.app.run_in_threadpool", in_a_thread)
-
-    async def line() -> None:
-        body = {"prompt": "read", "max_tokens": 2}
-        async with asking(other) as client:
-            asked = [
-                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(MAX_CONCURRENT_READS + 1)
-            ]
-            try:
-                while len(sent) < MAX_CONCURRENT_READS and not any(task.done() for task in asked):
-                    await asyncio.sleep(0)
-                for _ in range(9):  # the last one comes as far as it can
-                    await asyncio.sleep(0)
-                assert other.num_reading == len(asked)
-                refused = await client.post("/v1/completions", json=body)
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-                assert len(sent) == MAX_CONCURRENT_READS
-            finally:
-                gate.set()
-            assert [response.status_code for response in await asyncio.gather(*asked)] == [200] * len(asked)
-
-    asyncio.run(line())
-    settled(other)
-
-
-def test_a_request_whose_handler_is_cancelled_is_left(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    settled(service)
-    other, begun = served_beside(service), threading.Event()
-
-    def wait() -> None:
-        (job,) = other.jobs
-        begun.set()
-        job.is_left.wait(LONG)
-
-    held(monkeypatch, wait)
-
-    async def cancelled() -> Job:
-        async with asking(other) as client:
-            asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "left", "max_tokens": 200}))
-            assert await asyncio.to_thread(begun.wait, LONG)
-            (job,) = other.jobs
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            assert job.is_left.is_set()
-            return job
-
-    job = asyncio.run(cancelled())
-    job.future.result(LONG)
-    assert len(job.answer.ids) < 20
-
-
 def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -726,21 +650,6 @@ def test_values_that_change_nothing_hold_whatever_the_target_says_by_itself(
     assert service.reader is not None
     assert service.reader.chat(body | {"min_p": 0, "temperature": 1.0}).sampling["min_p"] is None
     assert "min_p" not in service.reader.chat(body | {"min_p": None, "temperature": 1.0}).sampling
-
-
-def test_what_is_refused_is_shown_in_part(client: TestClient) -> None:
-    response = client.post("/v1/completions", json={"prompt": "a", "model": "m" * 1000})
-    assert len(response.json()["error"]["message"]) < 200
-
-    class Counted:
-        written = 0
-
-        def __repr__(self) -> str:
-            Counted.written += 1
-            return "x"
-
-    assert len(shorten([Counted()] * 1000)) <= 100
-    assert Counted.written < 10
 
 
 def test_a_web_page_can_ask_nothing(service: Service) -> None:

@@ -103,17 +103,6 @@ def test_what_is_not_known_is_left_out() -> None:
     assert not any(math.isnan(value) for values in found.values() for value in values.values())
 
 
-def test_a_domain_of_the_name_of_none_breaks_no_scrape(assistant: Any) -> None:
-    of = assistant.stats_by_domain
-    names = ("stats", "drafts", "decisions", "learning_error", "learning_seconds", "effort", "is_learning",
-             "saved_seconds")  # fmt: skip
-    state = {name: getattr(assistant, name) for name in names}
-    text = metrics_text(
-        partial(assistant_metrics, SimpleNamespace(**state, stats_by_domain={**of, "(none)": of["sql"]}))
-    )
-    assert ("(none)",) in read(text)["osd_hf_requests_total"]
-
-
 def test_the_counts_of_a_proxy_are_told_by_reason() -> None:
     text = metrics_text(partial(proxy_metrics, {**COUNTS, "turned_away": 4}))
     found = read(text)
@@ -121,14 +110,6 @@ def test_the_counts_of_a_proxy_are_told_by_reason() -> None:
     assert found["osd_hf_proxy_left_out_total"] == {("it was sampled",): 2, ('of "another" model',): 1}
     assert found["osd_hf_proxy_requests_total"] == {(): 12}
     assert found["osd_hf_proxy_turned_away_total"] == {(): 4}
-
-
-def test_names_have_the_prefix_and_helps_are_sentences(assistant: Any) -> None:
-    text = metrics_text(partial(assistant_metrics, assistant), partial(proxy_metrics, COUNTS)).decode()
-    families = list(text_string_to_metric_families(text))
-    assert all(family.name.startswith("osd_hf_") for family in families)
-    assert all(family.documentation[0].isupper() for family in families)
-    assert all(family.documentation.endswith(".") for family in families)
 
 
 def test_a_route_gives_what_is_there_at_each_scrape() -> None:

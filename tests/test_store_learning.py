@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import json
@@ -22,7 +21,6 @@ import torch
 from fake_engine import completion
 from fake_vllm import FakeVLLM, connecting
 from processes import run_python
-from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -40,13 +38,10 @@ from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import VersionFolder, folder_name
 from osd_hf.engines.vllm_reload import weights_digest
 from osd_hf.errors import ConfigError, HubError, StateError, VocabularyMismatchError
-from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.updater import Updater
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
-from osd_hf.server.metrics import metrics_text
 from osd_hf.store.folder import StoreFollower
 from osd_hf.target_version import fingerprint
 
@@ -203,15 +198,6 @@ def test_its_gate_decides_as_that_of_a_simulated_run(
     )
 
 
-def test_the_frozen_draft_is_the_one_of_the_beginning(begin: Any, pair: Any, traces: list[Trace]) -> None:
-    before = [p.detach().clone() for p in pair[1].parameters()]
-    learner = begin(publish_seconds=SELDOM)
-    learn(learner)
-    assert list(learner.frozen) == replay_each(pair[1], traces, CONFIG.num_assistant_tokens)
-    assert list(learner.frozen) != list(learner.learned)
-    assert equal(before, [p.detach() for p in pair[1].parameters()])
-
-
 def test_sampled_requests_are_learned_from(begin: Any, pair: Any, tmp_path: Path, caplog: Any) -> None:
     reader, sampled = ResponseReader(models.VOCAB, 8), []
     for seed, ids in enumerate(models.prompts(8)):
@@ -349,20 +335,6 @@ def test_a_target_that_comes_back_is_learned_from_again(begin: Any, traces: list
     assert (again.requests, again.skipped) == (9, {"of another version of the target": 2})
 
 
-def test_what_cannot_be_scored_anew_is_set_aside(
-    begin: Any, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def scored(target: Any, those: Sequence[Trace]) -> list[Trace]:
-        if any(trace.created_at_seconds == 1 for trace in those):
-            raise torch.OutOfMemoryError
-        return rescore(target, those)
-
-    monkeypatch.setattr(module, "rescore", scored)
-    learner = begin(path=written(tmp_path / "mixed", said(traces, "zzzyyy")), target=models.build(num_hidden_layers=1))
-    learn(learner)
-    assert (learner.requests, dict(learner.set_aside)) == (5, {"that need more memory than there is": 1})
-
-
 def test_requests_that_do_not_fit_are_left_out_and_counted(
     begin: Any, pair: Any, traces: list[Trace], tmp_path: Path, caplog: Any
 ) -> None:
@@ -389,45 +361,6 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     }  # fmt: skip
     report = simulate(pair[1], [replace(t, domain=None) for t in traces[:6]], CONFIG)
     assert list(learner.learned) == list(report.stats)
-
-
-@pytest.mark.parametrize("number", [1, 20])
-def test_an_answer_too_long_for_memory_is_set_aside_and_does_not_come_back(
-    number: int, begin: Any, traces: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fitting_in_memory(work: Any) -> Any:
-        def checked(of: Any, those: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(len(trace.prompt_ids) > 40 for trace in those):
-                raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 99999999 bytes")
-            return work(of, those, *args, **kwargs)
-
-        return checked
-
-    monkeypatch.setattr(module, "replay_each", fitting_in_memory(module.replay_each))
-    monkeypatch.setattr(learner_module, "replay_each", fitting_in_memory(learner_module.replay_each))
-    simulate_module = sys.modules[simulate.__module__]
-    monkeypatch.setattr(simulate_module, "redraft", fitting_in_memory(simulate_module.redraft))
-    monkeypatch.setattr(Updater, "_loss", fitting_in_memory(Updater._loss))
-    begun = traces[3].created_at_seconds
-    long = [
-        replace(traces[0], prompt_ids=np.full(50, 7, np.int32), created_at_seconds=begun + i / 99)
-        for i in range(number)
-    ]  # fmt: skip
-    path = written(tmp_path / "long", [*traces[:4], *long, *traces[4:]])
-    learner = begin(path=path, state=tmp_path / "state", publish_seconds=SELDOM)
-    learn(learner)
-    assert learner.requests == len(traces)
-    assert learner.set_aside == {"that need more memory than there is": number}
-    held = learner.learner.state_dict()["requests"][0]["traces"]
-    assert not [trace for those in held.values() for trace in those if len(trace.prompt_ids) > 40]
-
-    again = begin(path=path, state=tmp_path / "state", publish_seconds=SELDOM)  # killed, and started again
-    assert again.set_aside == learner.set_aside
-    learn(again)
-    assert again.set_aside == learner.set_aside  # none was met once more
-    again.follower.load_state_dict({})  # a store that is read from its start
-    learn(again)
-    assert again.set_aside == learner.set_aside
 
 
 def test_a_fixed_k_is_needed(begin: Any) -> None:
@@ -490,14 +423,6 @@ def test_versions_do_not_come_more_often_than_asked(begin: Any) -> None:
     learner.step()
     learner.close()
     assert learner.versions.number == 3
-
-
-def test_what_waits_is_published_at_the_end(begin: Any) -> None:
-    learner = begin(publish_seconds=SELDOM, clock=Clock())
-    learn(learner)
-    assert facts(learner.versions)["draft_version"] < VERSIONS
-    learner.close()
-    assert facts(learner.versions)["draft_version"] == VERSIONS
 
 
 @pytest.mark.parametrize("place", ["save_draft", "check_written", "fsync"])
@@ -601,19 +526,6 @@ def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank:
     assert equal([p.detach() for p in serving.parameters()], [p.detach() for p in start.parameters()])
 
 
-def test_weights_that_are_not_at_hand_change_nothing(begin: Any, tmp_path: Path, caplog: Any) -> None:
-    learner = begin(state=tmp_path / "state")
-    learner.step(limit=6)
-    learner.save()
-    again = begin(state=tmp_path / "state", publish_seconds=SELDOM)
-    again.versions.reject(GateDecision("rolled back", 2, 1, None, "worse"))
-    before = weights(again)
-    with caplog.at_level(logging.INFO):
-        again.step(limit=1)
-    assert "The weights of version 1 are not in memory" in caplog.text
-    assert equal(weights(again), before)
-
-
 def test_a_rejection_is_saved_at_once_and_pushed(begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed: list[str] = []
     monkeypatch.setattr(module, "push_folder", lambda folder, *_, **__: pushed.append(folder.name))
@@ -637,34 +549,6 @@ def test_a_rejection_is_saved_at_once_and_pushed(begin: Any, tmp_path: Path, mon
     assert newer.name != "v000001"
     again.publish()
     assert pushed[-1] == "v000001"
-
-
-def test_one_label_that_cannot_be_published_keeps_none_from_the_others(
-    begin: Any, traces: list[Trace], tmp_path: Path, caplog: Any
-) -> None:
-    store, clock = written(tmp_path / "mixed", labelled(traces, "aabbaabb")), Clock()
-    learner = begin(path=store, by_domain=True, state=tmp_path / "state", publish_seconds=0.0, clock=clock)
-    (tmp_path / "drafts" / "a%2F.").touch()
-    with pytest.raises(StateError, match="Versions of 'a/.' cannot be written"):
-        learn(learner)
-    assert facts(tmp_path / "drafts" / "b%2F.")["requests"] > 0
-    again = begin(path=store, by_domain=True, state=tmp_path / "state", clock=clock)
-    assert again.requests == learner.requests  # it was saved
-    (tmp_path / "drafts" / "a%2F.").unlink()
-    again.close()
-    assert facts(tmp_path / "drafts" / "a%2F.")["requests"] > 0
-
-
-def test_a_start_that_cannot_be_written_is_published_later(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = begin()
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "save_draft", full)
-        with pytest.raises(StateError, match="No space left"):
-            learner.publish_start()
-    assert learner.versions.version(0) is None
-    learner.publish()
-    assert learner.versions.version(0) is not None
-    assert not learner.publish()
 
 
 # --- a draft per domain ---------------------------------------------------------------------------------------------
@@ -939,23 +823,11 @@ def test_the_command_goes_on_where_it_ended(flags: list[str], recorded: list[Tra
     assert equal([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
 
 
-def test_the_command_ends_after_so_many_requests(flags: list[str], tmp_path: Path) -> None:
-    for count in (5, 8):
-        assert main([*flags, "--num-requests", "5", "--once", "--json", str(tmp_path / "report.json")]) == 0
-        assert json.loads((tmp_path / "report.json").read_text())["requests"] == count
-
-
 def test_an_empty_store_is_waited_for_or_left(flags: list[str], tmp_path: Path, capsys: Any) -> None:
     flags[flags.index(str(tmp_path / "collected"))] = str(tmp_path / "new")
     assert main([*flags, "--once", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["requests"], found["versions"], found["alpha_learned_last_fifth"]) == (0, [], None)
-
-
-def test_requests_that_do_not_fit_are_said(flags: list[str], capsys: Any) -> None:
-    flags[flags.index("--num-logprobs") + 1] = "16"
-    main([*flags, "--once", "--domain", "sums"])
-    assert "left out 8 with 8 entries per position, not 16" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["save_session", "save_draft"])
@@ -1023,7 +895,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         (["--deploy", "sums:reload=http://engine"], "--deploy sums: is for --by-domain"),
         (["--by-domain", "--deploy", "reload=http://e"], "LABEL: goes before the way with --by-domain"),
         (["--deploy", "reload=http://e", "--deploy", "restart=http://e true"], "names one engine twice"),
-        (["--watch-requests", "99"], "--watch-requests is for --deploy"),
+        (["--watch-requests", "99"], "it is for --deploy"),
         (["--watch-requests", "0"], "--watch-requests must be at least 30"),
         (["--deploy", "reload=http://e", "--deploy", "reload=http://me@e/v1/"], "names one engine twice"),
         (["--deploy", "reload=http://e", "--deploy-seconds", "0"], "--deploy-seconds must be more than 0"),
@@ -1070,29 +942,6 @@ def test_folders_may_be_named_from_here_or_home(
         assert facts(folder)["draft_version"] == 2
         assert (folder / "alpha.png").is_file()
         assert folder.with_name(f"{folder.name}-state").is_dir()
-
-
-def test_the_command_answers_scrapes_while_it_learns(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    told: list[bytes] = []
-
-    @contextlib.contextmanager
-    def serve(port: int, *sources: Any, host: str) -> Iterator[int]:
-        assert (port, host) == (9100, "0.0.0.0")
-        yield port
-        told.append(metrics_text(*sources))
-
-    monkeypatch.setattr(learn_command, "serve_metrics", serve)
-    asked = ["--once", "--publish-seconds", "0", "--metrics-host", "0.0.0.0"]
-    assert main([*flags, *asked, "--metrics-port", "9100"]) == 0
-    families = {family.name: family.samples for family in text_string_to_metric_families(told[0].decode())}
-    assert families["osd_hf_learner_requests"][0].value == 8
-    assert families["osd_hf_published_version"][0].value == families["osd_hf_published_versions"][0].value == 1
-    assert {s.labels["draft"] for s in families["osd_hf_learner_acceptance_ratio"]} == {"learned", "frozen"}
-    assert all(family.startswith("osd_hf_") for family in families)
-    assert main([*flags, *asked]) == 2
-    assert "--metrics-host is for --metrics-port" in capsys.readouterr().err
 
 
 # Told to stop by a real signal, sent as soon as everything that is there is learned.
