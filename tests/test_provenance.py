@@ -82,8 +82,6 @@ def test_works_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert provenance()["commit"] is None
 
 
-
-
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [
