@@ -263,7 +263,7 @@ def main() -> None:
     first, settling, later, poison = (list(islice(prompts, size)) for size in sizes.values())
     static, lab = folder / "static", data_folder() / "lab"
     models = ("--draft", lab / "draft", "--target", lab / "target")
-    subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
+    subprocess.run(osd_hf("push", "--export", static, *models, "--num-assistant-tokens", K), check=True)
 
     report: dict[str, Any] = {"parts": [], "spoilt": []}
     spoilt: int | None = None

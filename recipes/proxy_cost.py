@@ -78,7 +78,7 @@ def engine_of(args: argparse.Namespace) -> Iterator[str]:
         static, lab = Path(folder) / "static", data_folder() / "lab"
         models = ("--draft", lab / "draft", "--target", lab / "target")
         if args.drafting:
-            subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
+            subprocess.run(osd_hf("push", "--export", static, *models, "--num-assistant-tokens", K), check=True)
         with serving(args, static if args.drafting else None, Path(args.log).absolute()) as (engine, _):
             yield engine.url
 

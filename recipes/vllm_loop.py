@@ -150,7 +150,7 @@ def collected(args: argparse.Namespace, engine: Engine, prompts: Path, store: Pa
     report = store.with_suffix(".json")
     subprocess.run(
         osd_hf(
-            "collect", "--url", engine.url, "--target", data_folder() / "lab/target", "--store", store,
+            "learn", "--collect-only", "--url", engine.url, "--target", data_folder() / "lab/target", "--store", store,
             "--prompts", prompts, "--column", "prompt", "--domain", args.dataset, "--concurrency", args.concurrency,
             "--max-new-tokens", MAX_NEW_TOKENS, "--num-logprobs", NUM_LOGPROBS, "--json", report,
         ),
@@ -256,7 +256,7 @@ def main() -> None:
     began = time.perf_counter()
     static, versions = folder / "static", folder / "versions"
     models = ("--draft", data_folder() / "lab/draft", "--target", target)
-    subprocess.run(osd_hf("export", static, *models, "--num-assistant-tokens", K), check=True)
+    subprocess.run(osd_hf("push", "--export", static, *models, "--num-assistant-tokens", K), check=True)
     seconds["export"] = time.perf_counter() - began
     counters, reports = dict[str, Any](), dict[str, Any]()
     with serving(args, static, folder / "vllm-static.log") as (engine, seconds["start"]):

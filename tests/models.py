@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import string
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
@@ -50,7 +47,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 VOCAB = 64
 WINDOW = 8  # of the sliding models; answers in tests are longer
@@ -346,26 +342,6 @@ def tokenizer(vocab_size: int = VOCAB, characters: str = string.ascii_letters + 
     backend = Tokenizer(BPE(vocab, []))
     backend.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-
-
-@contextlib.contextmanager
-def code_of_repos_in(folder: Path) -> Iterator[None]:
-    """Lets transformers copy the code of repos into this folder, and import it from there alone."""
-    path, name = list(sys.path), "transformers_modules"
-
-    def forgotten() -> dict[str, Any]:
-        return {module: sys.modules.pop(module) for module in list(sys.modules) if module.split(".")[0] == name}
-
-    before, attention = forgotten(), ALL_ATTENTION_FUNCTIONS["sdpa"]
-    sys.path[:] = [place for place in path if not (Path(place) / name).exists()]
-    try:
-        with mock.patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder)):
-            yield
-    finally:
-        forgotten()
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", attention)  # that code's own would outlive it
-        sys.modules.update(before)
-        sys.path[:] = path
 
 
 class Largest(TorchDispatchMode):
