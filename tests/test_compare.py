@@ -131,7 +131,7 @@ def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
     assert unsure.summary().startswith("Worth it? Not sure of bad: ") and "more prompts would tell" in unsure.summary()
     refused_there = compared({"bad": dear}, bad=bad)
     refused_there.facts["compiles_drafts"] = True
-    assert "compiled, as it drafts on this device by default, it takes less time" in refused_there.summary()
+    assert "compiled, which is the default on this device, a draft takes less time" in refused_there.summary()
     nothing = [AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=1, target_forwards=1)] * 2
     assert compared({"none": cheap}, none=nothing).worth["none"].answer == "not sure"
 

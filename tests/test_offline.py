@@ -903,7 +903,7 @@ def test_an_answer_is_what_follows_the_start_that_the_template_writes() -> None:
         row = {"messages": [USER, ANSWER], "chat_template_kwargs": {"think": think, "shown": True}}
         ((prompt, completion),) = read([row], tokenizer)
         assert (tokenizer.decode(prompt), tokenizer.decode(completion)) == expected
-    with pytest.raises(DataError, match="begins an answer in another way.*set `chat_template_kwargs`"):
+    with pytest.raises(DataError, match="starts an answer differently.*set `chat_template_kwargs`"):
         read([{"messages": [USER, ANSWER], "chat_template_kwargs": {"think": True, "shown": False}}], tokenizer)
 
 
@@ -938,7 +938,7 @@ def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any)
         ({"lmbda": "half"}, "`lmbda` must be a number, got 'half'"),
         ({"num_assistant_tokens": True}, "`num_assistant_tokens` must be an integer, got True"),
         ({"early_stopping_patience": 2.5}, "`early_stopping_patience` must be an integer, got 2.5"),
-        ({"early_stopping_patience": 2}, "`early_stopping_patience` must be left out where no `eval_strategy` is set"),
+        ({"early_stopping_patience": 2}, "`early_stopping_patience` must be left out without an `eval_strategy`"),
         ({"metric_for_best_model": "accuracy"}, "`metric_for_best_model` must be one of alpha, block_efficiency"),
         ({"train_sampling_strategy": "group_by_length"}, "`train_sampling_strategy` must be random or sequential"),
         ({"packing": True}, "`packing` must be left alone"),
@@ -1029,7 +1029,7 @@ def test_a_target_that_would_answer_under_processors_is_refused(tmp_path: Any, p
     target.generation_config.repetition_penalty = 1.1
     for source in ("teacher", "mix_request", "mix_token"):
         with pytest.raises(
-            ConfigError, match="sets repetition_penalty.* `target.generation_config`, or bring answers"
+            ConfigError, match="sets repetition_penalty.* `target.generation_config`, or pass completions"
         ):
             run((target, draft), tmp_path, sample_source=source)
     with pytest.raises(ConfigError, match="sets repetition_penalty"):

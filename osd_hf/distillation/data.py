@@ -1,4 +1,4 @@
-"""The requests of offline distillation, each a trace: read from rows or recordings, completed by samples, held out."""
+"""Read, complete and hold out the requests of offline distillation; each request is a trace."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ROW_COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwarg
 
 
 def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:
-    """The trace's prompt with another completion, or none, and no rows."""
+    """Return the trace's prompt with another completion, or none, without target rows."""
     return bare_trace(trace.prompt_ids, completion_ids, trace.vocab_size, trace.decoder_prompt_ids)
 
 
@@ -67,9 +67,9 @@ def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:
 @dataclass
 class HeldOut:
     """
-    Held-out requests: recorded ones, or prompts, which are traces without a token and need the target. Recorded
-    requests are replayed. For prompts, the target's greedy answers are recorded at the first measurement and replayed
-    from then on; with a temperature, answers are sampled by assisted decoding at each measurement, from the same seed.
+    Held-out requests: recorded requests, or prompts, which are traces without tokens. Recorded requests are replayed.
+    For prompts, the target's greedy answers are recorded once and replayed. With a temperature, answers are sampled by
+    assisted decoding at each measurement, with the same seed.
     """
 
     requests: Sequence[Trace]
@@ -81,7 +81,7 @@ class HeldOut:
     _recorded: list[Trace] = field(default_factory=list)
 
     def stats(self, draft: Any) -> AcceptanceStats:
-        """The draft's acceptance; neither its mode nor the state of any generator is changed."""
+        """Return the draft's acceptance, without a change of its mode or of a random generator."""
         prompts = [t for t in self.requests if len(t) == 0]
         if prompts and self.temperature > 0:
             return self._sampled(draft, prompts)
@@ -112,7 +112,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Data:
-    """The training requests, the target if its rows are to be computed, and the held-out requests."""
+    """Training requests, the target if its rows must be computed, and held-out requests."""
 
     requests: list[Trace]
     target: Any
@@ -120,12 +120,7 @@ class Data:
 
 
 def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any) -> Data:
-    """
-    Read the training and the held-out requests as `distill` takes them, and decide whether the target is needed.
-
-    Raises:
-        ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError: see `distill`.
-    """
+    """Read the data of `distill`, and decide whether the target is needed; raises as `distill` does."""
     if target is not None:
         check_pair(unwrap(target), unwrap(draft))
         check_sizes(target, draft)
@@ -139,7 +134,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
             f"The draft ({type(unwrap(draft)).__name__}) is an encoder-decoder without a `decoder_start_token_id`. "
             "Set it on `draft.generation_config`, to that of the target."
         )
-    # An iterator can be read only once, and its first element tells what it holds.
+    # An iterator can be read only once.
     dataset, eval_dataset = (list(d) if isinstance(d, Iterator) else d for d in (dataset, eval_dataset))
     is_stored = _is_recorded(dataset) and config.sample_source == "teacher"
 
@@ -159,7 +154,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     requests = read(dataset, needs_rows=is_stored, prompts_only=prompts_only, at_least=sampled)
     if not is_stored:
         if target is None:
-            raise ConfigError("`target` must be given: only recorded requests bring its distributions along.")
+            raise ConfigError("`target` must be given: only recorded requests contain its distributions.")
         if _is_recorded(dataset):
             requests = [unanswered(t, () if prompts_only else t.completion_ids) for t in requests]
         if config.sample_source != "student" and not all(len(t) for t in requests):
@@ -181,33 +176,33 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
 
 
 def _is_recorded(dataset: Any) -> bool:
-    """Whether a data set holds recorded requests, and not rows with columns."""
+    """Return whether a data set holds recorded requests instead of rows."""
     if isinstance(dataset, CorrectionStore):
         return True
     return isinstance(dataset, list | tuple) and len(dataset) > 0 and isinstance(dataset[0], Trace)
 
 
 def _check_answers(target: Any) -> None:
-    """Refuse a target that would answer prompts under logits processors, which its rows do not show."""
+    """Raise ConfigError for a target whose answers would depend on logits processors, which its rows do not show."""
     settings = sampling_settings(unwrap(target).generation_config)
     if asked := sorted(settings.keys() - {"do_sample", "eos_token_id", *NO_WARPING}):
         raise ConfigError(
-            f"The target must answer prompts, and its generation config sets {', '.join(asked)}, so that its answers "
-            f"would not be of the distributions that are learned. Set {asked[0]} to its neutral value on "
-            "`target.generation_config`, or bring answers: completions, or recorded requests."
+            f"The target must answer prompts, but its generation config sets {', '.join(asked)}, which changes its "
+            f"distributions. Set {asked[0]} to its neutral value on `target.generation_config`, or pass completions "
+            "or recorded requests."
         )
 
 
 def _check_recorded(traces: Iterable[Trace], too_long: Callable[[Trace], str]) -> None:
-    """Raise DataError for a recorded request that is too long; rows that are too long have been left out."""
+    """Raise DataError for a recorded request that is too long."""
     for number, trace in enumerate(traces):
         if reason := too_long(trace):
             raise DataError(f"Request {number} cannot be used: {reason}. Leave it out, or lower `max_new_tokens`.")
 
 
 def _too_long(trace: Trace, positions: int | None, max_new_tokens: int, at_least: int = 0) -> str:
-    """Return why a prompt leaves no room for its completion, or an empty text. The positions of an encoder-decoder
-    hold prompt and completion each, those of a decoder both together."""
+    """Return why a prompt leaves no room for its completion, or an empty text. Encoder-decoders have separate
+    positions for prompt and completion."""
     prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
     needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
     if positions is None or needed <= positions:
@@ -218,9 +213,8 @@ def _too_long(trace: Trace, positions: int | None, max_new_tokens: int, at_least
 def read_traces(
     dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
 ) -> list[Trace]:
-    """Recorded requests, without those that have no token and, with `needs_rows`, those without rows of the target.
-    Refuses those of another kind of model or vocabulary and, with `needs_rows`, where none has rows, or these are of
-    several widths or versions of the target."""
+    """Return the recorded requests that have tokens and, with `needs_rows`, target rows. Raises for requests of
+    another kind of model or vocabulary, and for rows of several widths or target versions."""
     traces = [trace for trace in dataset if len(trace)]
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
@@ -243,7 +237,7 @@ def read_traces(
             f"All {len(traces)} requests were recorded without the target's rows. Record them with `num_logprobs`, or "
             "distill from prompts with a target."
         )
-    if len(known) < len(traces):  # as the target had changed while it answered them
+    if len(known) < len(traces):  # the target changed while it answered them
         logger.warning("%d requests without the target's rows are left out.", len(traces) - len(known))
         traces = known
     widths = sorted({t.top_ids.shape[1] for t in traces})
@@ -269,23 +263,22 @@ def read_rows(
     too_long: Callable[[Trace], str] = lambda trace: "",
 ) -> list[Trace]:  # fmt: skip
     """
-    Read rows with the columns that TRL names. Rows that cannot be used are left out, and the log lists them once.
+    Read rows with TRL's columns. Unusable rows are skipped, and logged once.
 
-    `prompt` and perhaps `completion` are each text, token ids or messages; or there are `messages` alone, where a last
-    message of the assistant is the completion. Text is taken as it is, and a completion ends with EOS. Messages go
-    through the chat template, with the columns `tools` and `chat_template_kwargs` of the row.
+    `prompt` and optionally `completion` are text, token ids or messages; or there are `messages`, whose last one may
+    be the completion. A text completion gets EOS. Messages go through the chat template, with the columns `tools` and
+    `chat_template_kwargs`.
 
     Args:
-        dataset (`Iterable[Any]`): Rows, or a `datasets.Dataset` of any format, streamed or not.
+        dataset (`Iterable[Any]`): Rows, or a `datasets.Dataset`, streamed or not.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's; not needed for token ids.
-        vocab_size (`int`), decoder_start (`int`, *optional*):
-            Of the models. The decoder of an encoder-decoder begins with `decoder_start`.
-        prompts_only (`bool`, *optional*, defaults to `False`): Leave out completions.
-        too_long (`Callable[[Trace], str]`, *optional*): Says why a request does not fit; an empty text if it does.
+        vocab_size (`int`), decoder_start (`int`, *optional*): Of the models.
+        prompts_only (`bool`, *optional*, defaults to `False`): Whether to ignore completions.
+        too_long (`Callable[[Trace], str]`, *optional*): Returns why a request does not fit, or an empty text.
 
     Raises:
-        DataError: there is no row, or none can be used; a token id outside of the vocabulary; text without a
-            tokenizer, or messages without a chat template.
+        DataError: No row can be used; a token id is outside the vocabulary; text without a tokenizer, or messages
+            without a chat template.
     """
     start = None if decoder_start is None else np.asarray([decoder_start], np.int32)
     traces, skipped, number = list[Trace](), dict[str, list[int]](), -1
@@ -314,7 +307,7 @@ def read_rows(
 
 
 def _rows(dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a data set as plain Python objects, with the columns of [`read_rows`] alone."""
+    """Yield the rows of a data set as Python objects, with the columns of [`read_rows`]."""
     if isinstance(dataset, Mapping):
         if len(dataset) != 1:
             raise DataError(
@@ -323,7 +316,7 @@ def _rows(dataset: Any) -> Iterator[Any]:
             )
         (dataset,) = dataset.values()
     has_transform = getattr(dataset, "format", {"type": None})["type"] == "custom"
-    if hasattr(dataset, "with_format") and not has_transform:  # of `datasets`, which may give arrays
+    if hasattr(dataset, "with_format") and not has_transform:  # of `datasets`
         dataset = dataset.with_format(None)
         if kept := [name for name in dataset.column_names or () if name in ROW_COLUMNS]:
             dataset = dataset.select_columns(kept)
@@ -331,7 +324,7 @@ def _rows(dataset: Any) -> Iterator[Any]:
         yield from dataset
     except OSDError:
         raise
-    except Exception as error:  # a generator of the caller's, or a file that is streamed
+    except Exception as error:  # from the caller's generator or a stream
         raise DataError(f"The data set cannot be read to its end: {first_line(error)}.") from error
 
 
@@ -399,11 +392,11 @@ def _encoded_messages(
     whole = render_chat(tokenizer, [*prompt, *answers], settings)
     if not whole.startswith(head):
         raise RowError(
-            "the chat template begins an answer in another way than it writes a given one, as templates of thinking "
-            "models do; set `chat_template_kwargs`, such as `enable_thinking`, or give text"
+            "the chat template starts an answer differently than it renders a given one, as templates of thinking "
+            "models do; set `chat_template_kwargs`, such as `enable_thinking`, or pass text"
         )
     answer = list(tokenizer(whole[len(head) :], add_special_tokens=False)["input_ids"])
-    # Some templates write more after the end of a turn, which no target generates.
+    # Some templates add text after the end of a turn, which no target generates.
     return ids, answer[: answer.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in answer else answer
 
 
@@ -422,7 +415,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _setting(row: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return a column that holds a setting of the chat template, or its JSON; an empty one for null."""
+    """Return a column with a setting of the chat template, given as a value or as JSON."""
     value = _listed(row.get(name))
     try:
         value = json.loads(value) if isinstance(value, str) else value
@@ -456,10 +449,9 @@ def _kind(value: Any) -> str:
 @dataclass(frozen=True)
 class Sampler:
     """
-    Completes requests. What is drawn for a request depends only on the seed, the step and its row of the data set. So
-    it does not matter how a batch is cut into micro-batches or over processes, or when a run was resumed. In the mixes
-    `student_share` is the probability that a request, or a token, is the draft's; a temperature of 0 takes the
-    likeliest token.
+    Completes requests by samples. The samples of a request depend only on the seed, the step and its row, so batches,
+    processes and resumed runs give the same ones. `student_share` is the probability that a request, or a token, comes
+    from the draft in the mixes. A temperature of 0 is greedy.
     """
 
     source: str
@@ -473,9 +465,12 @@ class Sampler:
         self, requests: Sequence[Trace], rows: Sequence[int], step: int, *, target: Any, draft: Any
     ) -> list[Trace]:
         """
-        The requests with completions to learn on; a completion that a request has counts as the target's. `rows` are
-        the requests' rows in the data set, `step` counts optimizer steps so far. The draft, the model that learns, is
-        in evaluation mode; it may be `None` for the source `"teacher"`.
+        Return the requests with completions; existing completions count as the target's.
+
+        Args:
+            requests (`Sequence[Trace]`), rows (`Sequence[int]`): Requests and their rows in the data set.
+            step (`int`): Optimizer steps so far.
+            target (`PreTrainedModel`), draft (`PreTrainedModel`, *optional*): Models in evaluation mode.
         """
         draws = [np.random.default_rng((self.seed, step, row)) for row in rows]
         students = {"teacher": 0.0, "student": 1.0, "mix_request": self.student_share}.get(self.source)
@@ -505,9 +500,9 @@ class Sampler:
         processors: list[Any] = []
         if mixed is not None:
             draft, coins = mixed
-            processors.append(_DraftsTurn(draft, ids, mask, torch.from_numpy(coins).to(model.device), start))
+            processors.append(_DraftLogits(draft, ids, mask, torch.from_numpy(coins).to(model.device), start))
         if self.temperature > 0:
-            processors.append(_Draw(torch.from_numpy(picks).to(model.device), self.temperature, start))
+            processors.append(_SampledToken(torch.from_numpy(picks).to(model.device), self.temperature, start))
         sequences = model.generate(
             input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, use_cache=True,
             eos_token_id=target.generation_config.eos_token_id, pad_token_id=0, max_new_tokens=self.max_new_tokens,
@@ -519,9 +514,8 @@ class Sampler:
         ]
 
 
-class _Draw(LogitsProcessor):
-    """Draws each row's token by its own number from (0, 1), and leaves only that one: `generate` draws for a whole
-    batch, so that a request would depend on its neighbors."""
+class _SampledToken(LogitsProcessor):
+    """Sample each row's token by its own random number, so that a request does not depend on its batch."""
 
     def __init__(self, picks: Tensor, temperature: float, start: int) -> None:
         self.picks, self.temperature, self.start = picks, temperature, start
@@ -533,8 +527,8 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
 
 
-class _DraftsTurn(LogitsProcessor):
-    """Puts the draft's logits in the place of the target's where the coin of a token says so."""
+class _DraftLogits(LogitsProcessor):
+    """Replace the target's logits by the draft's for randomly chosen tokens."""
 
     def __init__(self, draft: Any, ids: Tensor, mask: Tensor, coins: Tensor, start: int) -> None:
         self.draft, self.mask, self.coins, self.start = draft, mask, coins, start

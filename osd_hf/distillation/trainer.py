@@ -1,4 +1,4 @@
-"""Offline distillation: `distill`, its training arguments, and the trainer that both kinds of pairs share."""
+"""Distill a target into a draft offline, with TRL's and transformers' training arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = ["DistillConfig", "DistillResult", "DistillTrainer", "distill", "last_
 
 # --- settings -------------------------------------------------------------------------------------------------------
 
-# The settings that TRL adds to transformers' and that mean something here. The others prepare text or load models.
+# TRL's settings with a meaning here; its others prepare text or load models.
 _OF_TRL = {
     "activation_offloading", "beta", "disable_dropout", "lmbda", "max_new_tokens", "temperature", "trust_remote_code",
 }  # fmt: skip
@@ -64,60 +64,49 @@ _WITHOUT_MEANING = sorted(
 @dataclass
 class DistillConfig(GKDConfig):
     """
-    Training arguments of [`distill`]. They are those of `transformers.TrainingArguments` and of TRL's `GKDConfig`,
-    except that settings of how TRL prepares text are refused. These are added or have another default:
+    Training arguments of [`distill`]: those of `transformers.TrainingArguments` and TRL's `GKDConfig`, without the
+    ones that prepare text or load models. These are added or have another default:
 
     Args:
         sample_source (`str`, *optional*, defaults to `"teacher"`):
-            Whose tokens are learned on: `"teacher"`, the target's (the completions of rows that have them);
-            `"student"`, the draft's own; `"mix_request"`, per request the draft's with probability `lmbda`;
-            `"mix_token"`, the same per token.
-        divergence (`str`, *optional*, defaults to `"forward_kl"`):
-            The loss between the target's and the draft's distribution; a key of `osd_hf.losses.DIVERGENCES`.
-        lmbda (`float`, *optional*, defaults to 0.5): The draft's share in the mixes.
-        beta (`float`, *optional*, defaults to 0.5): Weight of the target in the divergence `"jsd"`.
+            Source of the training tokens: `"teacher"`, the target or the completions of the data; `"student"`, the
+            draft; `"mix_request"` or `"mix_token"`, the draft with probability `lmbda` per request or per token.
+        divergence (`str`, *optional*, defaults to `"forward_kl"`): Loss, a key of `osd_hf.losses.DIVERGENCES`.
+        lmbda (`float`, *optional*, defaults to 0.5): Share of the draft in the mixes.
         temperature (`float`, *optional*, defaults to 1.0):
-            Temperature of the samples; 0 takes the likeliest token. The loss compares distributions at 1.
-        max_new_tokens (`int`, *optional*, defaults to 128):
-            Most tokens of a sample, and of the answers to held-out prompts.
-        num_assistant_tokens (`int`, *optional*, defaults to 5):
-            k at which acceptance on held-out requests is measured, as often as `eval_strategy` says.
+            Temperature of the samples; 0 is greedy. The loss compares distributions at temperature 1.
+        num_assistant_tokens (`int`, *optional*, defaults to 5): k for acceptance on held-out requests.
         eval_temperature (`float`, *optional*, defaults to 0.0):
             Temperature of the target's answers to held-out prompts; 0 is greedy, measured by replay.
         early_stopping_patience (`int`, *optional*):
-            Stop after so many evaluations without a new best `metric_for_best_model`; needs an `eval_strategy`.
-        metric_for_best_model (`str`, *optional*, defaults to `"alpha"`):
-            For `load_best_model_at_end`, `save_strategy="best"` and early stopping; `"block_efficiency"` as well.
-        bf16 (`bool`, *optional*, defaults to `False`):
-            Compute in bf16; off unless asked for, and so is `gradient_checkpointing`.
+            Evaluations without a new best `metric_for_best_model` before training stops.
+        metric_for_best_model (`str`, *optional*, defaults to `"alpha"`): `"alpha"` or `"block_efficiency"`.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
-            With `push_to_hub`, a new repo is private and an existing public one is refused, unless this is `False`.
+            With `push_to_hub`, create a private repository and refuse a public one.
 
     Raises:
-        ConfigError: a value has another type or is outside its range, or a setting of TRL's has no meaning here.
+        ConfigError: A value has another type, is outside its range, or has no meaning in distillation.
     """
 
-    sample_source: str = setting("teacher", "Whose tokens are learned on: " + ", ".join(SAMPLE_SOURCES) + ".")
-    divergence: str = setting("forward_kl", "Loss between target and draft: " + ", ".join(DIVERGENCES) + ".")
-    temperature: float = setting(1.0, "Temperature of the samples; 0 takes the likeliest token.")
-    num_assistant_tokens: int = setting(5, "Tokens drafted per round where acceptance is measured.")
-    eval_temperature: float = setting(0.0, "Temperature of the answers to held-out prompts; 0 is greedy.")
-    early_stopping_patience: int | None = setting(None, "Stop after so many evaluations without a new best.")
-    metric_for_best_model: str | None = setting(
-        "alpha", "What the best checkpoint is best at: alpha or block_efficiency."
-    )
-    max_length: int | None = setting(None, "Without meaning here.")
+    sample_source: str = setting("teacher", "source of the training tokens: " + ", ".join(SAMPLE_SOURCES))
+    divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
+    temperature: float = setting(1.0, "temperature of the samples; 0 = greedy")
+    num_assistant_tokens: int = setting(5, "tokens drafted per round (k) for acceptance on held-out requests")
+    eval_temperature: float = setting(0.0, "temperature of the answers to held-out prompts; 0 = greedy")
+    early_stopping_patience: int | None = setting(None, "evaluations without a new best before training stops")
+    metric_for_best_model: str | None = setting("alpha", "metric of the best checkpoint: alpha or block_efficiency")
+    max_length: int | None = setting(None, "without a meaning in distillation")
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
-        None, "Deprecated in transformers; use activation_checkpointing."
+        None, "deprecated in transformers; use activation_checkpointing"
     )
-    dataloader_pin_memory: bool = setting(False, "Pin the memory of batches, which hold numbers of rows alone.")
-    hub_private_repo: bool | None = setting(True, "Push to a private repo; a draft may have learned answers by heart.")
-    bf16: bool = setting(False, "Compute in bf16; the draft's weights are kept in fp32.")
-    lmbda: float = setting(0.5, "The draft's share in the mixes.")
-    resume_from_checkpoint: str | None = setting(None, "A checkpoint, or true: the last one in the output folder.")
+    dataloader_pin_memory: bool = setting(False, "pin the memory of batches")
+    hub_private_repo: bool | None = setting(True, "push to a private repository; a draft may have memorized answers")
+    bf16: bool = setting(False, "compute in bf16; the draft's weights stay in fp32")
+    lmbda: float = setting(0.5, "share of the draft in the mixes")
+    resume_from_checkpoint: str | None = setting(None, "a checkpoint, or true for the last one in the output folder")
 
-    _argument_group_name = "training"  # where the help of a `HfArgumentParser` has its flags
-    without_meaning = frozenset(_WITHOUT_MEANING)  # which no help shows
+    _argument_group_name = "training"  # title in the help of a command
+    without_meaning = frozenset(_WITHOUT_MEANING)  # get no flag
 
     def __post_init__(self) -> None:
         def must(name: str, holds: bool, rule: str) -> None:
@@ -137,7 +126,7 @@ class DistillConfig(GKDConfig):
         is_known = str(self.metric_for_best_model).removeprefix("eval_") in metrics
         must("metric_for_best_model", is_known, f"one of {', '.join(metrics)}")
         can_stop = self.early_stopping_patience is None or self.eval_strategy != "no"
-        must("early_stopping_patience", can_stop, "left out where no `eval_strategy` is set, as it counts evaluations")
+        must("early_stopping_patience", can_stop, "left out without an `eval_strategy`, as it counts evaluations")
         is_order = self.train_sampling_strategy in ("random", "sequential")
         must("train_sampling_strategy", is_order, "random or sequential, as prompts have no length yet")
         defaults = {f.name: f.default for f in fields(self)}
@@ -157,24 +146,22 @@ class DistillConfig(GKDConfig):
         must("liger_kernel_config", not fuses, "without `fused_linear_cross_entropy`, which would replace the loss")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Trainers write their arguments beside the weights and push them.
+        # Trainers save their arguments with the weights, and push them.
         return {**vars(self), "hub_token": None}
 
 
 @dataclass(frozen=True)
 class DistillResult:
     """
-    The outcome of a run of [`distill`].
+    The result of [`distill`].
 
     Args:
         draft (`PreTrainedModel`):
-            The trained draft in evaluation mode and in the dtype of the one given, adapters merged. Under FSDP or
-            ZeRO-3, only the main process gets what was learned; the others get the draft as it was given.
-        state (`TrainerState`): The trainer's state, with the best metric and checkpoint.
-        log_history (`list[dict[str, Any]]`): All logged entries, in order.
-        alpha (`dict[int, float]`):
-            Acceptance on the held-out requests by optimizer step; 0 is before the first. It is measured on the
-            learner in the precision of the run, and may differ a little in the draft's own dtype.
+            The trained draft in evaluation mode and the dtype of the given one, with adapters merged. Under FSDP or
+            ZeRO-3, only the main process gets the trained weights.
+        state (`TrainerState`): State of the trainer.
+        log_history (`list[dict[str, Any]]`): Logged entries.
+        alpha (`dict[int, float]`): Acceptance on held-out requests by optimizer step; step 0 is before training.
     """
 
     draft: Any
@@ -195,44 +182,34 @@ def distill(
     callbacks: Sequence[Any] = (),
 ) -> DistillResult:
     """
-    Teach a copy of a draft its target's distributions, on a fixed data set.
+    Train a copy of a draft on its target's distributions, on a fixed data set.
 
     Args:
-        target (`PreTrainedModel`, *optional*):
-            The model whose distributions are learned. It may be `None` if `dataset` brings them along and nothing is
-            sampled.
+        target (`PreTrainedModel`, *optional*): The target. Recorded requests with stored rows need none.
         draft (`PreTrainedModel` or `PeftModel`):
-            The model that learning starts from; it is not changed. A copy learns, in fp32; only its adapters do if it
-            is a `PeftModel` or `peft_config` is given.
+            The draft to start from. A copy is trained in fp32; of a `PeftModel` only the adapters.
         dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
-            Rows with the columns `prompt` and perhaps `completion` (text, token ids or messages), or `messages`, and
-            perhaps `tools` and `chat_template_kwargs` for the chat template. Rows that cannot be used are skipped and
-            listed in the log. Missing completions are sampled as `config.sample_source` says. From recorded requests
-            the stored rows of the target are learned; with another source than `"teacher"`, only their prompts are
-            used.
-        config (`DistillConfig`):
-            Training arguments. With `resume_from_checkpoint` the run goes on from there; `True` is the last checkpoint
-            in `output_dir` that was written whole.
-        eval_dataset (same, *optional*):
-            Held-out requests; rows contribute their prompts only.
+            Rows with the columns `prompt` and optionally `completion` (text, token ids or messages), or `messages`,
+            and optionally `tools` and `chat_template_kwargs`. Unusable rows are skipped and logged. Missing
+            completions are sampled as `config.sample_source` says. From recorded requests the stored rows are learned;
+            with another source than `"teacher"`, only their prompts are used.
+        config (`DistillConfig`): Training arguments. `resume_from_checkpoint=True` takes the last whole checkpoint.
+        eval_dataset (same, *optional*): Held-out requests; only the prompts of rows are used.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of both models; by default the one found where the target came from, otherwise the draft's.
-        peft_config (`PeftConfig`, *optional*):
-            Train only adapters, of a kind that can be merged, and merge them at the end.
+            Tokenizer of both models; by default the one found with the target, or with the draft.
+        peft_config (`PeftConfig`, *optional*): Train only adapters, and merge them at the end.
         callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of the trainer.
 
     Returns:
         `DistillResult`
 
     Raises:
-        ConfigError: a target or a tokenizer is needed and missing; one process sees several GPUs; the adapters cannot
-            be merged; the target would have to answer under logits processors.
-        StateError: there is no checkpoint to resume from, or recordings keep rows of several widths.
-        DataError: no row can be used, a recorded request is too long for the models, a token id is outside of the
-            vocabulary, or recordings come from another kind of model.
-        UnsupportedModelError: the models are no pair, their logits cannot be computed in parts, the adapters do not
-            fit, or the draft has nothing to train.
-        VocabularyMismatchError: models, tokenizers or recordings have different vocabularies.
+        ConfigError: A target or a tokenizer is missing; one process sees several GPUs; the adapters cannot be merged;
+            the target would answer under logits processors.
+        StateError: There is no checkpoint to resume from, or recordings have rows of several widths.
+        DataError: No row can be used, a recorded request is too long, or a token id is outside the vocabulary.
+        UnsupportedModelError: The models are no pair, or the draft has nothing to train.
+        VocabularyMismatchError: Models, tokenizers or recordings have different vocabularies.
     """
     target, draft = load_named(target, draft)
     with learning_context():
@@ -252,10 +229,8 @@ def distill(
 
 
 def last_checkpoint(config: Any) -> str | None:
-    """
-    The checkpoint to resume from; `None` to begin anew. The trainer writes its state last, so a checkpoint without it
-    was cut off. Raises StateError if `resume_from_checkpoint` is `True` and there is no whole checkpoint.
-    """
+    """Return the checkpoint to resume from, if any; raises StateError if `True` finds none. The trainer writes its
+    state last, so a checkpoint without it is incomplete."""
     given = config.resume_from_checkpoint
     if given is not True:
         return given or None
@@ -267,10 +242,8 @@ def last_checkpoint(config: Any) -> str | None:
 
 
 def learner_of(draft: Any, peft_config: Any) -> Any:
-    """
-    A copy of the draft to train, in fp32 unless `peft_config` adds adapters, which are. It is in evaluation mode; the
-    trainer changes that. Raises UnsupportedModelError if no parameter can learn.
-    """
+    """Return a copy of the draft to train, in fp32 unless adapters are added; raises UnsupportedModelError if no
+    parameter can learn."""
     learner = copy.deepcopy(draft).eval()
     if peft_config is None:
         learner = learner.float()
@@ -279,8 +252,7 @@ def learner_of(draft: Any, peft_config: Any) -> Any:
 
 
 def _check_types(config: Any) -> None:
-    """Refuse anything but a number in fields that take nothing else; raises ConfigError. The trainer does not check,
-    and a wrong value from a file or a flag would fail much later."""
+    """Raise ConfigError for a value of another type in a numeric field; the trainer would fail much later."""
     for f in fields(config):
         value = getattr(config, f.name)
         words = set(re.findall(r"\w+", f.type.__name__ if isinstance(f.type, type) else str(f.type)))
@@ -292,7 +264,7 @@ def _check_types(config: Any) -> None:
 
 
 def _check_adapters(draft: Any, peft_config: Any) -> None:
-    """Refuse adapters that could not be merged at the end; raises ConfigError or UnsupportedModelError."""
+    """Raise ConfigError or UnsupportedModelError for adapters that cannot be merged at the end."""
     if peft_config is None:
         if is_peft(draft) and not hasattr(draft.base_model, "merge_and_unload"):
             raise UnsupportedModelError(
@@ -312,8 +284,8 @@ def _check_adapters(draft: Any, peft_config: Any) -> None:
 
 
 @contextmanager
-def _as_it_was(target: Any) -> Iterator[None]:
-    """Take back what accelerate sets on a target that it prepares for several processes and precisions."""
+def _restored(target: Any) -> Iterator[None]:
+    """Undo what accelerate sets on a target for distributed or mixed-precision runs."""
     names = ("forward", "_original_forward", "_is_accelerate_prepared")
     before = {name: vars(target)[name] for name in names if name in vars(target)}
     with evaluating(target):
@@ -330,27 +302,19 @@ def _as_it_was(target: Any) -> Iterator[None]:
 
 class DistillTrainer(Trainer):
     """
-    Transformers' trainer on a draft and its target, with the argument names of TRL's `GKDTrainer`; [`distill`] runs it
-    from beginning to end. Its batches are of requests, its loss is the divergence between target and draft, and its
-    evaluation measures acceptance on the held-out requests (`eval_alpha`, `eval_block_efficiency`).
+    Transformers' trainer with the argument names of TRL's `GKDTrainer`. Batches are requests, the loss is the
+    divergence between target and draft, and the evaluation measures acceptance on held-out requests.
 
     Args:
-        model (`PreTrainedModel` or `PeftModel` or `str`):
-            The draft, or its Hub id or folder. It is not changed: `trainer.model` is the copy of it that learns, in
-            fp32, and that `save_model` writes.
-        teacher_model (`PreTrainedModel` or `str`, *optional*):
-            The target, or its Hub id or folder; [`distill`] says when it may be left out.
-        args (`DistillConfig`, *optional*): Training arguments; left as they are.
-        train_dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
-            As the `dataset` of [`distill`].
-        eval_dataset (same, *optional*): Held-out requests.
-        processing_class (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of both models; by default the one found where the teacher came from, otherwise the draft's.
-        callbacks (`Sequence[TrainerCallback]`, *optional*), peft_config (`PeftConfig`, *optional*):
-            As for [`distill`].
+        model (`PreTrainedModel` or `PeftModel` or `str`): The draft. It is not changed: `trainer.model` is a copy.
+        teacher_model (`PreTrainedModel` or `str`, *optional*): The target.
+        args (`DistillConfig`, *optional*): Training arguments; left unchanged.
+        train_dataset (same as `dataset` of [`distill`]), eval_dataset (same, *optional*): Requests.
+        processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer of both models.
+        callbacks (`Sequence[TrainerCallback]`, *optional*), peft_config (`PeftConfig`, *optional*): See [`distill`].
 
     Raises:
-        ConfigError: `args` are of another class, or what [`distill`] raises, as the other errors.
+        ConfigError: `args` have another class; otherwise as [`distill`].
     """
 
     control: Any
@@ -402,8 +366,7 @@ class DistillTrainer(Trainer):
         self.offloading = get_act_offloading_ctx_manager(self.model) if config.activation_offloading else nullcontext()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, from `args.resume_from_checkpoint` where none is named here; acceptance on held-out requests is also
-        measured before the first step."""
+        """Train; acceptance on held-out requests is also measured before the first step."""
         config = self.args
         if resume_from_checkpoint is not None:
             config.resume_from_checkpoint = resume_from_checkpoint
@@ -416,10 +379,9 @@ class DistillTrainer(Trainer):
 
     @contextmanager
     def _prepared_target(self) -> Iterator[None]:
-        """Inside the block the target is prepared for the processes and the precision of the run; then it is as it
-        was."""
+        """Prepare the target for the processes and the precision of the run, and restore it."""
         before = self.target
-        with nullcontext() if self._teacher is None else _as_it_was(self._teacher):
+        with nullcontext() if self._teacher is None else _restored(self._teacher):
             if before is not None and not self.is_deepspeed_enabled:
                 self.target = self.accelerator.prepare_model(before, evaluation_mode=True)
             try:
@@ -428,7 +390,7 @@ class DistillTrainer(Trainer):
                 self.target = before
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        # Completions are sampled here, as the tokens of all micro-batches are counted before the first is learned.
+        # All micro-batches are sampled here, because their tokens are counted before the first step.
         batches = [self._batch(batch["rows"]) for batch in itertools.islice(epoch_iterator, num_batches)]
         return batches, self._get_num_items_in_batch(batches, device)
 
@@ -437,7 +399,7 @@ class DistillTrainer(Trainer):
         if self.target is not None:
             traces = self._completed(traces, rows)
 
-        # The trainer only counts tokens of the tensors; it takes the first label for one that nothing predicts.
+        # The trainer only counts the tokens of these tensors; it ignores the first label.
         labels, is_label = padded([np.append(-100, t.completion_ids) for t in traces], "right", "cpu")
         ids, mask = padded([np.append(t.prompt_ids, t.completion_ids) for t in traces], "right", "cpu")
         labels = labels.masked_fill(is_label == 0, -100)
@@ -448,7 +410,7 @@ class DistillTrainer(Trainer):
         if source == "teacher" and all(len(t) for t in traces):
             return traces
         with warnings.catch_warnings(), ExitStack() as stack:
-            # trl asks by the old name.
+            # trl uses the old name.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
             def entered(model: Any) -> Any:
@@ -460,7 +422,7 @@ class DistillTrainer(Trainer):
             completed = self.sampler.complete(traces, rows, self.state.global_step, target=target, draft=draft)
         if source == "teacher" and self.sampler.temperature == 0:
             for row, trace in zip(rows, completed, strict=True):
-                self.data.requests[row] = trace  # the target would answer the same in every epoch
+                self.data.requests[row] = trace  # the answer is the same in every epoch
         return completed
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -479,7 +441,7 @@ class DistillTrainer(Trainer):
         learner = self.accelerator.unwrap_model(model)
         total: torch.Tensor = model(run=lambda: divergence_sum(learner, traces, rows, self.divergence))
         loss: torch.Tensor = total / num_items_in_batch
-        # Gradients are averaged over processes, tokens were counted over all of them.
+        # Gradients are averaged over processes, but tokens are counted over all of them.
         return loss * self.accelerator.num_processes if self.args.average_tokens_across_devices else loss
 
     def evaluate(
@@ -487,7 +449,7 @@ class DistillTrainer(Trainer):
     ) -> dict[str, float]:
         if self.data.held_out is None:
             raise ConfigError("There are no held-out requests to measure acceptance on. Pass `eval_dataset=`.")
-        # Every process measures all requests, so that nothing has to be gathered.
+        # Every process measures all requests, so nothing has to be gathered.
         with self._prepared_target():
             stats = self.data.held_out.stats(self.accelerator.unwrap_model(self.model))
         metrics = {
@@ -500,7 +462,7 @@ class DistillTrainer(Trainer):
 
 
 def _own_copy(args: DistillConfig | None) -> DistillConfig:
-    """A copy of the training arguments, as the trainers write into them; raises ConfigError."""
+    """Return a copy of the training arguments, which trainers modify; raises ConfigError."""
     args = DistillConfig() if args is None else args
     if not isinstance(args, DistillConfig):
         raise ConfigError(
@@ -515,7 +477,7 @@ def _own_copy(args: DistillConfig | None) -> DistillConfig:
     token, config = args.hub_token, copy.copy(args)
     config.hub_token = token
     config.remove_unused_columns = False
-    if config.use_liger_kernel:  # its fused loss would replace the forward that `_let_run` sets
+    if config.use_liger_kernel:  # its fused loss would replace the forward of `_let_run`
         config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
     return config
 
@@ -525,8 +487,7 @@ def _collate(rows: list[int]) -> dict[str, list[int]]:
 
 
 def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
-    """The learner with its adapters, ready for gradient checkpointing where transformers' trainer does not see to it.
-    Writes into `config`."""
+    """Return the learner with adapters, prepared for gradient checkpointing. Writes to `config`."""
     plugin, recomputing = config.deepspeed_plugin, dict(config.gradient_checkpointing_kwargs or {})
     is_sharded = plugin is not None and plugin.zero_stage == 3
     if peft_config is not None:
@@ -537,8 +498,8 @@ def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
         head = learner.get_output_embeddings()
         if isinstance(head, BaseTunerLayer) and head.weight is learner.get_input_embeddings().weight:
             raise ConfigError(
-                "The draft ties its output head to its input embeddings, so that an adapter of the head, once merged, "
-                "would change both. Leave the head out of the adapter's `target_modules`."
+                "The draft ties its output head to its input embeddings; an adapter of the head would change both. "
+                "Leave the head out of the adapter's `target_modules`."
             )
         if config.gradient_checkpointing:
             learner.enable_input_require_grads()  # https://github.com/huggingface/transformers/issues/42489
@@ -553,7 +514,7 @@ def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
 
 
 def _disable_dropout(model: Any) -> None:
-    """Turn off dropout, also where a model keeps the probability as a number and not as a module."""
+    """Turn off dropout, in modules and in probabilities that a model stores as numbers."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -563,7 +524,7 @@ def _disable_dropout(model: Any) -> None:
 
 
 def _let_run(model: Any) -> None:
-    """Let `model(run=f)` return `f()`: what wraps a model for several processes only sees what its forward does."""
+    """Let `model(run=f)` return `f()`, as wrappers for several processes only see calls of the forward."""
     inner = model.forward
 
     @functools.wraps(inner)  # `generate` reads the signature
@@ -574,7 +535,7 @@ def _let_run(model: Any) -> None:
 
 
 def _trained_draft(trainer: Any, draft: Any) -> Any:
-    """A copy of the draft with the learned weights; the trained model itself still carries the trainer's hooks."""
+    """Return a copy of the draft with the trained weights; the trained model keeps the trainer's hooks."""
     learner = trainer.accelerator.unwrap_model(trainer.model)
     if is_peft(learner):
         vars(learner).pop("forward", None)

@@ -1,4 +1,4 @@
-"""Systems side by side: the target alone, prompt lookup, stock and lean assisted generation, on the same requests."""
+"""Benchmark decoding systems on the same requests: the target alone, prompt lookup, and assisted generation."""
 
 from __future__ import annotations
 
@@ -34,43 +34,37 @@ from osd_hf.utils.report import process_peak_bytes
 KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
 
-# Two tokens this close may swap places in a forward over more tokens, in float32 too.
-TIE = 1e-4
+TIE = 1e-4  # difference of logits within which wider forwards may choose another token, in float32 too
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 Feed = Callable[..., torch.Tensor]
 
 
-# --- what is compared, and what comes of it -------------------------------------------------------------------------
+# --- systems and reports --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class System:
     """
-    One way to answer.
+    A decoding system.
 
     Args:
-        name (`str`): What tables call it; no two systems share a name.
+        name (`str`): Unique name for tables.
         kind (`str`):
-            `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' own assisted generation,
-            without a draft model and with one; `"lean"`: [`OnlineAssistant`], which does not learn meanwhile.
-        draft (`PreTrainedModel`, *optional*): The draft of `"stock"` and `"lean"`; left as it is.
-        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5):
-            k, at threshold 0 and a constant schedule; only `"lean"` takes `"auto"`.
+            `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' assisted generation
+            without and with a draft; `"lean"`: [`OnlineAssistant`] without learning.
+        draft (`PreTrainedModel`, *optional*): Draft of `"stock"` and `"lean"`.
+        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5): k; only `"lean"` takes `"auto"`.
         compile_draft, compile_target (*optional*):
-            Of `"lean"`, as in [`OnlineConfig`]; `compile_target` of `"alone"`: transformers' own, over a static cache.
-        candidates (`str`, *optional*, defaults to `"both"`):
-            Of `"auto"`: from the `"draft"`, from past `"text"`, or from `"both"`.
-        earlier (`Sequence[Trace]`, *optional*):
-            Of `"auto"`: requests that count as served before, with the rounds of a draft that had not learned from
-            them: their text may be proposed, and of a large vocabulary the draft drafts the tokens that they use.
-        acceptance (`ControlledAcceptance`, *optional*): What is put in place of the draft's own proposals.
-        kernels (`bool`, *optional*, defaults to `False`):
-            Not of `"lean"`: compute by the products that an assistant takes on a CPU, which tells what they bring.
+            For `"lean"`, as in [`OnlineConfig`]; for `"alone"`, transformers' compilation over a static cache.
+        candidates (`str`, *optional*, defaults to `"both"`): Sources of `"auto"`: `"draft"`, `"text"` or `"both"`.
+        earlier (`Sequence[Trace]`, *optional*): Requests that `"auto"` counts as served before.
+        acceptance (`ControlledAcceptance`, *optional*): Replaces the draft's proposals.
+        kernels (`bool`, *optional*, defaults to `False`): Use the assistant's CPU kernels; `"lean"` always does.
 
     Raises:
-        ConfigError: an unknown kind, a draft that is missing or of no use, a number of tokens below 1.
+        ConfigError: An unknown kind, a missing or useless draft, or a number of tokens below 1.
     """
 
     name: str
@@ -89,23 +83,23 @@ class System:
             raise ConfigError(f"`kind` must be one of {', '.join(KINDS)}, got {self.kind!r}.")
         drafts = self.kind in ("stock", "lean")
         if drafts != (self.draft is not None):
-            wants = "needs a" if drafts else "has no"
-            raise ConfigError(f"The system {self.name!r} of kind {self.kind} {wants} draft.")
+            rule = "needs a" if drafts else "has no"
+            raise ConfigError(f"The system {self.name!r} of kind {self.kind} {rule} draft.")
         k, is_compiled = self.num_assistant_tokens, self.compile_target and self.kind != "alone"
         if (k == "auto" or self.compile_draft is True or is_compiled) and self.kind != "lean":
             raise ConfigError(f'Only a lean system drafts "auto" or compiled, got {self.name!r} of kind {self.kind}.')
         if self.kernels and self.kind == "lean":
-            raise ConfigError(f"A lean system has our kernels by itself, got `kernels` for {self.name!r}.")
+            raise ConfigError(f"A lean system always uses the kernels; leave out `kernels` for {self.name!r}.")
         if k != "auto" and k < 1:
             raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k} for {self.name!r}.")
 
     @property
     def is_the_target(self) -> bool:
-        """Whether it is the target alone, as transformers has it, which the others are compared with."""
+        """Whether this is transformers' target alone, the reference of all comparisons."""
         return self.kind == "alone" and not self.kernels and not self.compile_target
 
     def to_dict(self) -> dict[str, Any]:
-        """What the system is, ready for JSON."""
+        """Return the settings, ready for JSON."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -122,10 +116,14 @@ class System:
 @dataclass(frozen=True, eq=False)
 class TimedAnswer:
     """
-    One request, answered by one system: tokens of the answer, seconds of the whole call and until a streamer got the
-    first tokens, the acceptance of this very answer, whether it is `"identical"` to the target's own, `"tied"` or
-    `"differing"` (see [`compare_outputs`]), and the device memory in bytes that it took beyond what was taken before
-    it (`None` on a CPU).
+    The answer of one system to one request.
+
+    Args:
+        num_tokens (`int`): Tokens of the answer.
+        seconds (`float`), first_token_seconds (`float`): Time of the call, and until the first tokens.
+        stats (`AcceptanceStats`): Acceptance in this answer.
+        outcome (`str`): `"identical"`, `"tied"` or `"differing"`, see [`compare_outputs`].
+        peak_bytes (`int`, *optional*): Additional device memory; `None` on a CPU.
     """
 
     num_tokens: int
@@ -139,10 +137,8 @@ class TimedAnswer:
 @dataclass(frozen=True)
 class RoundTimes:
     """
-    Where the time of rounds goes, in sums that add up with `+`: the number of rounds and of tokens drafted in them,
-    seconds in all, inside forwards of the draft and inside those of the target. A round is what happens between two
-    deliveries to the streamer; the first of each answer, which reads the prompt, is left out. On CUDA the device is
-    waited for at each reading of the clock, which a run that is not watched does not do.
+    Times of rounds, as sums that can be added. A round lies between two deliveries to the streamer; the first one,
+    which reads the prompt, does not count. On CUDA each clock reading waits for the device.
     """
 
     rounds: int = 0
@@ -155,7 +151,7 @@ class RoundTimes:
         return RoundTimes(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def to_dict(self) -> dict[str, Any]:
-        """`rounds`, and per round: `drafted`, and seconds of all, draft, target and what remains; ready for JSON."""
+        """Return the number of rounds and, per round, drafted tokens and seconds; ready for JSON."""
         n = self.rounds or math.nan
         times = {name: getattr(self, name) / n for name in ("seconds", "draft_seconds", "target_seconds")}
         remaining = (self.seconds - self.draft_seconds - self.target_seconds) / n
@@ -165,14 +161,13 @@ class RoundTimes:
 @dataclass(frozen=True, eq=False)
 class BenchmarkReport:
     """
-    What was measured. `dataset=None` pools all data sets.
+    The measurements. `dataset=None` pools all data sets.
 
     Args:
-        systems (`tuple[System, ...]`): One of them is the target alone.
-        answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`):
-            Data set -> system -> answers, in the order of the prompts.
+        systems (`tuple[System, ...]`): The systems.
+        answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`): Data set -> system -> answers.
         rounds (`Mapping[str, Mapping[str, RoundTimes]]`): The same for the watched answers.
-        facts (`Mapping[str, Any]`): Device, dtype, memory of weights, systems whose target was not compiled for all.
+        facts (`Mapping[str, Any]`): Device, dtype, memory of weights, systems whose target could not be compiled.
     """
 
     systems: tuple[System, ...]
@@ -186,33 +181,31 @@ class BenchmarkReport:
         return next(system.name for system in self.systems if system.is_the_target)
 
     def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
-        """Answers of a system, in the order of the requests."""
+        """Return the answers of a system, in the order of the requests."""
         return [answer for name in self.answers if dataset in (None, name) for answer in self.answers[name][system]]
 
     def rounds_of(self, system: str, dataset: str | None = None) -> RoundTimes:
-        """Where the time of a system's rounds went."""
+        """Return the times of a system's rounds."""
         return sum((self.rounds[name][system] for name in self.answers if dataset in (None, name)), RoundTimes())
 
     def stats_of(self, system: str, dataset: str | None = None) -> AcceptanceStats:
-        """Acceptance over the timed answers of a system."""
+        """Return the acceptance over the timed answers of a system."""
         return sum((answer.stats for answer in self.answers_of(system, dataset)), AcceptanceStats())
 
     def ratio(self, system: str, other: str, dataset: str | None = None) -> dict[str, Any]:
-        """How many times as fast as another system one is, in tokens per second of the same request: the `median`
-        over requests, and its 95% `interval`."""
+        """Return the ratio of tokens per second to another system's, over requests: `median` and 95% `interval`."""
         pairs = zip(self.answers_of(system, dataset), self.answers_of(other, dataset), strict=True)
         return median_ratio((a.num_tokens / a.seconds) / (b.num_tokens / b.seconds) for a, b in pairs)
 
     def predicted(self, system: str, dataset: str | None = None) -> dict[str, float] | None:
         """
-        What the cost model makes of the measured acceptance and costs; `None` for the target alone,
-        by whatever kernels or compiled, or where answers are too short to tell.
+        Return the speed-up that the cost model predicts from measured acceptance and costs; `None` for the target
+        alone, or if answers are too short.
 
         Returns:
-            `dict[str, float]`: `c`, the time of a drafted token over that of the target's one-token forward;
-            `speedup`, `expected_speedup(alpha, k, c)`; `speedup_wide`, the same with the measured forward over the
-            drafted tokens in place of the one-token forward; `bound`, `expected_speedup(1, k, c)`. Where k is not
-            fixed, the measured tokens per forward and drafted tokens per round stand in for the expected ones.
+            `dict[str, float]`: `c`, time of a drafted token over a one-token target forward; `speedup`,
+            `expected_speedup(alpha, k, c)`; `speedup_wide`, the same with the measured wider target forward; `bound`,
+            the speed-up at alpha = 1. Without a fixed k, measured tokens per round replace the expected ones.
         """
         own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
         kind, draft, k = next((s.kind, s.draft, s.num_assistant_tokens) for s in self.systems if s.name == system)
@@ -232,7 +225,7 @@ class BenchmarkReport:
         return {"c": c, "speedup": speedup, "speedup_wide": speedup * as_wide, "bound": bound}
 
     def figures(self, system: str, dataset: str | None = None) -> dict[str, Any]:
-        """Everything about one system on one data set, ready for JSON."""
+        """Return all figures of one system on one data set, ready for JSON."""
         answers, stats = self.answers_of(system, dataset), self.stats_of(system, dataset)
         tokens, seconds = sum(a.num_tokens for a in answers), sum(a.seconds for a in answers)
         outcomes = [answer.outcome for answer in answers]
@@ -260,13 +253,13 @@ class BenchmarkReport:
         if stock is not None and system not in (stock, self.alone):
             figures["times_stock"] = self.ratio(system, stock, dataset)
         if predicted is not None:
-            # Both sides pooled over requests; what is measured also reads the prompts, with both models.
+            # The measured speed-up includes the time to read the prompts with both models.
             figures["measured_over_predicted"] = figures["pooled_speedup"] / predicted["speedup"]
             figures["measured_over_predicted_wide"] = figures["pooled_speedup"] / predicted["speedup_wide"]
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Figures of each data set and of all (`"all"`), system by system, and the times of each request."""
+        """Return the figures by data set and for all (`"all"`), by system, and the times of each request."""
         names = [system.name for system in self.systems]
         parts = {**{name: name for name in self.answers}, ALL: None}
         times = ("num_tokens", "seconds", "first_token_seconds")
@@ -294,36 +287,36 @@ def benchmark(
     watched_requests: int = 3, tokenizer: Any = None, show_progress: bool = False,
 ) -> BenchmarkReport:  # fmt: skip
     """
-    Let systems answer the same requests greedily, request by request in turns.
+    Let systems answer the same requests greedily, one request after the other in all systems.
 
-    Warmed up, each request is timed: while that goes on, only the tokens fed to the target and the moments at which
-    tokens are delivered are noted. Some requests are then answered once more, under watch: forwards of both models
-    are timed, for the times of rounds and the costs that predictions are made from.
+    After a warm-up, each request is timed. Some requests are then answered again with timed forwards of both models,
+    for the times of rounds and the cost model.
 
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            A decoder-only model; the tokenizer is found by the models' names if it is not given.
-        systems (`Sequence[System]`): Exactly one of them is the target alone, by its own kernels.
+            A decoder-only model; by default its tokenizer is found by the model's name.
+        systems (`Sequence[System]`): Exactly one of them is the target alone.
         prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
-        max_new_tokens (`int`): Bound of an answer.
-        watched_requests (`int`, *optional*, defaults to 3):
-            How many requests are watched, the first ones of each data set.
-        show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
+        max_new_tokens (`int`): Maximum tokens of an answer.
+        watched_requests (`int`, *optional*, defaults to 3): Requests per data set with timed forwards.
+        show_progress (`bool`, *optional*, defaults to `False`): Whether to show progress bars.
 
     Raises:
-        ConfigError: names that are shared, no or several systems that are the target alone, no prompts, or `"all"`.
-        UnsupportedModelError: an encoder-decoder.
+        ConfigError: Duplicate names, no or several systems that are the target alone, or no prompts.
+        UnsupportedModelError: An encoder-decoder.
     """
     names = [system.name for system in systems]
     if len(set(names)) < len(names) or sum(system.is_the_target for system in systems) != 1:
-        raise ConfigError(f"Systems need names of their own, and one the target as it is, got {', '.join(names)}.")
+        raise ConfigError(
+            f"Systems need different names, and one of them must be the target alone, got {', '.join(names)}."
+        )
     if not prompts or ALL in prompts or not all(prompts.values()):
         raise ConfigError(f'Each data set needs prompts and a name other than "{ALL}", got {", ".join(prompts)}.')
     if unwrap(target).config.is_encoder_decoder:
         raise UnsupportedModelError("The benchmark needs a decoder-only target, got an encoder-decoder.")
     requests = [_Request(name, tuple(ids)) for name, group in prompts.items() for ids in group]
     watched = [r for name in prompts for r in [r for r in requests if r.dataset == name][:watched_requests]]
-    # One of each length where something is compiled or captured, which is done anew up to each doubling of it.
+    # Compilation repeats for each doubling of the length, so warm up one request of each length.
     compiles = unwrap(target).device.type != "cpu" or any(s.compile_draft is True or s.compile_target for s in systems)
     lengths = {r: (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0 for r in requests}
     first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
@@ -359,11 +352,8 @@ def benchmark(
 
 def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:
     """
-    Answer each request in each way, one right after the other. The way that begins rotates: a machine that slows down
-    does so for all.
-
-    Yields:
-        `tuple[Answer, ...]`: the answers to one request, in the order of the ways.
+    Yield the answers of all ways to each request, in the order of the ways. The way that answers first rotates, so
+    that a change of the machine's speed affects all ways.
     """
     for number, request in enumerate(requests):
         order = [(number + turn) % len(ways) for turn in range(len(ways))]
@@ -373,10 +363,8 @@ def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Req
 
 @torch.no_grad()
 def compare_outputs(target: Any, prompt_ids: Sequence[int], alone: list[int], assisted: list[int]) -> str:
-    """
-    `"identical"`, token by token; `"tied"`, where the answers part at two tokens that the target finds equally likely
-    to rounding; `"differing"` otherwise.
-    """
+    """Return `"identical"`; `"tied"` if the answers first differ at two tokens that are equally likely for the target;
+    or `"differing"`."""
     if alone == assisted:
         return "identical"
     at = next((i for i, (a, b) in enumerate(zip(alone, assisted, strict=False)) if a != b), None)
@@ -389,7 +377,7 @@ def compare_outputs(target: Any, prompt_ids: Sequence[int], alone: list[int], as
 
 
 def median_ratio(ratios: Iterable[float]) -> dict[str, Any]:
-    """`median`, and its 95% `interval` by a bootstrap over requests; ready for JSON."""
+    """Return the `median` and its 95% `interval` by a bootstrap over requests."""
     values = np.array(list(ratios))
     draws = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
     low, high = np.quantile(np.median(values[draws], axis=1), [0.025, 0.975])
@@ -397,8 +385,8 @@ def median_ratio(ratios: Iterable[float]) -> dict[str, Any]:
 
 
 def pad_setting(model: Any) -> dict[str, int]:
-    """The padding token as an argument of `generate`, where a model names none: otherwise transformers remarks at each
-    request that it takes the end token."""
+    """Return the padding token as an argument of `generate` if the model names none; otherwise transformers warns at
+    each request."""
     ends = eos_ids(model.generation_config)
     return {"pad_token_id": ends[0]} if ends and model.generation_config.pad_token_id is None else {}
 
@@ -412,7 +400,7 @@ class _Request(NamedTuple):
 
 
 class _Notes(BaseStreamer):
-    """Notes what one answer delivered and when, what the target was fed and, if asked, when each forward ran."""
+    """Record what one answer delivered and when, the inputs of the target and, if asked, the times of forwards."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
@@ -431,7 +419,7 @@ class _Notes(BaseStreamer):
         self.fed.append(kwargs["input_ids"])
 
     def time_module(self, model: Any, side: str) -> list[Any]:
-        """Time the forwards of a model until the handles are removed."""
+        """Time the forwards of a model; returns the handles that end it."""
         began = 0.0
 
         def begin(*_: Any) -> None:
@@ -455,7 +443,7 @@ class _Notes(BaseStreamer):
         return timed
 
     def rounds(self) -> list[DraftRound]:
-        """The tokens that the target was fed after those it knew were drafted; the prompt was delivered first."""
+        """Return the rounds: the target's inputs after the known tokens are the drafted ones."""
         rounds = []
         known = len(self.delivered[0])
         for fed, tokens in zip(self.fed, self.delivered[1:], strict=False):
@@ -465,7 +453,7 @@ class _Notes(BaseStreamer):
         return rounds
 
     def time_compiled(self, compiled: CompiledTarget) -> Callable[[], None]:
-        """Time the rounds of a compiled target until what is returned is called."""
+        """Time the rounds of a compiled target; returns the function that ends it."""
         make = compiled.verification
 
         def timed(*args: Any) -> Any:
@@ -486,7 +474,7 @@ class _Notes(BaseStreamer):
         return functools.partial(setattr, compiled, "verification", make)
 
     def round_times(self, known: Sequence[DraftRound] | None = None) -> RoundTimes:
-        """How long the rounds took; they are found by what the target was fed, unless they are given."""
+        """Return the times of the rounds, which follow from the target's inputs unless they are given."""
         first, rounds = self.moments[1], (self.rounds() if known is None else known)[1:]
         draft, target = (sum(end - began for began, end in spans if began >= first) for spans in self.spans.values())
         drafted = sum(r.num_drafted - r.text_counts[0] for r in rounds)
@@ -494,9 +482,8 @@ class _Notes(BaseStreamer):
 
 
 def serve_before(assistant: OnlineAssistant, traces: Sequence[Trace]) -> None:
-    """Let an assistant that does not learn propose the text of these requests and, of a large vocabulary, draft the
-    tokens that they use, as if it had served them. Their rounds tell how many tokens that takes: where the target
-    answered alone, more than it has to."""
+    """Let an assistant treat these requests as served before: their text may be proposed, and their tokens define the
+    draft vocabulary."""
     requests = assistant.drafts.requests[None]
     for trace in traces:
         assistant.remember(np.concatenate([trace.prompt_ids, trace.completion_ids]))
@@ -505,14 +492,14 @@ def serve_before(assistant: OnlineAssistant, traces: Sequence[Trace]) -> None:
 
 
 class _Way:
-    """A system, ready to answer."""
+    """A system that is ready to answer."""
 
     def __init__(self, target: Any, system: System, tokenizer: Any, max_new_tokens: int) -> None:
         self.system, self.target = system, target
         self.draft: Any = None
         self.assistant: OnlineAssistant | None = None
         self.model = unwrap(target)
-        # Stop strings of a generation config are left out: transformers' own assisted generation fails on them.
+        # transformers' assisted generation fails on stop strings.
         self.kwargs: dict[str, Any] = {
             "do_sample": False, "max_new_tokens": max_new_tokens, "stop_strings": None, **pad_setting(self.model)
         }  # fmt: skip
@@ -544,7 +531,7 @@ class _Way:
     def _generate(self, request: _Request, notes: _Notes, on_trace: Any = None) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
-        if self.assistant is not None:  # it counts by itself; a hook would have a compiled target compiled again
+        if self.assistant is not None:  # a hook would recompile a compiled target
             self.assistant.reset_stats()
             output = self.assistant.generate(ids, domain=request.dataset, learn=False, on_trace=on_trace, **kwargs)
         else:
@@ -555,7 +542,7 @@ class _Way:
         return list(output[0, len(request.ids) :].tolist())  # waits for the device
 
     def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
-        """The tokens of an answer, and how long it took; nothing is known of the outcome yet."""
+        """Return the tokens of an answer and its times, without the outcome."""
         notes, device, before = _Notes(), self.model.device, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -568,7 +555,7 @@ class _Way:
         return tokens, TimedAnswer(len(tokens), seconds, notes.moments[1] - started, stats, "", peak)
 
     def watch(self, request: _Request) -> RoundTimes:
-        """Times of the rounds of one answer."""
+        """Return the times of the rounds of one answer."""
         clock = device_clock(self.model)
         notes, traces, handles = _Notes(clock), list[Trace](), list[Any]()
         with contextlib.ExitStack() as timed:
@@ -578,7 +565,7 @@ class _Way:
                     timed.callback(notes.time_compiled(self.assistant.compiled_target))
             elif self.draft is not None:
                 handles += notes.time_module(unwrap(self.draft), "draft")
-            if not self.system.compile_target:  # which a hook would have compiled again
+            if not self.system.compile_target:  # a hook would recompile it
                 handles += notes.time_module(self.model, "target")
             for handle in handles:
                 timed.enter_context(handle)
@@ -594,10 +581,9 @@ def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[st
         "max_new_tokens": max_new_tokens,
         "weights_bytes": weights,
         "peak_bytes_are": (
-            "device memory that an answer took beyond what lay there before: weights, what learning keeps, and a "
-            "compiled draft's cache, which stays between answers"
+            "additional device memory of an answer, without weights, learning, and a compiled draft's cache"
             if on_cuda
-            else "not measured: the systems share one process, whose resident memory does not tell them apart"
+            else "not measured: the systems share one process"
         ),
         "process_peak_bytes": process_peak_bytes(),
     }
@@ -608,8 +594,7 @@ def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[st
 
 CONTROLLED_LABEL = "controlled acceptance, random weights: times mean something, text does not"
 
-# Hidden size, layers, heads, intermediate size, vocabulary.
-SHAPES = {
+SHAPES = {  # hidden size, layers, heads, intermediate size, vocabulary
     "8b": (4096, 32, 32, 12288, 151_936),
     "0.6b": (1024, 28, 16, 3072, 151_936),
     "7b": (4096, 32, 32, 11008, 32000),
@@ -621,23 +606,20 @@ SHAPES = {
 }
 POSITIONS = 4096
 
-# Beyond any logit of random weights, and within float16.
-CERTAIN_LOGIT = 2.0**14
+CERTAIN_LOGIT = 2.0**14  # above any logit of random weights, and within float16
 
 
 def random_pair(
     target_shape: str, draft_shape: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Any, Any]:
     """
-    A Llama-shaped target and draft of two of `SHAPES` with random weights, whose answers only end at their bound.
+    Build a Llama-shaped target and draft of two `SHAPES` with random weights. Answers end only at their maximum.
 
-    The target's next token is clear at each step: its head is its embedding, shifted by one token, and the embedding
-    outweighs the layers. Otherwise the likeliest tokens of random weights would be so close that, in half precision,
-    verifying several tokens at once would now and then pick others than the target alone, and acceptance would be
-    out of control. The cost of a forward is that of its shape.
+    The target's head is its shifted embedding, which outweighs the layers, so the next token is always clear.
+    Otherwise, in half precision, wider forwards would sometimes choose other tokens, and acceptance would vary.
 
     Raises:
-        ConfigError: an unknown shape, vocabularies that differ, a device that is missing or too small.
+        ConfigError: An unknown shape, different vocabularies, or a device that is missing or too small.
     """
     for shape in (target_shape, draft_shape):
         if shape not in SHAPES:
@@ -669,9 +651,8 @@ def _random_model(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 class ControlledAcceptance:
     """
-    Puts proposals in place of a draft's own: at each position the token that the target is known to emit there, with
-    a given probability, otherwise another one. The draft runs its forwards all the same. Whether a position is
-    proposed right is settled once: all systems that draft for a prompt have the same tokens accepted.
+    Replaces a draft's proposals: at each position by the token that the target will emit there, with a given
+    probability, otherwise by another one. The draft still runs its forwards. All systems get the same proposals.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -680,8 +661,8 @@ class ControlledAcceptance:
         self._proposals: dict[tuple[int, ...], list[int]] = {}
 
     def record(self, prompt_ids: Sequence[int], answer: Sequence[int], alpha: float) -> None:
-        """Settle what is proposed after a prompt: the tokens of the target's own answer, each with the probability
-        `alpha`, from 0 to 1. Raises ConfigError for another `alpha` and for a prompt that has proposals already."""
+        """Choose the proposals after a prompt: the tokens of the target's answer, each with the probability `alpha`.
+        Raises ConfigError for an invalid `alpha` and for a prompt that is recorded already."""
         if not 0 <= alpha <= 1:
             raise ConfigError(f"A controlled acceptance must be between 0 and 1, got {alpha}.")
         if tuple(prompt_ids) in self._proposals:
@@ -695,7 +676,7 @@ class ControlledAcceptance:
         self._proposals[tuple(prompt_ids)] = [*prompt_ids, *map(proposal, answer)]
 
     def steer_module(self, draft: Any) -> None:
-        """From now on, proposals are put into the logits of each forward of this decoder-only model."""
+        """Put proposals into the logits of each forward of this decoder-only model."""
         proposals: list[int] = []
 
         def steer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -707,7 +688,7 @@ class ControlledAcceptance:
         draft.register_forward_hook(steer, with_kwargs=True)
 
     def steer_lean(self, drafting: LeanDrafting) -> None:
-        """From now on, proposals are put into the logits of each request's lean draft, compiled or not."""
+        """Put proposals into the logits of the draft of each request."""
 
         def steered(forward: DraftForward) -> Feed:
             feed = forward.feed
@@ -735,8 +716,8 @@ def _put(logits: torch.Tensor, proposals: list[int], length: int) -> None:
 
 
 def feeds_through(drafting: LeanDrafting, around: Callable[[DraftForward], Feed]) -> Callable[[], None]:
-    """Have the drafts of coming requests fed by what `around` returns for each request's forward, in place of its
-    `feed`; the function that is returned undoes it."""
+    """Replace the `feed` of each later request's draft forward by `around(forward)`; returns the function that undoes
+    it."""
     make = drafting.generator
 
     def generator(*args: Any, **kwargs: Any) -> Any:
@@ -755,16 +736,7 @@ def feeds_through(drafting: LeanDrafting, around: Callable[[DraftForward], Feed]
 def controlled_acceptance(
     target: Any, prompts: Mapping[float, Sequence[Sequence[int]]], max_new_tokens: int, seed: int = 0
 ) -> ControlledAcceptance:
-    """
-    Let a decoder-only target answer, and settle what is proposed to it.
-
-    Args:
-        prompts (`Mapping[float, Sequence[Sequence[int]]]`):
-            Acceptance -> token ids of the prompts that get it; all prompts differ.
-
-    Raises:
-        ConfigError: an acceptance outside its range, a prompt that comes twice.
-    """
+    """Record the answers of a decoder-only target to prompts, by their acceptance; raises ConfigError."""
     acceptance = ControlledAcceptance(int(target.config.get_text_config().vocab_size), seed)
     for alpha, group in prompts.items():
         for prompt in group:
@@ -773,7 +745,7 @@ def controlled_acceptance(
 
 
 def answer_greedily(target: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
-    """The own answer of a decoder-only target, of at most `max_new_tokens` tokens, and its wall time in seconds."""
+    """Return the answer of a decoder-only target and its wall time in seconds."""
     input_ids = torch.tensor([list(prompt_ids)], device=target.device)
     started = time.perf_counter()
     output = target.generate(

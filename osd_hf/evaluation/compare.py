@@ -1,4 +1,4 @@
-"""Drafts for one target side by side: what each is worth, by acceptance on the same answers and by measured costs."""
+"""Compare drafts for one target by replay of its answers, and evaluate a draft before and after learning."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ __all__ = ["DraftComparison", "Worth", "answered", "compare", "evaluate"]
 
 
 class Worth(NamedTuple):
-    """What a draft is worth: the best k, how many times as fast as the target alone answers are expected with it, and
-    the 95% interval of that, as acceptance has one; costs are taken for known. Of a draft with a tokenizer of its own,
-    k is of the target's tokens, too."""
+    """The best k of a draft, the expected speed-up over the target alone, and its 95% interval, which reflects only
+    acceptance."""
 
     num_assistant_tokens: int
     speedup: float
@@ -52,7 +51,7 @@ class Worth(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """`"yes"`, `"no"`, or `"not sure"` where the interval holds 1."""
+        """`"yes"`, `"no"`, or `"not sure"` if the interval contains 1."""
         low, high = self.interval
         return "yes" if low > 1 else "no" if high < 1 else "not sure"
 
@@ -60,20 +59,19 @@ class Worth(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class DraftComparison:
     """
-    What [`compare`] has found of drafts for one target.
+    The result of [`compare`].
 
     Args:
-        dataset (`EvaluationSet`): The prompts; those that left no room for an answer are not in it.
+        dataset (`EvaluationSet`): The prompts that left room for an answer.
         num_assistant_tokens (`int`): The k of `scores`.
         scores (`Comparison`): Counts of each draft on each prompt.
-        costs (`Mapping[str, ForwardSeconds]`): What forwards of the target and of each draft take, in seconds.
-        new_tokens (`float`): Tokens of an answer on average.
+        costs (`Mapping[str, ForwardSeconds]`): Seconds of forwards of the target and of each draft.
+        new_tokens (`float`): Mean tokens of an answer.
         target (`Mapping[str, Any]`), models (`Mapping[str, Mapping[str, Any]]`):
-            Of the target, and of each draft by its name: `name`, and `revision` on the Hub and `version`, the
-            fingerprint of the weights, or `None`.
+            `name`, `revision` on the Hub and `version` (fingerprint of the weights) of the target and of each draft.
         facts (`dict[str, Any]`):
-            Command, versions, machine, device and dtype; `compiles_drafts`, whether drafts are compiled there by
-            default, so that `costs`, which are of eager forwards, are more than they will take.
+            Command, versions, machine, device and dtype. With `compiles_drafts`, drafts are compiled by default there
+            and cost less than the eager forwards in `costs`.
     """
 
     dataset: EvaluationSet
@@ -87,13 +85,13 @@ class DraftComparison:
 
     @cached_property
     def worth(self) -> dict[str, Worth]:
-        """What each draft is worth, the best first."""
+        """The worth of each draft, the best first."""
         found = {}
         for name, cost in self.costs.items():
             stats = self.scores.totals[name]
             alpha, (low, high) = 0.0, (0.0, 1.0)
             if stats.examined:
-                # As many tokens a forward of the target as were counted, which alpha alone would overrate.
+                # Measured tokens per forward, which alpha alone would overestimate.
                 alpha = alpha_from_block_efficiency(stats.block_efficiency, self.num_assistant_tokens)
                 low, high = (min(max(end - stats.alpha + alpha, 0.0), 1.0) for end in stats.alpha_interval)
             k, speedup = cost.best_k(alpha, self.new_tokens)
@@ -102,32 +100,31 @@ class DraftComparison:
         return dict(sorted(found.items(), key=lambda one: -one[1].speedup))
 
     def summary(self) -> str:
-        """Two lines: whether the best draft is worth it, and why."""
+        """Return two lines: whether the best draft pays, and why."""
         name, worth = next(iter(self.worth.items()))
         stats, cost = self.scores.totals[name], self.costs[name]
         (low, high), k = worth.interval, worth.num_assistant_tokens
-        begun = {"yes": f"Yes, {name} is", "no": f"No, {name} is not", "not sure": f"Not sure of {name}"}[worth.answer]
+        verdicts = {"yes": f"Yes, {name} is", "no": f"No, {name} is not", "not sure": f"Not sure of {name}"}
+        verdict = verdicts[worth.answer]
         more = "; more prompts would tell" if worth.answer == "not sure" else ""
         if worth.answer != "yes" and self.facts.get("compiles_drafts"):
-            more += "; captured or compiled, as it drafts on this device by default, it takes less time: "
-            more += "osd-hf bench tells"
+            more += "; compiled, which is the default on this device, a draft takes less time: measure by osd-hf bench"
         alphas = " to ".join(f"{alpha:.0%}" for alpha in stats.alpha_interval)
         return (
-            f"Worth it? {begun}: expected {worth.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as "
+            f"Worth it? {verdict}: expected {worth.speedup:.2f} [{low:.2f}, {high:.2f}] times as fast as "
             f"{self.target['name']} alone, drafting {k} token{'s' * (k > 1)} a round{more}.\n"
-            f"Why? The target accepts {stats.alpha:.0%} ({alphas}) of its guesses, and drafting pays from about "
-            f"{cost.c:.0%} on: that share of a token of the target alone is what a guess and its check take."
+            f"Why? The target accepts {stats.alpha:.0%} ({alphas}) of its tokens, and drafting pays from about "
+            f"{cost.c:.0%} on: that share of a target forward is what a drafted token and its verification cost."
         )
 
     def gains(self) -> Iterator[tuple[str, str, Comparison]]:
-        """Each two drafts, the better one in front, and both on the same requests: `gain` is by how much more is
-        accepted of the first one."""
+        """Yield each pair of drafts, the better one first, with their comparison on the same requests."""
         for best, other in combinations(sorted(self.costs, key=lambda name: -self.scores.totals[name].alpha), 2):
             sides = {name: self.scores.sides[name] for name in (other, best)}
             yield best, other, Comparison(self.scores.domains, sides)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
+        """Return all figures, ready for JSON."""
         drafts = {}
         for name, worth in self.worth.items():
             cost, parts = self.costs[name], self.scores.parts().items()
@@ -166,28 +163,24 @@ def compare(
     num_assistant_tokens: int = 5, clock: Callable[[], float] | None = None, show_progress: bool = False,
 ) -> DraftComparison:  # fmt: skip
     """
-    Compare drafts for one target. It answers each prompt once, greedily; all drafts are scored on these answers by
-    replay, and their forwards are timed in turns, eagerly, so that a comparison takes little more than the answers.
-    The speed-up that is expected of each follows from its tokens a forward of the target and from what forwards take,
-    by the cost model (arXiv 2211.17192).
+    Compare drafts for one target. The target answers each prompt once, greedily. All drafts are scored on these
+    answers by replay, and their eager forwards are timed. The expected speed-up follows from the cost model
+    (arXiv 2211.17192).
 
     Args:
-        target (`PreTrainedModel`): Left as it is.
-        drafts (`Mapping[str, Any]`):
-            Name -> a draft, a `PeftModel` too; its vocabulary may be padded otherwise.
+        target (`PreTrainedModel`): The target.
+        drafts (`Mapping[str, Any]`): Name -> a draft, or a `PeftModel`; its vocabulary may be padded differently.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`):
-            The prompts, with the most tokens of an answer; of texts alone, the set's own default.
-        num_assistant_tokens (`int`, *optional*, defaults to 5): The k at which acceptance is told.
-        clock (`Callable[[], float]`, *optional*):
-            Seconds; by default those of the wall once the target's device has done what it was asked for.
-        show_progress (`bool`, *optional*, defaults to `False`): Whether to show bars on the standard error.
+        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`): The prompts.
+        num_assistant_tokens (`int`, *optional*, defaults to 5): The k of the reported acceptance.
+        clock (`Callable[[], float]`, *optional*): Seconds; by default wall time when the device has finished.
+        show_progress (`bool`, *optional*, defaults to `False`): Whether to show progress bars.
 
     Raises:
-        ConfigError: no draft; the answers leave no room for a prompt; `dataset` is one text.
-        DataError: fewer than two prompts leave room for their answers.
-        UnsupportedModelError: a draft that assisted generation cannot run with this target.
-        VocabularyMismatchError: a draft with another tokenizer.
+        ConfigError: No draft; the answers leave no room for a prompt; `dataset` is one text.
+        DataError: Fewer than two prompts leave room for their answers.
+        UnsupportedModelError: A draft that assisted generation cannot run with this target.
+        VocabularyMismatchError: A draft with another tokenizer.
     """
     if not drafts:
         raise ConfigError("There is no draft to compare. Name one, or several.")
@@ -236,7 +229,7 @@ def _known(model: Any) -> dict[str, Any]:
 # --- one draft, before and after -----------------------------------------------------------------------------------
 
 
-TUNED = range(1, 9)  # numbers of drafted tokens that are tried, where none is given
+TUNED_KS = range(1, 9)
 
 
 def evaluate(
@@ -244,24 +237,21 @@ def evaluate(
     num_assistant_tokens: int | None = None, timed_requests: int = 0, show_progress: bool = False,
 ) -> Evaluation:  # fmt: skip
     """
-    Measure a draft as it was and as it is on the target's greedy answers.
+    Measure a draft before and after learning on the target's greedy answers.
 
     Args:
-        target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`):
-            Models with one vocabulary; left as they are.
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of all three.
-        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`):
-            The prompts, with the most tokens of an answer; of texts alone, the set's own default.
+        target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`): Models with one vocabulary.
+        tokenizer (`PreTrainedTokenizerBase`): Their tokenizer.
+        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`): The prompts.
         num_assistant_tokens (`int`, *optional*):
-            k. By default, where requests are timed, the one with the most tokens per second by replay and measured
-            costs; otherwise 5.
+            k; by default the fastest one by replay and measured costs if requests are timed, otherwise 5.
         timed_requests (`int`, *optional*, defaults to 0):
-            Prompts that are also answered live by decoder-only pairs: by the target alone and with both drafts in
-            turns, with bars on the standard error where `show_progress` is set.
+            Prompts that decoder-only pairs also answer live, by the target alone and with both drafts.
+        show_progress (`bool`, *optional*, defaults to `False`): Whether to show progress bars.
 
     Raises:
-        ConfigError: the answers leave no room for a prompt; `dataset` is one text.
-        DataError: fewer than two prompts leave room for their answers.
+        ConfigError: The answers leave no room for a prompt; `dataset` is one text.
+        DataError: Fewer than two prompts leave room for their answers.
     """
     dataset, traces = answered(target, [before], tokenizer, dataset)
     speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
@@ -288,8 +278,7 @@ def answered(
     target: Any, drafts: Sequence[Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
     show_progress: bool = False,
 ) -> tuple[EvaluationSet, list[Trace]]:  # fmt: skip
-    """The prompts that leave room for an answer of the target and for these drafts, and its greedy answers to them;
-    raises as [`evaluate`] does."""
+    """Return the prompts that leave room for an answer, and the target's greedy answers; raises as [`evaluate`]."""
     if isinstance(dataset, str):
         raise ConfigError("`dataset` must be a list of texts or an `EvaluationSet`, got one text. Put it into a list.")
     if not isinstance(dataset, EvaluationSet):
@@ -312,11 +301,11 @@ def answered(
 def _tuned(
     target: Any, draft: Any, tokenizer: Any, asked: dict[str, list[list[int]]], traces: Any, max_new_tokens: int
 ) -> int:
-    """The k with the most tokens per second: rounds by replay, their times from a few watched ones."""
+    """Return the k with the most tokens per second, by replay and the timed rounds of two k."""
     first = {name: group[:4] for name, group in asked.items()}
     systems = [System("alone", "alone"), *(System(f"k{k}", "stock", draft, k) for k in (1, 7))]
     report = benchmark(target, systems, first, max_new_tokens=max_new_tokens, watched_requests=0, tokenizer=tokenizer)
-    # Seconds of a round are taken for a line in k through the two that were timed.
+    # The seconds of a round are interpolated linearly in k.
     seconds = []
     for k in (1, 7):
         answers = report.answers_of(f"k{k}")
@@ -327,4 +316,4 @@ def _tuned(
         stats = sum(replay_each(draft, traces, k), AcceptanceStats())
         return stats.block_efficiency / (seconds[0] + (k - 1) * slope)
 
-    return max(TUNED, key=rate)
+    return max(TUNED_KS, key=rate)

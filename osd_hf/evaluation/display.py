@@ -1,4 +1,4 @@
-"""What people see: aligned tables, figures as they are written in them, a progress bar with alpha, plots."""
+"""Format tables and figures, show progress bars, and draw plots."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same d
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Lines of a table: a header, a rule, and rows of cells. The first `left` columns are aligned to the left, as the
-    others hold figures."""
+    """Return an aligned table with a header. The first `left` columns are aligned to the left."""
     widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
 
     def text_line(cells: Sequence[str]) -> str:
@@ -39,26 +38,26 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: in
 
 
 def figure(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
-    """A number with fixed digits; a dash where it is undefined."""
+    """Return a number with fixed digits, or a dash if it is undefined."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
 
 
 def ratio_text(ratio: Mapping[str, Any]) -> str:
-    """A ratio's median with its interval, such as `1.23 [1.12, 1.34]`."""
+    """Return a ratio's median with its interval, such as `1.23 [1.12, 1.34]`."""
     low, high = ratio["interval"]
     return f"{ratio['median']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def stats_interval(stats: AcceptanceStats) -> str:
-    """The 95% interval of alpha, such as `[0.480, 0.544]`."""
+    """Return the 95% interval of alpha, such as `[0.480, 0.544]`."""
     low, high = stats.alpha_interval
     return "-" if math.isnan(low) else f"[{low:.3f}, {high:.3f}]"
 
 
 def comparison_row(name: str, compared: Comparison) -> list[str]:
-    """Cells of a table: the name, the number of requests, alpha before and after, and the gain with its interval."""
+    """Return cells of a table: name, number of requests, alpha before and after, and the gain with its interval."""
     alphas = [figure(stats.alpha) for stats in compared.totals.values()]
     low, high = compared.gain_interval
     interval = "" if math.isnan(low) else f" [{low:+.3f}, {high:+.3f}]"
@@ -66,15 +65,14 @@ def comparison_row(name: str, compared: Comparison) -> list[str]:
 
 
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
-    """The items, with a progress bar on the standard error."""
+    """Yield the items with a progress bar on the standard error."""
     yield from tqdm(items, desc=description, unit=unit, total=total, dynamic_ncols=True)
 
 
 @contextlib.contextmanager
 def alpha_bar(total: int | None, description: str) -> Iterator[Callable[..., None]]:
-    """A progress bar on the standard error over `total` requests, if that is known, with alpha of the newest ones. The
-    block gets a function to call after each request: with the stats of the draft that served it and, where there are
-    some, those of the draft of the beginning, and the version that served."""
+    """Show a progress bar with alpha of the newest requests. The block gets a function to call after each request with
+    the stats of the serving draft and, optionally, of the original draft and the version that served."""
     newest = {name: deque[AcceptanceStats](maxlen=BAR_WINDOW) for name in ("alpha", "frozen")}
     with tqdm(total=total, desc=description, unit="request", dynamic_ncols=True) as bar:
 
@@ -90,16 +88,15 @@ def alpha_bar(total: int | None, description: str) -> Iterator[Callable[..., Non
 
 
 def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
-    """Alpha of single requests pooled over the last `window` ones, at each request; over fewer at the beginning. Shape
-    `(requests,)`, float64; `nan` where nothing was examined."""
+    """Return alpha pooled over the last `window` requests at each request, float64 of shape `(requests,)`; `nan` if
+    nothing was examined."""
     counts = np.array([[s.examined, s.accepted] for s in stats], dtype=float).reshape(-1, 2)
     return pooled(counts, window)
 
 
 def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | None = None) -> None:
-    """Draw alpha over the requests as a PNG file, of a draft frozen and of the same draft as it learned; a point pools
-    `window` requests, or a number that suits the run. Domains that were served one after the other are shaded; a few
-    mixed ones get a panel each, many are drawn as one."""
+    """Plot alpha of a frozen and a learning draft over the requests, pooled over `window` requests. Consecutive
+    domains are shaded, a few mixed domains get a panel each, and many mixed ones are drawn as one."""
     domains, names = compared.domains, compared.names
     window = window or rolling_window(len(domains))
     blocks = [(name, len(list(group))) for name, group in groupby(domains)]
@@ -132,8 +129,7 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | No
 
 
 def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str) -> None:
-    """Draw bars with 95% intervals as a PNG file, a group per domain and a bar per draft, from domain -> draft ->
-    alpha and its interval."""
+    """Plot alpha with 95% intervals: a group of bars per domain and a bar per draft."""
     figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
     drafts = list(next(iter(bars.values())))
     for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):
@@ -149,8 +145,8 @@ def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, titl
 def plot_speedups(
     path: Path, speedups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]], *, title: str
 ) -> None:
-    """Draw bars with 95% intervals as a PNG file, a group per data set and a bar per system, from data set -> system
-    -> times as fast as the target alone, its interval, and the prediction of the cost model, a mark in the bar."""
+    """Plot speed-ups with 95% intervals: a group of bars per data set, a bar per system, and a mark for the prediction
+    of the cost model."""
     systems = list(next(iter(speedups.values())))
     figure, (axes,) = new_figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
     for number, system in enumerate(systems):
@@ -174,11 +170,10 @@ def plot_speedups(
 def _bars(
     axes: Any, estimates: Sequence[Estimate], number: int, count: int, width: float, **style: Any
 ) -> list[float]:
-    """Draw the bars of one of `count` kinds, a bar in each group, whose bars have this width together; returns their
-    places."""
+    """Draw the bars of one of `count` kinds, one per group; returns their positions."""
     places = [group + (number - (count - 1) / 2) * width / count for group in range(len(estimates))]
     heights = [height for height, _ in estimates]
-    # Where an interval is undefined there is no error bar: `max(0, nan)` is 0.
+    # `max(0, nan)` is 0: an undefined interval has no error bar.
     errors = [[max(0, h - low) for h, (low, _) in estimates], [max(0, high - h) for h, (_, high) in estimates]]
     axes.bar(places, heights, width / count * 0.94, yerr=errors, ecolor="#333333", **style)
     return places
@@ -192,7 +187,7 @@ def _finish(figure: Any, axes: Any, path: Path, groups: Sequence[str], title: st
 
 
 def _draw(axes: Any, requests: Sequence[int], compared: Comparison, window: int) -> None:
-    # The first points pool fewer requests than the window and jump about.
+    # The first points pool too few requests.
     first = min(max(window // 2, 1), len(requests)) - 1
     frozen, learning = compared.sides.values()
     axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")
