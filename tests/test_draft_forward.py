@@ -438,11 +438,10 @@ def test_requests_are_drafted_eagerly_while_another_one_compiles(
     assert type(compiled.forward(model, 40, 40)) is StaticForward
 
 
-@pytest.mark.parametrize("drafting", ["lean", "stock"])
-def test_by_default_drafts_are_compiled_on_accelerators(drafting: Any) -> None:
-    config = OnlineConfig(drafting=drafting)
+def test_by_default_drafts_are_compiled_on_accelerators() -> None:
+    config = OnlineConfig()
     assert [compiles_draft(config, device) for device in ("cuda", "xpu", "cpu", "meta")] == [
-        *(2 * [drafting == "lean"]), False, False,
+        True, True, False, False,
     ]  # fmt: skip
     told = [OnlineConfig(compile_draft=way) for way in (True, False)]
     assert [compiles_draft(config, device) for config in told for device in ("cuda", "cpu")] == [

@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
@@ -122,8 +122,7 @@ def test_the_target_as_its_own_draft_is_always_accepted(architecture: str, k: in
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafting", ["lean", "stock"])
-def test_a_scripted_draft_gives_the_scripted_counts(drafting: str, sampled: bool) -> None:
+def test_a_scripted_draft_gives_the_scripted_counts(sampled: bool) -> None:
     #        round 1: 2 right,  |round 2: 5 right, bonus |r3: 0 |round 4: 3 right, then cut by max_new_tokens
     pattern = [1, 1, 0] + [1, 1, 1, 1, 1, 1] + [0] + [1, 1, 1, 1]
     right = [3 + i % 7 for i in range(len(pattern))]
@@ -132,7 +131,7 @@ def test_a_scripted_draft_gives_the_scripted_counts(drafting: str, sampled: bool
     for model in (target, draft):  # certain enough that sampling draws nothing else
         with torch.no_grad():
             model.by_position.mul_(10)
-    assistant = assistant_of(target, draft, drafting=drafting)
+    assistant = assistant_of(target, draft)
     settings = {"max_new_tokens": len(pattern), "do_sample": sampled, "top_k": 0}
     _, trace = answered(assistant, models.prompt(4, vocab_size=16), **settings)
     assert trace.completion_ids.tolist() == right
@@ -208,18 +207,33 @@ def streamed(generate: Any, ids: torch.Tensor, **settings: Any) -> Listener:
 
 
 @pytest.mark.parametrize(("architecture", "k"), [("llama", 1), ("llama", 5), ("gemma3", 5), ("t5", 5)])
-def test_a_streamer_gets_the_chunks_that_the_stock_generator_gives(architecture: str, k: int) -> None:
+def test_a_streamer_gets_the_chunks_that_transformers_generator_gives(architecture: str, k: int) -> None:
     target, draft = models.pair(architecture, noise=0.06, **models.SHALLOW[architecture])
-    lean, stock = (assistant_of(target, draft, drafting=d, num_assistant_tokens=k) for d in ("lean", "stock"))
+    assistant = assistant_of(target, draft, num_assistant_tokens=k)
+    for name, value in (("num_assistant_tokens", k), ("assistant_confidence_threshold", 0.0)):
+        setattr(draft.generation_config, name, value)
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+
+    def stock(*args: Any, **kwargs: Any) -> Any:
+        with capture_traces(target, lambda trace: None):
+            return target.generate(*args, assistant_model=draft, **kwargs)
+
     sizes = set()
     for ids in models.prompts(1):
         answer = alone(target, ids)[0].tolist()
         token = answer[-7]
-        stop = StoppingCriteriaList([lambda ids, scores, token=token, **_: ids[:, -1] == token])
+
+        class EndsWith(StoppingCriteria):  # type: ignore[misc]
+            is_stateless = True
+
+            def __call__(self, ids: torch.Tensor, scores: Any, token: int = token, **kwargs: Any) -> torch.Tensor:
+                return ids[:, -1] == token
+
+        stop = StoppingCriteriaList([EndsWith()])
         for settings in ({}, {"eos_token_id": answer[-4]}, {"stopping_criteria": stop}):
             settings["do_sample"] = False
             ours, theirs, own = (
-                streamed(generate, ids, **settings) for generate in (lean.generate, stock.generate, target.generate)
+                streamed(generate, ids, **settings) for generate in (assistant.generate, stock, target.generate)
             )
             assert ours.chunks == theirs.chunks
             assert ours.tokens == own.tokens
@@ -242,6 +256,8 @@ def test_a_streamer_gets_sampled_chunks_of_what_is_returned() -> None:
 
 class Penalize(LogitsProcessor):  # type: ignore[misc]
     """A caller's own processor, in place as some are."""
+
+    is_stateless = True
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -502,13 +518,6 @@ def test_none_reads_the_drafts_own_constant_k_and_threshold(calls: Calls) -> Non
     assert min(lengths) < 6  # some ended by confidence
 
 
-@pytest.mark.parametrize("name", ["lean", "stock"])
-def test_drafting_is_by_the_generator_that_was_asked_for(name: str, calls: Calls) -> None:
-    target, draft = models.pair()
-    answered(assistant_of(target, draft, drafting=name), models.prompt())
-    assert calls.kinds == {{"lean": LeanCandidateGenerator, "stock": AssistedCandidateGenerator}[name]}
-
-
 def test_attached_drafts_leanly_with_the_assistants_draft_alone(calls: Calls) -> None:
     target, draft = models.pair()
     assistant = assistant_of(target, draft)
@@ -710,8 +719,6 @@ def test_speculation_comes_back_once_the_draft_has_learnt() -> None:
 def test_the_plan_is_there_with_auto_alone(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair()
     assert assistant_of(target, draft).drafting_plan() is None
-    assert assistant_of(target, draft, drafting="stock").drafting is None
-    assert assistant_of(target, draft, drafting="stock").drafting_plan() is None
     caplog.set_level(logging.WARNING)
     assistant = assistant_of(target, draft, num_assistant_tokens="auto")
     answered(assistant, models.prompt())
@@ -745,6 +752,7 @@ def test_a_plain_request_goes_on_from_an_earlier_turns_cache(
 class Scratch(LogitsProcessor):  # type: ignore[misc]
     """Writes into a buffer that it makes at the first call."""
 
+    is_stateless = True
     buffer: Any = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -820,7 +828,6 @@ def test_with_a_k_of_0_the_target_samples_alone_what_it_would_from_a_seed() -> N
     [
         ({}, -1, "`num_assistant_tokens` must be an integer of at least 1"),
         ({}, "many", "`num_assistant_tokens` must be an integer of at least 1"),
-        ({"drafting": "stock"}, 3, 'needs `drafting="lean"`'),
         ({"learn_from": "corrections"}, "auto", "needs a fixed `num_assistant_tokens`"),
     ],
 )

@@ -36,7 +36,6 @@ pytestmark = [
 
 MANUAL = OnlineConfig(update_strategy="manual", num_assistant_tokens=4)
 TEXT = OnlineConfig(update_strategy="manual", candidates="text")
-STOCK = OnlineConfig(update_strategy="manual", drafting="stock")
 LENGTH = 24  # at which the models of these tests change
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -92,7 +91,6 @@ def same(target: Any, assistant: OnlineAssistant, requests: int = 2, **arguments
     "name, begins, config",
     [
         *itertools.product(("dynamic", "longrope"), (LENGTH - 9, LENGTH - 2, LENGTH + 6), (MANUAL, TEXT)),
-        *itertools.product(("dynamic", "longrope"), (LENGTH - 2,), (STOCK,)),
         *itertools.product(("default", "linear", "yarn"), (LENGTH - 9,), (MANUAL,)),
     ],
 )
@@ -690,10 +688,9 @@ def test_a_draft_that_fails_costs_no_answer(
 
 
 @pytest.mark.parametrize("part", ["encoder", "whole"])
-@pytest.mark.parametrize("drafting", ["lean", "stock"])
-def test_a_draft_that_fails_anywhere_costs_no_answer(part: str, drafting: str) -> None:
+def test_a_draft_that_fails_anywhere_costs_no_answer(part: str) -> None:
     target, draft = models.pair("t5")
-    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=4, drafting=drafting)
+    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=4)
     assistant = OnlineAssistant(target, draft, config=config)
     same(target, assistant, 1, **inputs(6), max_new_tokens=12)
 

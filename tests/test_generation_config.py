@@ -277,11 +277,8 @@ def test_a_config_and_keywords_together_are_resolved_as_the_target_does(
     assert config.num_beams == 2
 
 
-@pytest.mark.parametrize("drafting", ["lean", "stock"])
 @pytest.mark.parametrize("entry", ["generate", "attached", "captured", "chat"])
-def test_stop_strings_of_a_config_end_an_answer_where_the_target_ends_it(
-    entry: str, drafting: str, tmp_path: Path
-) -> None:
+def test_stop_strings_of_a_config_end_an_answer_where_the_target_ends_it(entry: str, tmp_path: Path) -> None:
     target, draft = models.pair(num_hidden_layers=1, k=K)
     tokenizer = models.tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
@@ -292,7 +289,7 @@ def test_stop_strings_of_a_config_end_an_answer_where_the_target_ends_it(
     alone = target.generate(ids, tokenizer=tokenizer, **stop, **how)
     assert ids.shape[1] + 8 < alone.shape[1] < ids.shape[1] + 24
     draft.generation_config.stop_strings = ["any"]  # a draft of the same family has them, too
-    assistant = OnlineAssistant(target, draft, tokenizer, OnlineConfig(update_strategy="manual", drafting=drafting))
+    assistant = OnlineAssistant(target, draft, tokenizer, OnlineConfig(update_strategy="manual"))
     given: dict[str, Any] = {"assistant_model": assistant.draft, "tokenizer": tokenizer, **how}
     traces: list[Trace] = []
     for route in ("default", "file"):

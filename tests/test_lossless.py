@@ -43,7 +43,6 @@ Request = tuple[torch.Tensor, dict[str, Any]]
 # in each run.
 WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
     "lean": ({}, None),
-    "stock": ({"drafting": "stock"}, None),
     "auto": ({"num_assistant_tokens": "auto", "candidates": "draft"}, 0.1),
     "auto, losing": ({"num_assistant_tokens": "auto"}, 3.0),
     "both": ({"num_assistant_tokens": "auto"}, 0.1),
@@ -51,10 +50,8 @@ WAYS: dict[str, tuple[dict[str, Any], float | None]] = {
 }
 every_way = pytest.mark.parametrize("way", WAYS)
 # A draft that is always right, and one that is not.
-every_way_to_stop = pytest.mark.parametrize(
-    ("way", "noise"), [*((way, 0.05) for way in WAYS), ("lean", 0.0), ("stock", 0.0)]
-)
-lean_and_stock = pytest.mark.parametrize("way", ["lean", "stock"])
+every_way_to_stop = pytest.mark.parametrize(("way", "noise"), [*((way, 0.05) for way in WAYS), ("lean", 0.0)])
+lean = pytest.mark.parametrize("way", ["lean"])
 
 
 def assistant_of(target: Any, draft: Any, way: str, config: OnlineConfig, tokenizer: Any = None) -> OnlineAssistant:
@@ -217,7 +214,7 @@ def asked(architecture: str) -> tuple[Any, list[Request], list[Any]]:
 
 @pytest.mark.parametrize(
     ("architecture", "way"),
-    [*itertools.product(models.ARCHITECTURES, ["lean", "stock"]),
+    [*itertools.product(models.ARCHITECTURES, ["lean"]),
      *itertools.product(["llama", "gemma3", "t5"], ["auto"]), *itertools.product(["gemma3", "t5"], ["auto, losing"])],
 )  # fmt: skip
 def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str, way: str) -> None:
@@ -251,7 +248,7 @@ def asked_in_turns(architecture: str) -> tuple[Any, list[Request], list[Any]]:
 
 @pytest.mark.parametrize(
     ("architecture", "way"),
-    [*itertools.product(["llama", "mistral", "gemma3", "gpt2"], ["lean", "stock"]),
+    [*itertools.product(["llama", "mistral", "gemma3", "gpt2"], ["lean"]),
      *itertools.product(["llama", "gemma3"], ["auto", "auto, losing"])],
 )  # fmt: skip
 def test_greedy_answers_are_the_targets_across_turns(architecture: str, way: str) -> None:
@@ -271,7 +268,7 @@ def test_greedy_answers_are_the_targets_across_turns(architecture: str, way: str
     assert assistant.version == 2
 
 
-@lean_and_stock
+@lean
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_a_loop_that_accepts_every_draft_fails_the_greedy_check(
     architecture: str, way: str, broken_greedy: None
@@ -400,7 +397,7 @@ def sampled_answers(assistant: OnlineAssistant, ids: torch.Tensor, number: int) 
     return counts
 
 
-@lean_and_stock
+@lean
 def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns(way: str) -> None:
     target, draft = small_pair()
     assistant = assistant_of(target, draft, way, LEARNS)
@@ -445,7 +442,7 @@ def test_each_token_of_long_answers_is_drawn_as_the_target_draws_it(way: str) ->
     assert float((learned - torch.tensor(table)).abs().sum()) < 0.8 * float((given - torch.tensor(table)).abs().sum())
 
 
-@pytest.mark.parametrize("way", ["lean", "stock", "auto"])
+@pytest.mark.parametrize("way", ["lean", "auto"])
 def test_a_loop_that_accepts_too_much_fails_the_check_of_long_answers(way: str, broken_sampling: None) -> None:
     target = models.bigram(0)
     assistant = assistant_of(target, models.bigram(1), way, FROZEN)
@@ -536,7 +533,7 @@ def breaking_down(value: float, every: int) -> Any:
     return draft
 
 
-@lean_and_stock
+@lean
 @pytest.mark.parametrize(("value", "every"), [(torch.nan, 1), (torch.nan, 3), (torch.inf, 3), (-torch.inf, 3)])
 def test_rows_of_a_draft_that_are_no_distribution_end_the_draft_and_not_the_answer(
     value: float, every: int, way: str

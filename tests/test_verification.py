@@ -135,9 +135,8 @@ def test_answers_are_the_targets_for_any_number_of_drafted_tokens_and_nothing_is
 
 
 @pytest.mark.parametrize("architecture", COMPILABLE)
-@pytest.mark.parametrize("drafting", ["lean", "stock"])
 def test_answers_are_the_targets_however_they_end(
-    architecture: str, drafting: str, untraced: None, fed: list[int], capsys: pytest.CaptureFixture[str]
+    architecture: str, untraced: None, fed: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Any24(StoppingCriteria):
         is_stateless = True
@@ -147,7 +146,7 @@ def test_answers_are_the_targets_however_they_end(
 
     target, draft = small(architecture)
     tokenizer = models.tokenizer()
-    assistant = assistant_of(target, draft, drafting=drafting)
+    assistant = assistant_of(target, draft)
     ends = set()
     for seed in range(2):
         ids = models.prompt(6, seed)
