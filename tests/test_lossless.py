@@ -349,7 +349,9 @@ def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
     target, draft = models.pair("qwen3", noise=0.0)
     ids = models.prompts(1)[0]
     answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-    stop = StoppingCriteriaList([AfterTokens({int(answer[0, ids.shape[1] + 2])})])
+    criterion = AfterTokens({int(answer[0, ids.shape[1] + 2])})
+    criterion.is_stateless = False
+    stop = StoppingCriteriaList([criterion])
 
     def stock(ids: torch.Tensor, **settings: Any) -> Any:
         with capture_traces(target, lambda trace: None):

@@ -18,7 +18,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from osd_hf.decoding.checks import undrafted
 from osd_hf.decoding.draft_length import (
     MAX_K,
-    PROMPT,
+    READS_PROMPT_TOKENS,
     BatchPace,
     BatchRound,
     RoundTime,
@@ -37,7 +37,7 @@ from osd_hf.decoding.exactness import (
 from osd_hf.decoding.forward import AHEAD, MASKED_ATTENTION
 from osd_hf.decoding.generator import Clock, LeanDrafting
 from osd_hf.decoding.request import Binding, Decoding, Request, Round, WatchedProcessors, bears_any_token, hand_over
-from osd_hf.decoding.text import Guess, RequestText, TextIndex
+from osd_hf.decoding.text import Guess, RequestText
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import ReplayedProcessor, RowProcessors
 from osd_hf.models import evaluating, vocab_size_of
@@ -679,7 +679,7 @@ class _Rounds:
             for request, pad, ids in zip(batch.requests, padding, prompts, strict=True)
         ]
         for row in self.rows if self.pace.reads_text else ():
-            row.past = RequestText(TextIndex, (), row.text, int(config.max_length), row.request.earlier)
+            row.past = RequestText((), row.text, int(config.max_length), row.request.earlier)
         self.plan = BatchRound(0)
         self.do_sample, self.begins = bool(config.do_sample), self.input_ids.shape[1]
         self.most = int(config.max_length) - self.begins  # tokens of an answer
@@ -743,11 +743,10 @@ class _Rounds:
         if not drafted:
             k = candidates.tokens.shape[1]  # a plain round is one that looks nothing up
             return RoundTime(k, seconds=seconds if k or seconds is None else seconds - looked_up)
-        first, others = (sum(part) for part in zip(*((d.times[0], sum(d.times[1:])) for d in drafted), strict=True))
-        fed, forwards = max(d.fed for d in drafted), max(len(d.times) for d in drafted)
-        if fed > PROMPT:
-            seconds = None  # it read prompts
-        return RoundTime(candidates.tokens.shape[1], forwards, fed, first, others, seconds)
+        if max(draft.fed for draft in drafted) > READS_PROMPT_TOKENS:
+            seconds = None
+        forwards, draft_seconds = max(len(draft.times) for draft in drafted), sum(sum(d.times) for d in drafted)
+        return RoundTime(candidates.tokens.shape[1], forwards, draft_seconds, seconds)
 
     def _of_each(self, count: int) -> tuple[list[int], list[int]]:
         """The row, and the length, of each position of a round that has so many for each row."""

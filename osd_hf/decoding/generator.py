@@ -1,8 +1,7 @@
-"""The lean candidate generator: candidates by the draft's own forward and from past text, for transformers' loop."""
+"""Propose candidates for one request, from the draft's own forward and from past text."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
@@ -14,14 +13,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from osd_hf.decoding.draft_length import DRAFT, PROMPT, FixedPace, Pace, Pacer, RoundTime
-from osd_hf.decoding.exactness import UNLIMITED, Limits, log_failed_draft
+from osd_hf.decoding.draft_length import DRAFT, READS_PROMPT_TOKENS, FixedPace, Pace, Pacer, RoundTime
+from osd_hf.decoding.exactness import UNLIMITED, Limits, log_failed_draft, log_once
 from osd_hf.decoding.forward import CompiledDraft, DraftForward
-from osd_hf.decoding.text import Guess, RequestText, TextIndex, TokenIndex
+from osd_hf.decoding.text import Guess, RequestText, TextIndex
 from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL
@@ -31,30 +30,48 @@ from osd_hf.trace import num_accepted
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
-# What takes the place of the draft's token, the token, alone and as a tensor, and the row that it was drawn from.
-Choice = tuple[Guess | None, int, torch.Tensor | None, torch.Tensor | None]
 
-MOST_CHATS = 8  # of which a model that drafts keeps what it has read
+MAX_CHATS = 8  # of which a draft keeps the cache
 
 
-def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
-    """The tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without one."""
+def without_padding(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the tokens of `ids`, `(1, tokens)`, that a mask of the same shape does not hide."""
     row = ids[0]
     return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
 
 
+class _Drafted(NamedTuple):
+    """A token of the draft: its id, the id as a tensor `(1, 1)`, and the logits that it was sampled from."""
+
+    token: int
+    tensor: torch.Tensor
+    logits: torch.Tensor | None
+
+
 class LeanCandidateGenerator(CandidateGenerator):
     """
-    Candidates of one request. Greedy ones come without logits, as the loop compares tokens; sampled ones with the very
-    logits that they were drawn from, processed as the target's, float32, `(1, candidates, vocab)`: for a token of past
-    text, certainty. Where all are of past text, they come without: a token drawn from the target that is the same is
-    accepted then, which is as often.
+    Generate the candidates of one request for transformers' loop.
 
-    The loop begins with `input_ids`, int64, `(1, prompt)`. What `attention_mask`, of the same shape, hides of them is
-    padding, which the draft does not see: its positions are those of the target. The sequence has at most `max_length`
-    tokens, of which the draft can be fed `max_positions`; drafting ends with one of `eos_token_ids`. `vocab_size` is
-    the width of the target's logits, `logits_processor` its own, and `clock` tells the time in seconds. `limits` says
-    how many candidates the target can verify exactly.
+    Greedy candidates come without logits, because the loop compares tokens. Sampled ones come with the logits that
+    they were drawn from, `(1, candidates, vocab)` in float32, processed as the target's; a token of past text is
+    certain. If all candidates are from past text, they come without logits: a token drawn from the target that equals
+    the candidate is accepted, which has the same probability.
+
+    Args:
+        forward (`DraftForward`): The draft.
+        pace (`Pace`): Chooses the source of each candidate, and their number.
+        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): What the loop begins with.
+        attention_mask (`torch.Tensor`, *optional*): Tokens that it hides are padding, which the draft does not see.
+        logits_processor (`LogitsProcessorList`): The target's.
+        do_sample (`bool`): Whether tokens are sampled.
+        max_length (`int`): Maximum length of the sequence.
+        max_positions (`int`, *optional*): Tokens that the draft can read.
+        eos_token_ids (`frozenset[int]`): Drafting ends after one of them.
+        vocab_size (`int`): Width of the target's logits.
+        token_ids (`torch.Tensor`, *optional*): The draft vocabulary; `None` means all tokens.
+        text (`RequestText`, *optional*): Past text.
+        clock (`Callable[[], float]`, *optional*): Time in seconds.
+        limits (`Limits`, *optional*): Candidates that the target can verify exactly.
     """
 
     def __init__(
@@ -70,39 +87,47 @@ class LeanCandidateGenerator(CandidateGenerator):
         max_positions: int | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        token_ids: torch.Tensor | None = None,
         text: RequestText | None = None,
         clock: Clock = time.perf_counter,
         limits: Limits = UNLIMITED,
     ) -> None:
-        self.limits, self._prompt_tokens = limits, input_ids.shape[1]
-        self.forward, self.pace, self.text, self.clock = forward, pace, text, clock
-        # The loop's own list tells of the rows that it gets, which are to be the target's alone.
+        self.forward = forward
+        self.pace = pace
+        self.text = text
+        self.clock = clock
+        self.limits = limits
+        # The loop's list records the target's rows, and the draft's are none.
         self.logits_processor = LogitsProcessorList(logits_processor)
-        self.do_sample, self.eos_token_ids, self.vocab_size = do_sample, eos_token_ids, vocab_size
-        self.max_length, self.max_positions = max_length, max_positions
-        # What the draft has been, or is to be, fed.
-        self._context: list[int] = without_padding(input_ids, attention_mask).tolist()
-        self._seen = input_ids.shape[1]
+        self.do_sample = do_sample
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+        self.max_positions = max_positions
+        self._token_ids = token_ids
+        # Other processors look for tokens by their ids, and need logits of the whole vocabulary.
+        self._processes_part = all(type(processor) in IMPARTIAL for processor in self.logits_processor)
+        self._context: list[int] = without_padding(input_ids, attention_mask).tolist()  # for the draft
+        self._prompt_tokens = self._seen = input_ids.shape[1]
         self._drafted: list[int] = []
-        self.from_text: list[bool] = []  # of the round's candidates, those that past text proposed
+        self.from_text: list[bool] = []  # which candidates of the round are from past text
         self._began: float | None = None
-        self._draft_seconds: list[float] = []  # of each forward of the draft in the round
-        self._fed = 0  # tokens to the first of them
-        self._is_typical = False
+        self._draft_seconds: list[float] = []  # of each forward in the round
+        self._first_fed = 0  # tokens of the first of these forwards
+        self._is_timed = False
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The candidates of the round that begins with this sequence, `(1, tokens)`: the sequence followed by them,
-        and the logits if they are drawn from; the sequence itself and `None` where there are none."""
+        """Return the sequence followed by the candidates of a new round, and their logits if they are sampled."""
         is_first = self._began is None
         self._began = self._end_round()
         self._drafted, self.from_text, self._draft_seconds = [], [], []
-        self._is_typical = not is_first  # a round that also reads the prompt does not tell what a round costs
-        self.pace.begin(self._missing)
+        self._is_timed = not is_first  # the first round also reads the prompt
+        self.pace.begin()
         rows = self._propose(input_ids) if self._context else []
         if not self._drafted:
             return input_ids, None
         candidate_ids = torch.cat([input_ids, torch.tensor([self._drafted], device=input_ids.device)], dim=1)
-        if not rows or all(row is None for row in rows):
+        if all(row is None for row in rows):
             return candidate_ids, None
         certain = [self._certain(t) if row is None else row for t, row in zip(self._drafted, rows, strict=True)]
         return candidate_ids, torch.stack([row.to(input_ids.device) for row in certain], dim=1)
@@ -110,149 +135,115 @@ class LeanCandidateGenerator(CandidateGenerator):
     def _end_round(self) -> float:
         now = self.clock()
         if self._began is not None:
+            reads_prompt = bool(self._draft_seconds) and self._first_fed > READS_PROMPT_TOKENS
+            seconds = now - self._began if self._is_timed and not reads_prompt else None
             times = self._draft_seconds
-            seconds = now - self._began if self._is_typical else None
-            if times and self._fed > PROMPT:
-                seconds = None  # it read a prompt
-            first, others = sum(times[:1]), sum(times[1:])
-            self.pace.timed(RoundTime(len(self._drafted), len(times), self._fed, first, others, seconds))
+            self.pace.timed(RoundTime(len(self._drafted), len(times), sum(times), seconds))
         return now
 
     def _propose(self, ids: torch.Tensor) -> list[torch.Tensor | None]:
-        """Fill `self._drafted`; the logits that each token was drawn from, if it was drawn."""
-        pace, text, rows = self.pace, self.text, list[torch.Tensor | None]()
+        """Fill `self._drafted`; return the logits that each token was sampled from."""
+        pace, text = self.pace, self.text
+        rows: list[torch.Tensor | None] = []
         room = min(self.max_length - self._seen - 1, self.limits.max_candidates(self._seen, self._prompt_tokens))
-        # Nothing was fed to the draft behind its last position.
-        room_to_draft = room if self.max_positions is None else self.max_positions - len(self._context) + 1
-        chosen: torch.Tensor | None = None  # the last token, where the draft is
+        last: torch.Tensor | None = None  # the last token, on the draft's device
         while len(self._drafted) < room:
-            # Vocabularies of an encoder-decoder may differ in what they have beyond the decoder's.
+            # The vocabularies of an encoder-decoder may differ beyond the decoder's tokens.
             guesses = [guess for guess in text.guesses() if guess.token < self.vocab_size] if text else ()
-            source = pace.next(guesses, len(self._drafted) < room_to_draft)
+            known = len(self._context) + len(self._drafted)
+            source = pace.next(guesses, self.max_positions is None or known <= self.max_positions)
             if source is None:
                 break
-            row: torch.Tensor | None = None
-            if source == DRAFT:
-                began = self.clock()
-                choice = self._say(ids, chosen)
-                self._draft_seconds.append(self.clock() - began)
-                if choice is None:
-                    break
-                source, token, chosen, row = choice
             if isinstance(source, Guess):
-                token, row, chosen = source.token, None, None
+                token, last, row = source.token, None, None
+            else:
+                began = self.clock()
+                drafted = self._draft(ids, last)
+                self._draft_seconds.append(self.clock() - began)
+                if drafted is None:
+                    break
+                token, last, row = drafted
             self._drafted.append(token)
-            self.from_text.append(isinstance(source, Guess))
-            if self.do_sample:
-                rows.append(row)
+            self.from_text.append(source != DRAFT)
+            rows.append(row)
             if token in self.eos_token_ids:
                 break
             if text is not None:
                 text.proposed(token)
         return rows
 
-    @property
-    def _missing(self) -> int:
-        """Tokens of the context that the draft has not been fed."""
-        return len(self._context) - self.forward.length
-
-    def _say(self, ids: torch.Tensor, last: torch.Tensor | None) -> Choice | None:
-        """What the draft proposes; `None` where it proposes nothing."""
-        return self._choose(self._feed(ids, last))
-
     def untimed(self) -> None:
-        """The round under way does not tell what a round takes."""
-        self._is_typical = False
+        """Exclude the current round from the measured times."""
+        self._is_timed = False
 
-    def _feed(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-        """The draft's logits behind all tokens so far, `(1, vocab)`, processed as the target's; where that is enough,
-        of the tokens alone that it chooses among. `last` is the last of the tokens so far, `(1, 1)`, if it lies where
-        the draft is."""
-        forward, missing = self.forward, len(self._context) + len(self._drafted) - self.forward.length
-        if not self._draft_seconds:
-            self._fed = missing
-        if last is not None and missing == 1:
-            feed = last
-        else:
-            feed = torch.tensor([(self._context + self._drafted)[-missing:]], device=forward.device)
+    def _draft(self, ids: torch.Tensor, last: torch.Tensor | None) -> _Drafted | None:
+        """Draft a token; return `None` if there is none. `last` is the token before, `(1, 1)`, if the draft has it."""
         try:
-            with torch.inference_mode():
-                logits = forward.feed(feed)
-        except Exception as error:  # of models of any kind: the answer goes on without the draft
-            log_failed_draft(forward.draft, error)
+            logits = self._logits(ids, last)
+        except Exception as error:
+            log_failed_draft(self.forward.draft, error)
             logger.debug("The draft failed.", exc_info=True)
-            self.max_positions = forward.length = 0  # nothing is fed or cropped from here on
-            return torch.full((1, self.vocab_size), torch.nan, device=ids.device)
+            self.max_positions = self.forward.length = 0  # no more forwards
+            return None
+        highest, chosen = logits.max(-1, keepdim=True)
+        if not math.isfinite(float(highest)):  # NaN, or no token is allowed
+            self._is_timed = False
+            return None
+        confidence = 1.0
+        if self.do_sample or self.pace.reads_confidence:
+            probs = logits.softmax(-1, dtype=torch.float32)
+            if self.do_sample:
+                chosen = torch.multinomial(probs, 1)
+            if self.pace.reads_confidence:
+                confidence = float(probs.gather(-1, chosen))
+        if self._token_ids is not None and logits.shape[-1] == len(self._token_ids):
+            chosen = self._token_ids.to(chosen.device)[chosen]
+        token = int(chosen)
+        self.pace.drafted(token, confidence)
+        return _Drafted(token, chosen.to(self.forward.device), self._whole(logits) if self.do_sample else None)
+
+    def _logits(self, ids: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
+        """Return the draft's logits after all tokens so far, `(1, vocab)`, processed as the target's."""
+        forward = self.forward
+        missing = len(self._context) + len(self._drafted) - forward.length
+        if not self._draft_seconds:
+            self._first_fed = missing
+        if last is None or missing != 1:
+            last = torch.tensor([(self._context + self._drafted)[-missing:]], device=forward.device)
+        with torch.inference_mode():
+            logits = forward.feed(last)
         if forward.has_moved:
             self.untimed()
         if not (self.do_sample or self.logits_processor):
             return logits
-        # Processors may keep what they make, and are called outside of inference mode.
         if self._drafted and self.logits_processor:
             ids = torch.cat([ids, torch.tensor([self._drafted], device=ids.device)], dim=1)
-        return self._like_the_targets(logits, ids)
-
-    def _choose(self, logits: torch.Tensor) -> Choice | None:
-        """What takes the place of the draft's token, if anything does, that token, alone and as a tensor, `(1, 1)`,
-        and the row that it was drawn from, if it was; `None` where nothing can be chosen."""
-        pace = self.pace
-        is_processed = bool(self.do_sample or self.logits_processor)
-        with contextlib.nullcontext() if is_processed else torch.inference_mode():
-            highest, chosen = logits.max(-1, keepdim=True)
-            if self.do_sample or pace.reads_confidence:
-                probs = logits.softmax(-1, dtype=torch.float32)
-            # Only one of the two is read: each reading waits for the accelerator.
-            confidence = float(probs.gather(-1, chosen) if pace.reads_confidence else highest)
-            if not math.isfinite(confidence):  # nothing can be drawn from NaN, nor where no token is allowed
-                self._is_typical = False
-                return None
-            confidence = confidence if pace.reads_confidence else 1.0
-            token = self._id(chosen)
-            number = int(token)
-            # Decided before anything is drawn: what is proposed must not depend on what was.
-            instead = pace.instead(number, confidence)
-            if instead is None:
-                if self.do_sample:
-                    chosen = torch.multinomial(probs, 1)
-                    token = self._id(chosen)
-                    number = int(token)
-                    confidence = float(probs.gather(-1, chosen)) if pace.reads_confidence else 1.0
-                pace.drafted(number, confidence)
-            row = self._whole(logits) if self.do_sample else None
-            return instead, number, token.to(self.forward.device), row
-
-    def _id(self, chosen: torch.Tensor) -> torch.Tensor:
-        """The token of a column of the logits."""
-        return chosen
+        # A copy, outside of inference mode: processors write into it, and may keep it.
+        logits = logits.to(device=ids.device, dtype=torch.float32, copy=True)
+        processed: torch.Tensor = self.logits_processor(ids, logits if self._processes_part else self._whole(logits))
+        return processed
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of all of the target's tokens."""
-        missing = self.vocab_size - logits.shape[-1]  # embeddings padded otherwise than the target's
+        """Return logits of the target's whole vocabulary."""
+        if self._token_ids is not None and logits.shape[-1] == len(self._token_ids):
+            whole = logits.new_full((1, self.vocab_size), -torch.inf)
+            return whole.index_copy_(1, self._token_ids.to(logits.device), logits)
+        missing = self.vocab_size - logits.shape[-1]  # embeddings may be padded to different sizes
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _certain(self, token: int) -> torch.Tensor:
-        """Logits of a distribution that is this token, float32, `(1, vocab)`."""
+        """Return the logits of a distribution that has only this token."""
         row = torch.full((1, self.vocab_size), -torch.inf, dtype=torch.float32, device="cpu")
         row[0, token] = 0.0
         return row
 
-    def _like_the_targets(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        # A copy: processors write into it, and into what they make of it, outside inference mode as well.
-        logits = logits.to(device=ids.device, dtype=torch.float32, copy=True)
-        processed: torch.Tensor = self.logits_processor(ids, self._to_process(logits))
-        return processed
-
-    def _to_process(self, logits: torch.Tensor) -> torch.Tensor:
-        """What of the logits the processors get."""
-        return self._whole(logits)
-
     @property
     def read(self) -> list[int]:
-        """The tokens that the draft's cache holds."""
+        """The tokens in the draft's cache."""
         return (self._context + self._drafted)[: self.forward.length]
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Take back what the target rejected. Takes the arguments of the loop, of which only the tokens are needed."""
+        """Remove rejected candidates from the draft's cache. The loop's other arguments are not needed."""
         emitted: list[int] = input_ids[0, self._seen :].tolist()
         accepted = num_accepted(self._drafted, emitted)
         if self.text is not None:
@@ -260,241 +251,73 @@ class LeanCandidateGenerator(CandidateGenerator):
         self._seen = input_ids.shape[1]
         known = len(self._context) + accepted
         self._context += emitted
-        self._take_back(known, emitted)
+        if self.forward.length:
+            # The last candidate was not fed; the last emitted token is fed in the next round.
+            self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
         self.pace.judged(accepted, emitted)
 
-    def _take_back(self, known: int, emitted: list[int]) -> None:
-        """Let the draft have read nothing but what stands: so many tokens of what it was fed."""
-        if self.forward.length:
-            # The last drafted token was not fed; the last emitted one is what the next round begins with.
-            self.forward.crop(min(self.forward.length, known, len(self._context) - 1))
-
     def close(self) -> None:
-        """The request has ended."""
+        """End the request."""
         self._end_round()
         self.pace.ended()
         self.forward.close()
 
 
-class RestrictedCandidateGenerator(LeanCandidateGenerator):
-    """The same with a draft whose logits are of `token_ids` alone, int64, `(tokens,)`."""
-
-    def __init__(self, *args: Any, token_ids: torch.Tensor, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._token_ids = token_ids
-        # Processors may ask for tokens by their ids; where they do not, what is not chosen among need not be there.
-        self._is_enough = all(type(processor) in IMPARTIAL for processor in self.logits_processor)
-
-    def _id(self, chosen: torch.Tensor) -> torch.Tensor:
-        return self._token_ids.to(chosen.device)[chosen] if self._is_enough else chosen
-
-    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        if logits.shape[-1] != len(self._token_ids):
-            return super()._whole(logits)
-        whole = logits.new_full((1, self.vocab_size), -torch.inf)
-        return whole.index_copy_(1, self._token_ids.to(logits.device), logits)
-
-    def _to_process(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._is_enough else self._whole(logits)
-
-
-class Drafting:
-    """Makes the lean candidate generators of one draft's requests, each of which drafts on its own."""
-
-    index: type[TokenIndex] = TokenIndex  # what the text of a request is kept in
-
-    def __init__(self, draft: Any, clock: Clock) -> None:
-        self.draft = draft
-        self.clock = clock  # one that waits for an accelerator makes costs exact, requests slower
-
-    def generator(
-        self, pace: Pace, vocab_size: int, earlier: Sequence[TokenIndex] = (), *, limits: Limits = UNLIMITED,
-        **given: Any,
-    ) -> LeanCandidateGenerator:  # fmt: skip
-        """One request's generator, from what the loop passes to `_get_candidate_generator`, and the earlier text that
-        it may look up."""
-        draft, generation_config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
-        max_length, kwargs = int(generation_config.max_length), given["model_kwargs"]
-        limit = self._limit
-        source, before = None, list[int]()
-        mask = kwargs.get("attention_mask")
-        if draft.config.is_encoder_decoder:
-            is_text = not inputs_tensor.is_floating_point()
-            if is_text and limit is not None and inputs_tensor.shape[1] > limit:
-                limit = 0  # nothing is drafted for a source that the draft cannot read
-            else:
-                source = self._encode(inputs_tensor, mask)
-            before = without_padding(inputs_tensor, mask).tolist() if is_text else []
-            mask = kwargs.get("decoder_attention_mask")
-        context = without_padding(given["input_ids"], mask).tolist()
-        most = max_length if limit is None else min(max_length, limit)
-        forward = self._forward(source, kwargs.get("past_key_values"), context, given["input_ids"].shape[1], most)
-        text = RequestText(self.index, before, context, max_length, earlier) if pace.reads_text else None
-        eos = generation_config._eos_token_tensor
-        return self._candidates(
-            forward, pace, given["input_ids"], attention_mask=mask,
-            logits_processor=given["logits_processor"], do_sample=bool(generation_config.do_sample),
-            max_length=max_length, max_positions=limit,
-            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()), vocab_size=vocab_size,
-            text=text, clock=self.clock, limits=limits,
-        )  # fmt: skip
-
-    @property
-    def _limit(self) -> int | None:
-        """Positions of the draft."""
-        return num_positions(self.draft)
-
-    def reads(self, inputs_tensor: Any) -> bool:
-        """Whether the draft can read what the prompt of an encoder-decoder is made of: token ids or, if its own input
-        is of that kind, features."""
-        if inputs_tensor is None or inputs_tensor.shape[1] == 0:
-            return False
-        if inputs_tensor.is_floating_point():
-            return str(self.draft.main_input_name) not in ("input_ids", "inputs_embeds")
-        return bool((inputs_tensor >= 0).all())  # ids below 0 stand for a source that only the target knows
-
-    def _candidates(self, forward: Any, *args: Any, **kwargs: Any) -> LeanCandidateGenerator:
-        return LeanCandidateGenerator(forward, *args, **kwargs)
-
-    def _forward(self, source: dict[str, Any] | None, cache: Any, context: list[int], begins: int, most: int) -> Any:
-        """The draft of a request with this `source`, whose sequence begins with `context`, in `begins` tokens with its
-        padding, and has at most `most`; `cache` is what the target has come with."""
-        return DraftForward(self.draft, source)
-
-    @torch.inference_mode()
-    def _encode(self, source_ids: Any, mask: torch.Tensor | None) -> dict[str, Any]:
-        device = self.draft.device
-        mask = None if mask is None else mask.to(device)
-        source = source_ids.to(device, self.draft.dtype if source_ids.is_floating_point() else None)
-        given = {self.draft.main_input_name: source} | ({} if mask is None else {"attention_mask": mask})
-        outputs = self.draft.get_encoder()(**given, return_dict=True)
-        return {"encoder_outputs": outputs, "attention_mask": mask}
-
-
-class _Read(NamedTuple):
-    """What a draft has read in the turns of a chat so far."""
+class _Chat(NamedTuple):
+    """The draft's cache of a chat, its tokens, and the dtype and device of the draft."""
 
     cache: Any
     ids: list[int]
-    lies: tuple[Any, Any]  # dtype and device of the draft then
+    placement: tuple[torch.dtype, torch.device]
 
 
-class LeanDrafting(Drafting):
+class LeanDrafting:
     """
-    [`Drafting`] for requests that follow each other. The weights of the draft may change in place between
-    requests, after which [`~LeanDrafting.forget`] is called.
+    Make the candidate generators of one draft's requests. If the weights of the draft change in place between
+    requests, [`~LeanDrafting.forget`] is called.
 
-    Where the caller keeps the target's cache for another turn of a chat, the draft's is kept beside it: it lives as
-    long as that object does, and nobody finds it who does not have that. A compiled draft reads each prompt anew, as
-    requests take turns with its static caches.
+    If the caller keeps the target's cache for the next turn of a chat, the draft's cache is kept with it. A compiled
+    draft reads each prompt again, because requests share its static caches.
 
     Args:
-        draft (`PreTrainedModel`): What drafts.
-        num_assistant_tokens (`int` or `str`, *optional*):
-            k, or `"auto"`; `None` reads the draft's generation config at each request.
-        sources (`str`, *optional*, defaults to `"both"`):
-            Where the candidates come from with `"auto"`: `"draft"`, `"text"` or `"both"`.
-        compiled (`CompiledDraft`, *optional*):
-            Compiles or captures forwards of few tokens, at the first request; shared with other copies of the draft.
-        pacer (`Pacer`, *optional*): Shared with other drafts of the same size; what `"auto"` decides from.
+        draft (`PreTrainedModel`): The draft.
+        num_assistant_tokens (`int` or `str`, *optional*): k, or `"auto"`; `None` reads the draft's generation config.
+        sources (`str`, *optional*, defaults to `"both"`): Sources of candidates with `"auto"`: `"draft"`, `"text"`, or
+            `"both"`.
+        compiled (`CompiledDraft`, *optional*): Compiles or captures forwards; shared by copies of the draft.
+        pacer (`Pacer`, *optional*): Measures costs and acceptance; shared by drafts of the same size.
     """
-
-    index = TextIndex
 
     def __init__(
         self,
-        draft: Any,
+        draft: PreTrainedModel,
         num_assistant_tokens: int | str | None,
         *,
         sources: str = "both",
         compiled: CompiledDraft | None = None,
         pacer: Pacer | None = None,
     ) -> None:
-        super().__init__(draft, time.perf_counter)
-        self.num_assistant_tokens, self.sources, self.pacer = num_assistant_tokens, sources, pacer or Pacer()
-        self.token_ids: NDArray[np.int64] | None = None  # among which it drafts; `None`: all
-        self._restricted: dict[int, RestrictedDraft] = {}  # by their number
-        self._chats: WeakKeyDictionary[Any, _Read] = WeakKeyDictionary()  # by the target's cache, oldest first
+        self.draft = draft
+        self.num_assistant_tokens = num_assistant_tokens
+        self.sources = sources
+        self.pacer = pacer or Pacer()
+        self.clock: Clock = time.perf_counter
+        self.token_ids: NDArray[np.int64] | None = None  # the draft vocabulary; `None` means all tokens
+        self._restricted: dict[int, RestrictedDraft] = {}  # by the size of the vocabulary
         self._can_be_restricted = True
+        self._chats: WeakKeyDictionary[Any, _Chat] = WeakKeyDictionary()  # by the target's cache, oldest first
         self._compiled = compiled
-        self._told: set[str] = set()
 
     def at(self, num_assistant_tokens: int | str) -> LeanDrafting:
-        """The same, for requests with another k."""
+        """Return the same drafting with another k."""
         other = copy.copy(self)
         other.num_assistant_tokens = num_assistant_tokens
         if num_assistant_tokens != "auto":
             other.token_ids = None
         return other
 
-    def keep(self, generator: LeanCandidateGenerator, target_cache: Any) -> None:
-        """A request has ended well: keep what its draft has read for the next turn with the target's cache."""
-        forward = generator.forward
-        if target_cache is None or self._compiled is not None or self.draft.config.is_encoder_decoder:
-            return
-        if not forward.length:  # layers that were never fed cannot be taken back
-            return
-        self._chats[target_cache] = _Read(forward.cache, generator.read, (self.draft.dtype, self.draft.device))
-        while len(self._chats) > MOST_CHATS:
-            self._chats.pop(next(iter(self._chats)), None)
-
-    def forget(self) -> None:
-        """The draft has other weights: what it has read in chats is read again."""
-        self._chats.clear()
-
-    def _forward(self, source: dict[str, Any] | None, cache: Any, context: list[int], begins: int, most: int) -> Any:
-        model, _ = self.chosen()
-        if source is not None:
-            return DraftForward(model, source)
-        if self._compiled is not None:
-            return self._compiled.forward(model, begins, most)
-        return self._going_on(model, cache, context)
-
-    def _going_on(self, model: Any, target_cache: Any, ids: list[int]) -> DraftForward:
-        """The draft of a request for these tokens, which has read what the turn before begins with as well."""
-        read = None if target_cache is None else self._chats.pop(target_cache, None)
-        if read is None or read.lies != (model.dtype, model.device):
-            return DraftForward(model)
-        # One is left to be fed: the first token is drafted from its logits.
-        same = min(num_accepted(read.ids, ids), len(ids) - 1)
-        # A window, or a state, is not to be had for an earlier token.
-        if same < len(read.ids) and any(type(layer) is not DynamicLayer for layer in read.cache.layers):
-            return DraftForward(model)
-        forward = DraftForward(model, cache=read.cache)
-        forward.length = len(read.ids)
-        forward.crop(same)
-        return forward
-
-    def prepare(self, tokens: int) -> None:
-        """Compile the draft with its whole head, if it is to be compiled, for sequences of at most so many tokens."""
-        if self._compiled is not None:
-            self._compiled.prepare(self.draft, tokens)
-
-    def is_restricted_to(self, token_ids: NDArray[np.int64] | None) -> bool:
-        """Whether [`~LeanDrafting.restrict`] would change nothing."""
-        if token_ids is None or not self._can_be_restricted:
-            return self.token_ids is None
-        known = self._restricted.get(len(token_ids))
-        return self.token_ids is token_ids and known is not None and known.is_of(token_ids)
-
-    def restrict(self, token_ids: NDArray[np.int64] | None) -> None:
-        """Draft among these tokens alone, `(tokens,)`, or among all; to be called while nobody drafts. A draft that
-        cannot be restricted stays as it is, and the log says why."""
-        self.token_ids = None
-        if token_ids is None or not self._can_be_restricted:
-            return
-        try:
-            if len(token_ids) in self._restricted:
-                self._restricted[len(token_ids)].choose(token_ids)
-            else:
-                self._restricted[len(token_ids)] = RestrictedDraft(self.draft, token_ids)
-            self.token_ids = token_ids
-        except Exception as error:  # noqa: BLE001 - whatever a model or its memory fails with
-            self._can_be_restricted = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            logger.warning("The draft chooses among all tokens, not those in use: %s.", first_line(error))
-
     def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
-        """How one request of a domain drafts; without `may_repeat` nothing comes from past text."""
+        """Return the pace of one request. Without `may_repeat`, past text is not used."""
         if self.num_assistant_tokens == "auto":
             return self.pacer.pace((domain, do_sample), self.sources, may_repeat=may_repeat)
         if isinstance(self.num_assistant_tokens, int):
@@ -508,7 +331,7 @@ class LeanDrafting(Drafting):
         return FixedPace(int(k), float(threshold or 0.0), self.pacer)
 
     def hindrance(self) -> str | None:
-        """Why it cannot draft itself; `None` where it can."""
+        """Return why transformers' own generator must draft; `None` if it need not."""
         if is_peft(self.draft):
             return "the draft's adapter cannot be merged into its weights"
         schedule = getattr(self.draft.generation_config, "num_assistant_tokens_schedule", None)
@@ -516,21 +339,146 @@ class LeanDrafting(Drafting):
             return f"the draft's own generation config asks for the schedule {schedule!r}"
         return None
 
-    def chosen(self) -> tuple[Any, torch.Tensor | None]:
-        """The model that drafts, and the tokens, int64, that its logits are of; `None`: all."""
+    def reads(self, inputs_tensor: torch.Tensor | None) -> bool:
+        """Whether an encoder-decoder draft can read this prompt: token ids, or features if its own input is such."""
+        if inputs_tensor is None or inputs_tensor.shape[1] == 0:
+            return False
+        if inputs_tensor.is_floating_point():
+            return str(self.draft.main_input_name) not in ("input_ids", "inputs_embeds")
+        return bool((inputs_tensor >= 0).all())  # negative ids stand for a source that only the target knows
+
+    def generator(
+        self,
+        pace: Pace,
+        vocab_size: int,
+        earlier: Sequence[TextIndex] = (),
+        *,
+        limits: Limits = UNLIMITED,
+        **given: Any,
+    ) -> LeanCandidateGenerator | None:
+        """Return the generator of one request, from the arguments of `_get_candidate_generator` and text of `earlier`
+        requests; `None` (logged) if transformers' own generator must draft."""
+        draft, config, inputs_tensor = self.draft, given["generation_config"], given["inputs_tensor"]
+        is_encoder_decoder = draft.config.is_encoder_decoder
+        why = self.hindrance()
+        if is_encoder_decoder and not self.reads(inputs_tensor):
+            why = "the prompt does not consist of token ids alone"
+        if why is not None:
+            log_once(draft, f"Transformers' own generator drafts: {why}.")
+            return None
+        kwargs = given["model_kwargs"]
+        mask = kwargs.get("attention_mask")
+        max_positions = num_positions(draft)
+        source, before = None, list[int]()
+        if is_encoder_decoder:
+            is_text = not inputs_tensor.is_floating_point()
+            if is_text and max_positions is not None and inputs_tensor.shape[1] > max_positions:
+                max_positions = 0  # the draft cannot read the source
+            else:
+                source = self._encode(inputs_tensor, mask)
+            before = without_padding(inputs_tensor, mask).tolist() if is_text else []
+            mask = kwargs.get("decoder_attention_mask")
+        context = without_padding(given["input_ids"], mask).tolist()
+        max_length = int(config.max_length)
+        model, token_ids = self.chosen()
+        if source is not None:
+            forward = DraftForward(model, source)
+        elif self._compiled is not None:
+            longest = max_length if max_positions is None else min(max_length, max_positions)
+            forward = self._compiled.forward(model, given["input_ids"].shape[1], longest)
+        else:
+            forward = self._resumed(model, kwargs.get("past_key_values"), context)
+        eos = config._eos_token_tensor
+        return LeanCandidateGenerator(
+            forward,
+            pace,
+            given["input_ids"],
+            attention_mask=mask,
+            logits_processor=given["logits_processor"],
+            do_sample=bool(config.do_sample),
+            max_length=max_length,
+            max_positions=max_positions,
+            eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
+            vocab_size=vocab_size,
+            token_ids=token_ids,
+            text=RequestText(before, context, max_length, earlier) if pace.reads_text else None,
+            clock=self.clock,
+            limits=limits,
+        )
+
+    @torch.inference_mode()
+    def _encode(self, source: torch.Tensor, mask: torch.Tensor | None) -> dict[str, Any]:
+        device = self.draft.device
+        mask = None if mask is None else mask.to(device)
+        source = source.to(device, self.draft.dtype if source.is_floating_point() else None)
+        given = {self.draft.main_input_name: source} | ({} if mask is None else {"attention_mask": mask})
+        outputs = self.draft.get_encoder()(**given, return_dict=True)
+        return {"encoder_outputs": outputs, "attention_mask": mask}
+
+    # --- turns of a chat --------------------------------------------------------------------------------------------
+
+    def keep(self, generator: LeanCandidateGenerator, target_cache: Any) -> None:
+        """Keep the draft's cache for the next turn with the target's cache."""
+        forward = generator.forward
+        if target_cache is None or self._compiled is not None or self.draft.config.is_encoder_decoder:
+            return
+        if not forward.length:
+            return
+        self._chats[target_cache] = _Chat(forward.cache, generator.read, (self.draft.dtype, self.draft.device))
+        while len(self._chats) > MAX_CHATS:
+            self._chats.pop(next(iter(self._chats)), None)
+
+    def forget(self) -> None:
+        """Drop the caches of chats, because the draft has other weights."""
+        self._chats.clear()
+
+    def _resumed(self, model: PreTrainedModel, target_cache: Any, ids: list[int]) -> DraftForward:
+        """Return a forward whose cache has the tokens of an earlier turn that these tokens begin with."""
+        chat = None if target_cache is None else self._chats.pop(target_cache, None)
+        if chat is None or chat.placement != (model.dtype, model.device):
+            return DraftForward(model)
+        same = min(num_accepted(chat.ids, ids), len(ids) - 1)  # one token is left to be fed
+        # Sliding windows and recurrent states are not kept for an earlier token.
+        if same < len(chat.ids) and any(type(layer) is not DynamicLayer for layer in chat.cache.layers):
+            return DraftForward(model)
+        forward = DraftForward(model, cache=chat.cache)
+        forward.length = len(chat.ids)
+        forward.crop(same)
+        return forward
+
+    # --- the draft vocabulary ---------------------------------------------------------------------------------------
+
+    def prepare(self, tokens: int) -> None:
+        """Compile the draft with its whole vocabulary for sequences of at most so many tokens."""
+        if self._compiled is not None:
+            self._compiled.prepare(self.draft, tokens)
+
+    def is_restricted_to(self, token_ids: NDArray[np.int64] | None) -> bool:
+        """Whether [`~LeanDrafting.restrict`] would change nothing."""
+        if token_ids is None or not self._can_be_restricted:
+            return self.token_ids is None
+        known = self._restricted.get(len(token_ids))
+        return self.token_ids is token_ids and known is not None and known.is_of(token_ids)
+
+    def restrict(self, token_ids: NDArray[np.int64] | None) -> None:
+        """Draft only these tokens, `(tokens,)`, or all. Called while no request drafts. If the draft cannot be
+        restricted, the log says why."""
+        self.token_ids = None
+        if token_ids is None or not self._can_be_restricted:
+            return
+        try:
+            if len(token_ids) in self._restricted:
+                self._restricted[len(token_ids)].choose(token_ids)
+            else:
+                self._restricted[len(token_ids)] = RestrictedDraft(self.draft, token_ids)
+            self.token_ids = token_ids
+        except Exception as error:  # noqa: BLE001 - models of any kind
+            self._can_be_restricted = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            logger.warning("The draft keeps its whole vocabulary: %s.", first_line(error))
+
+    def chosen(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
+        """Return the model that drafts, and its draft vocabulary; `None` means all tokens."""
         if self.token_ids is None:
             return self.draft, None
         restricted = self._restricted[len(self.token_ids)]
         return restricted.model, restricted.token_ids
-
-    def _candidates(self, forward: Any, *args: Any, **kwargs: Any) -> LeanCandidateGenerator:
-        _, token_ids = self.chosen()
-        if token_ids is None:
-            return super()._candidates(forward, *args, **kwargs)
-        return RestrictedCandidateGenerator(forward, *args, token_ids=token_ids, **kwargs)
-
-    def left(self, why: str) -> None:
-        """Say, once, why a request is left to the stock generator."""
-        if why not in self._told:
-            self._told.add(why)
-            logger.warning("Drafting by transformers' stock generator: %s.", why)

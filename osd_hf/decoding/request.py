@@ -410,16 +410,9 @@ class Request(Decoding):
     def _made_generator(self, kwargs: dict[str, Any]) -> Any:
         generator: Any = None
         if self.drafting is not None and self.pace is not None:
-            # A decoder-only draft reads the ids of the prompt, also those that stand for an image.
-            is_encoder_decoder = self.model.config.is_encoder_decoder
-            if is_encoder_decoder and not self.drafting.reads(self.kwargs.get("inputs_tensor")):
-                self.drafting.left("a prompt is not made of token ids alone")
-            elif why := self.drafting.hindrance():
-                self.drafting.left(why)
-            else:
-                generator = self.drafting.generator(
-                    self.pace, vocab_size_of(self.model), self.earlier, limits=self.limits, **kwargs
-                )
+            generator = self.drafting.generator(
+                self.pace, vocab_size_of(self.model), self.earlier, limits=self.limits, **kwargs
+            )
         return generator or self.model._get_candidate_generator(**kwargs)
 
     def watch(self, generator: Any) -> None:

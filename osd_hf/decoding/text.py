@@ -1,4 +1,4 @@
-"""Candidates from past text: what followed the last tokens where they stood before."""
+"""Propose candidates from past text: what followed the last tokens where they occurred before."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
+__all__ = ["EarlierText", "Guess", "RequestText", "TextIndex"]
 
-__all__ = ["EarlierText", "Guess", "RequestText", "TextIndex", "TokenIndex"]
-
-ORDERS = (1, 2, 4, 8)  # lengths of the endings that are looked up
-LONGEST = 32  # tokens of a match; longer ones are as good
-CANDIDATES = 32  # newest places with the same ending that are looked at
-MOST_LOOKED_AT = 256  # places, those of other endings with the same hash included
+ORDERS = (1, 2, 4, 8)  # numbers of last tokens that are looked up
+MAX_MATCH_TOKENS = 32
+MAX_PLACES = 32  # newest places that are compared
+MAX_VISITED_PLACES = 256  # including those of other tokens with the same hash
 SEPARATOR = -1  # between texts that do not follow each other
-AHEAD = 1024  # tokens of an answer that memory is taken for at once
+HASH_FACTOR = 0x9E3779B1
+MAX_INDEXED_TOKENS = 1 << 30  # after which an index starts again
 BYTES_PER_TOKEN = 4 + len(ORDERS) * (4 + 4)
-MANY = 64  # tokens from which on they are indexed all at once
-HASH = 0x9E3779B1
-MOST_TOKENS = 1 << 30  # after which an index begins anew
-LENGTHS = (2, 3, 4, 6, 10, 16, 32)  # matches between two of these are alike
+MATCH_LENGTH_EDGES = (2, 3, 4, 6, 10, 16, 32)
+
+OWN, OWNER, DOMAIN = 0, 1, 2  # kinds of text: of the request, of its owner, of its domain
 
 
 class Guess(NamedTuple):
-    """A token that may come next, and what speaks for it: the kind of text it stands in (0 the request's own, 1 that
-    of earlier ones of its owner, 2 of its domain), how many tokens before it are the same, and at how many of the
-    places with such a match it is what follows."""
+    """
+    A token that may come next.
+
+    Args:
+        token (`int`): Its id.
+        kind (`int`): Kind of text that it is from: `OWN`, `OWNER`, or `DOMAIN`.
+        length (`int`): Number of tokens before it that match.
+        votes (`int`): Places with such a match that it follows.
+        places (`int`): Places with such a match.
+    """
 
     token: int
     kind: int
@@ -39,49 +44,47 @@ class Guess(NamedTuple):
 
     @property
     def situation(self) -> tuple[int, int, int]:
-        """What guesses have in common that are likely right equally often."""
+        """What guesses have in common that are right equally often."""
         if self.places == 1:
             agreement = 1
         elif self.votes == self.places:
             agreement = 3
         else:
             agreement = 2 if 2 * self.votes > self.places else 0
-        return self.kind, bisect_right(LENGTHS, self.length), agreement
+        return self.kind, bisect_right(MATCH_LENGTH_EDGES, self.length), agreement
 
 
-class TokenIndex:
+class TextIndex:
     """
-    Tokens in order, each with the last place before it that follows the same 1, 2, 4 and 8 tokens: hash chains, as
-    compressors search the text behind them by. It takes 36 bytes a token; beyond its capacity, the oldest tokens give
-    way. Found places are compared token by token, so that nothing is proposed that does not stand in the text.
+    Index tokens by the 1, 2, 4, and 8 tokens before them, as hash chains. An index takes 36 bytes per token; beyond
+    its capacity, the newest tokens replace the oldest. Places that are found are compared token by token.
 
     Args:
-        capacity (`int`): Most tokens; the next smaller power of two is held.
-        kind (`int`, *optional*, defaults to 0): Of its guesses.
-        expected (`int`, *optional*, defaults to 256): Tokens that memory is taken for at first.
+        capacity (`int`): Maximum number of tokens; the next smaller power of two is used.
+        kind (`int`, *optional*, defaults to 0): Kind of text.
     """
 
-    def __init__(self, capacity: int, kind: int = 0, expected: int = 256) -> None:
+    def __init__(self, capacity: int, kind: int = OWN) -> None:
         self.kind = kind
         self._capacity = 1 << (max(capacity, 1).bit_length() - 1)
         self._lock = threading.Lock()
-        self._clear(min(1 << (max(expected, 1) - 1).bit_length(), self._capacity))
+        self._clear(min(256, self._capacity))
 
     def _clear(self, size: int) -> None:
-        self._size, self._count = size, 0
-        self._tokens = array("i", bytes(4 * size))  # another one at each change of size
+        self._size = size
+        self._count = 0
+        self._tokens = array("i", bytes(4 * size))  # replaced when the size changes
         nothing = array("i", [-1]) * size
-        self._heads = [nothing[:] for _ in ORDERS]  # hash -> the newest place
-        self._earlier = [nothing[:] for _ in ORDERS]  # place -> the one before it with the same hash
+        self._heads = [nothing[:] for _ in ORDERS]  # hash -> newest place
+        self._earlier = [nothing[:] for _ in ORDERS]  # place -> the place before it with the same hash
         self._last: list[int] = []  # tokens since the last separator, newest first
 
     def __len__(self) -> int:
-        """Tokens held."""
         return min(self._count, self._size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Memory in bytes."""
         return self._size * BYTES_PER_TOKEN
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -90,48 +93,42 @@ class TokenIndex:
             self._extend(tokens)
 
     def separate(self) -> None:
-        """What is added from now on does not follow what is there."""
+        """End a text: tokens added later do not follow it."""
         with self._lock:
             self._extend([SEPARATOR])
 
     def _extend(self, tokens: Sequence[int]) -> None:
-        while len(tokens):
-            if self._count >= MOST_TOKENS:
-                self._clear(self._size)
-            if self._count + len(tokens) > self._size < self._capacity:
-                held, wanted = self._tokens[: self._count], self._count + len(tokens)
-                self._clear(min(1 << (wanted - 1).bit_length(), self._capacity))
-                self._extend(held)
-            part, tokens = tokens[: self._size], tokens[self._size :]
-            self._append_all(part)
-
-    def _append_all(self, tokens: Sequence[int]) -> None:
+        if self._count >= MAX_INDEXED_TOKENS:
+            self._clear(self._size)
+        if self._count + len(tokens) > self._size < self._capacity:
+            held, needed = self._tokens[: self._count], self._count + len(tokens)
+            self._clear(min(1 << (needed - 1).bit_length(), self._capacity))
+            self._extend(held)
         for token in tokens:
             self._append(token)
 
     def _append(self, token: int) -> None:
-        place, mask = self._count, self._size - 1
+        place, mask, last = self._count, self._size - 1, self._last
         slot = place & mask
         self._tokens[slot] = token
         self._count += 1
-        last = self._last
         if token == SEPARATOR:
             last.clear()
             return
         last.insert(0, token)
         del last[ORDERS[-1] :]
-        for head, earlier, code in zip(self._heads, self._earlier, _codes(last), strict=False):
+        for head, earlier, code in zip(self._heads, self._earlier, _hashes(last), strict=False):
             code &= mask
             earlier[slot] = head[code]
             head[code] = place
 
     def guesses(self, tail: Sequence[int]) -> Iterator[Guess]:
-        """What may follow `tail`, token by token, each on condition that those before were right: the most frequent
-        continuation, of equal ones the newest, of the places with the longest match."""
+        """Yield what may follow `tail`, token by token, each if those before were right: the most frequent token after
+        the longest match, and of equally frequent ones the newest."""
         with self._lock:
             places, length = self._find(tail)
             tokens, mask = self._tokens, self._size - 1
-        while places and tokens is self._tokens:  # otherwise places are others now
+        while places and tokens is self._tokens:  # otherwise the index was resized
             votes: dict[int, list[int]] = {}
             oldest, end = self._count - self._size, self._count
             for place in places:
@@ -142,26 +139,26 @@ class TokenIndex:
                 return
             token = max(votes, key=lambda token: len(votes[token]))
             yield Guess(token, self.kind, length, len(votes[token]), len(places))
-            places, length = votes[token], min(length + 1, LONGEST)
+            places, length = votes[token], min(length + 1, MAX_MATCH_TOKENS)
 
     def _find(self, tail: Sequence[int]) -> tuple[list[int], int]:
-        """The places with the longest match, newest first, and its length."""
+        """Return the places with the longest match, newest first, and its length."""
         tokens, mask, newest = self._tokens, self._size - 1, self._count - 1
         oldest = max(self._count - self._size, 0)
-        known = tail[-LONGEST:][::-1]
-        codes = list(_codes(known[: ORDERS[-1]]))
+        known = tail[-MAX_MATCH_TOKENS:][::-1]
+        codes = list(_hashes(known[: ORDERS[-1]]))
         for i in range(len(codes) - 1, -1, -1):
             found: list[int] = []
             longest, place, earlier = ORDERS[i], self._heads[i][codes[i] & mask], self._earlier[i]
-            candidates = 0
-            for _ in range(MOST_LOOKED_AT):
-                if place < oldest or candidates == CANDIDATES:
+            compared = 0
+            for _ in range(MAX_VISITED_PLACES):
+                if place < oldest or compared == MAX_PLACES:
                     break
-                if place < newest:  # something follows
+                if place < newest:  # a token follows
                     length, most = 0, min(len(known), place - oldest + 1)
                     while length < most and tokens[place - length & mask] == known[length]:
                         length += 1
-                    candidates += length >= ORDERS[i]
+                    compared += length >= ORDERS[i]
                     if length > longest:
                         found, longest = [], length
                     if length == longest:
@@ -172,138 +169,98 @@ class TokenIndex:
         return [], 0
 
 
-def _codes(last: Sequence[int]) -> Iterator[int]:
-    """Hashes of the endings of 1, 2, 4 and 8 tokens, as far as there are so many, from tokens newest first."""
+def _hashes(last: Sequence[int]) -> Iterator[int]:
+    """Yield hashes of the last 1, 2, 4, and 8 tokens, which are given newest first."""
     code = 0
     for i, token in enumerate(last, 1):
-        code = (code ^ token) * HASH & 0xFFFFFFFF
+        code = (code ^ token) * HASH_FACTOR & 0xFFFFFFFF
         code ^= code >> 15
         if i in ORDERS:
             yield code
 
 
-class TextIndex(TokenIndex):
-    """The same, which indexes many tokens at once: a prompt may be long."""
-
-    def _append_all(self, tokens: Sequence[int]) -> None:
-        if len(tokens) < MANY:
-            super()._append_all(tokens)
-            return
-        known, mask = self._last[::-1], self._size - 1
-        held = np.array([*known, *tokens], dtype=np.int64)
-        index = np.arange(len(held))
-        places, is_new = self._count - len(known) + index, index >= len(known)
-        is_end = held == SEPARATOR
-        since = index - np.maximum.accumulate(np.where(is_end, index, -1)) - 1  # tokens before it in its text
-        np.frombuffer(self._tokens, np.int32)[places[is_new] & mask] = held[is_new]
-        code = np.zeros(len(held), np.int64)
-        for i in range(min(ORDERS[-1], len(held))):
-            code[i:] = (code[i:] ^ held[: len(held) - i]) * HASH & 0xFFFFFFFF
-            code[i:] ^= code[i:] >> 15
-            if i + 1 not in ORDERS:
-                continue
-            chain = ORDERS.index(i + 1)
-            heads, earlier = (np.frombuffer(a[chain], np.int32) for a in (self._heads, self._earlier))
-            at = np.flatnonzero(is_new & ~is_end & (since >= i))
-            at = at[np.argsort(code[at] & mask, kind="stable")]
-            codes, theirs = code[at] & mask, places[at]
-            is_first = np.append(True, codes[1:] != codes[:-1])[: len(codes)]
-            earlier[theirs & mask] = np.where(is_first, heads[codes], np.roll(theirs, 1))
-            is_last = np.append(is_first[1:], True)[: len(codes)]
-            heads[codes[is_last]] = theirs[is_last]
-        self._count += len(tokens)
-        self._last = held[len(held) - 1 - int(since[-1]) :][::-1][: ORDERS[-1]].tolist()
-
-
 class RequestText:
     """
-    What one request can be continued by: its own text as it comes, and that of earlier requests.
+    The text that one request may continue: its own, and that of earlier requests.
 
     Args:
-        own (`type[TokenIndex]`): What its own text is kept in.
-        before (`Sequence[int]`): Text of the request that its answer does not follow: the source of a translation.
-        context (`Sequence[int]`): The tokens that the answer follows.
-        most (`int`): Tokens that the request may come to, `before` included.
-        earlier (`Sequence[TokenIndex]`): Of earlier requests.
+        source (`Sequence[int]`): Text of the request that its answer does not follow, such as that of a translation.
+        context (`Sequence[int]`): Tokens that the answer follows.
+        max_length (`int`): Maximum length of the sequence.
+        earlier (`Sequence[TextIndex]`): Text of earlier requests.
     """
 
     def __init__(
-        self,
-        own: type[TokenIndex],
-        before: Sequence[int],
-        context: Sequence[int],
-        most: int,
-        earlier: Sequence[TokenIndex] = (),
+        self, source: Sequence[int], context: Sequence[int], max_length: int, earlier: Sequence[TextIndex] = ()
     ) -> None:
-        known = len(before) + len(context)
-        self._own = own(2 * (len(before) + most) + 2, expected=known + min(most, AHEAD) + 2)
-        if before:
-            self._own.extend(before)
+        self._own = TextIndex(2 * (len(source) + max_length) + 2)
+        if source:
+            self._own.extend(source)
             self._own.separate()
         self._own.extend(context)
         self._indexes = (self._own, *earlier)
-        self._tokens, self._settled = list(context), len(context)
-        # By index: what it says of the next tokens, and the first of that; `None` where it has to be asked.
-        self._runs: list[Iterator[Guess] | None] = [None] * len(self._indexes)
+        self._tokens = list(context)
+        self._num_settled = len(context)
+        # For each index: the continuation, and its next guess; `None` if the index was not asked since the last token.
+        self._continuations: list[Iterator[Guess] | None] = [None] * len(self._indexes)
         self._next: list[Guess | None] = [None] * len(self._indexes)
 
     def guesses(self) -> list[Guess]:
-        """What may come next; from each index at most one guess."""
-        tail: list[int] | None = None
-        for i, run in enumerate(self._runs):
-            if run is None:
-                tail = tail or self._tokens[-LONGEST:]
-                run = self._runs[i] = self._indexes[i].guesses(tail)
-                self._next[i] = next(run, None)
+        """Return what may come next: at most one guess from each index."""
+        tail = self._tokens[-MAX_MATCH_TOKENS:]
+        for i, continuation in enumerate(self._continuations):
+            if continuation is None:
+                continuation = self._continuations[i] = self._indexes[i].guesses(tail)
+                self._next[i] = next(continuation, None)
         return [guess for guess in self._next if guess is not None]
 
     def proposed(self, token: int) -> None:
-        """A token has been proposed; what may come after it is asked for next."""
+        """Add a candidate, so that what follows it is looked up next."""
         self._tokens.append(token)
         for i, guess in enumerate(self._next):
-            run = self._runs[i]
-            follows = None if guess is None or run is None or guess.token != token else next(run, None)
-            self._next[i], self._runs[i] = follows, run if follows is not None else None
+            continuation = self._continuations[i]
+            follows = guess is not None and guess.token == token and continuation is not None
+            self._next[i] = next(continuation, None) if follows else None  # type: ignore[arg-type]
+            if self._next[i] is None:
+                self._continuations[i] = None
 
     def settled(self, tokens: Sequence[int]) -> None:
-        """The round has ended, and has emitted these tokens."""
-        del self._tokens[self._settled :]
+        """End a round: replace the candidates by the emitted tokens."""
+        del self._tokens[self._num_settled :]
         self._tokens += tokens
-        self._settled = len(self._tokens)
+        self._num_settled = len(self._tokens)
         self._own.extend(tokens)
-        self._runs = [None] * len(self._indexes)
-
-
-EARLIER_TEXT_BYTES = 1 << 26  # of all text and its index; 36 bytes a token
+        self._continuations = [None] * len(self._indexes)
 
 
 class EarlierText:
     """
-    The text of earlier requests, as token ids in memory. That of an owner is looked up for requests of the same owner
-    alone; what a domain was answered, for all requests of the domain, if that is asked for. The longest unused goes
-    where more is held than allowed.
+    Keep the text of earlier requests in memory. The text of an owner is used for requests of the same owner only. The
+    answers of a domain are used for all its requests, if the scope says so. The least recently used text is dropped
+    first.
 
     Args:
-        scope (`str`): `"request"` keeps nothing; `"owner"`; `"domain"`, as well as the owner's.
-        max_bytes (`int`): Most bytes of all together.
+        scope (`str`): `"request"` keeps nothing; `"owner"`; `"domain"` keeps the owner's text as well.
+        max_bytes (`int`): Maximum memory in bytes.
     """
 
     def __init__(self, scope: str, max_bytes: int) -> None:
-        self.scope, self.max_bytes = scope, max_bytes
-        self._indexes: OrderedDict[tuple[int, Any], TextIndex] = OrderedDict()
+        self.scope = scope
+        self.max_bytes = max_bytes
+        self._indexes: OrderedDict[tuple[int, str | None], TextIndex] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
+        """Memory in bytes."""
         with self._lock:
             return sum(index.nbytes for index in self._indexes.values())
 
-    def _keys(self, owner: str | None, domain: str | None) -> list[tuple[int, Any]]:
-        return {"request": [], "owner": [(1, owner)]}.get(self.scope, [(1, owner), (2, domain)])
+    def _keys(self, owner: str | None, domain: str | None) -> list[tuple[int, str | None]]:
+        return {"request": [], "owner": [(OWNER, owner)]}.get(self.scope, [(OWNER, owner), (DOMAIN, domain)])
 
     def of(self, owner: str | None, domain: str | None) -> list[TextIndex]:
-        """What a request of this owner and domain may look up."""
+        """Return the text that a request of this owner and domain may use."""
         with self._lock:
             keys = [key for key in self._keys(owner, domain) if key in self._indexes]
             for key in keys:
@@ -311,16 +268,15 @@ class EarlierText:
             return [self._indexes[key] for key in keys]
 
     def add(self, owner: str | None, domain: str | None, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """A request has ended. The prompt is for its owner alone."""
+        """Add a request that has ended. Its prompt is kept for its owner only."""
         for key in self._keys(owner, domain):
             with self._lock:
                 index = self._indexes.get(key)
                 if index is None:
                     index = self._indexes[key] = TextIndex(self.max_bytes // BYTES_PER_TOKEN, key[0])
                 self._indexes.move_to_end(key)
-            if key[0] == 1:
+            if key[0] == OWNER:
                 index.extend(prompt)
-                # An encoder-decoder's answer does not follow, but nothing is lost by taking it to.
             index.extend(answer)
             index.separate()
         with self._lock:
@@ -328,6 +284,6 @@ class EarlierText:
                 self._indexes.popitem(last=False)
 
     def forget(self, owner: str | None) -> None:
-        """Let go of what an owner's requests were; what a domain was answered stays."""
+        """Drop the text of an owner. The answers of a domain stay."""
         with self._lock:
-            self._indexes.pop((1, owner), None)
+            self._indexes.pop((OWNER, owner), None)
