@@ -420,8 +420,8 @@ def test_a_machine_that_is_busy_elsewhere_is_no_fault_of_the_draft() -> None:
     for seconds in (1.0, 60.0):
         for _ in range(40):
             pacer.took(RoundTime(seconds=1.0), 1)
-            pacer.took(RoundTime(3, 3, 1, 0.1, 0.2, 1.3), 3)
-        pacer.took(RoundTime(3, 3, 1, 0.1, 0.2, seconds), 3)
+            pacer.took(RoundTime(3, 3, 0.3, 1.3), 3)
+        pacer.took(RoundTime(3, 3, 0.3, seconds), 3)
         _, _, took, alone = pacer.timed
         assert alone / took == pytest.approx(4 / 2.3, rel=0.1)
     assert pacer.timed[1] == pytest.approx(80 * 2.3 + 61)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DRAFT: Final = "draft"
 MAX_K = 32
-MAX_PROMPT_DOMAINS = 1024  # the oldest are forgotten
+MAX_DOMAINS = 1024  # the oldest are forgotten
 READS_PROMPT_TOKENS = 64  # a draft that is fed more tokens at once reads a prompt: the round is not timed
 
 # Averages: observations after which an old one counts a third.
@@ -138,10 +138,15 @@ class Line:
             base, slope = self.fit(0.0)
             if y * MAX_EXCESS < base + slope * x:  # the first rounds were delayed by something else
                 keep = 0.0
-        known = self.weight if keep else 0.0
-        self.weight = known * keep + 1
+        self.weight = self.weight * keep + 1
         self._x, self._xx = self._x * keep + x, self._xx * keep + x * x
         self._y, self._xy = self._y * keep + y, self._xy * keep + x * y
+
+    def doubt(self) -> None:
+        """Reduce the weight of what was measured: it may have been delayed by something else."""
+        share = min((MIN_KNOWN_ROUNDS + 1) / self.weight, 1.0) if self.weight else 1.0
+        self.weight *= share
+        self._x, self._xx, self._y, self._xy = share * self._x, share * self._xx, share * self._y, share * self._xy
 
     def fit(self, prior_slope: float) -> tuple[float, float]:
         """Return the value at 0, and the slope."""
@@ -379,7 +384,7 @@ class Pacer:
 
     def acceptance(self, domain: Any) -> Acceptance:
         """Return what is known of a domain. The lock is held."""
-        if domain not in self._domains and len(self._domains) >= MAX_PROMPT_DOMAINS:
+        if domain not in self._domains and len(self._domains) >= MAX_DOMAINS:
             del self._domains[next(iter(self._domains))]
         return self._domains.setdefault(domain, Acceptance())
 
@@ -621,8 +626,10 @@ class AutoPace(Pace):
         length = 1 + self._domain.text_follows.mean
         gain = chance * length - self._first_price - self._verify_price * length
         self._domain.text_tokens.add(max(gain, 0.0))
-        explores = self._explores and not self._max_drafted
-        return gain > 0 or explores
+        if gain <= 0 and self._explores and not self._max_drafted:
+            self._pacer.costs.verify.doubt()
+            return True
+        return gain > 0
 
     def _take(self, best: tuple[Guess, Average] | None) -> Guess | None:
         if best is None:
@@ -777,6 +784,8 @@ class BatchPace:
         gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
         other_rate = (rows + gained) / costs.round(k, k) if k else min_speedup(rows) * rows / costs.plain.mean
         explores = bool(texts) and not k and self._domain.rounds % EXPLORE_EVERY == 0
+        if explores:
+            costs.verify.doubt()
         if text_rate > other_rate or explores:
             return BatchRound(text_k, frozenset(texts), False)
         return BatchRound(k, better if k else frozenset())

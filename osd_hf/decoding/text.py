@@ -19,6 +19,7 @@ SEPARATOR = -1  # between texts that do not follow each other
 HASH_FACTOR = 0x9E3779B1
 MAX_INDEXED_TOKENS = 1 << 30  # after which an index starts again
 BYTES_PER_TOKEN = 4 + len(ORDERS) * (4 + 4)
+EARLIER_TEXT_BYTES = 1 << 26  # of all earlier text
 MATCH_LENGTH_EDGES = (2, 3, 4, 6, 10, 16, 32)
 
 OWN, OWNER, DOMAIN = 0, 1, 2  # kinds of text: of the request, of its owner, of its domain
