@@ -14,7 +14,7 @@ from test_lossless import transitions_fit
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding.forward import DraftForward
-from osd_hf.decoding.generator import MOST_CHATS
+from osd_hf.decoding.generator import MAX_CHATS
 
 NEW, MORE = 10, 4  # tokens of an answer, and of what is asked then
 UNREAD = 3  # tokens at the end of an answer that a draft has not read, at most
@@ -125,8 +125,8 @@ def test_what_was_read_goes_with_the_callers_cache_and_of_so_many_chats_alone() 
     assistant = assistant_of(*models.pair(num_hidden_layers=1))
     assert assistant.drafting is not None
     chats = assistant.drafting._chats
-    outputs = [turn(assistant, models.prompt(seed=seed), max_new_tokens=3)[0] for seed in range(MOST_CHATS + 2)]
-    assert [output.past_key_values in chats for output in outputs] == [False] * 2 + [True] * MOST_CHATS
+    outputs = [turn(assistant, models.prompt(seed=seed), max_new_tokens=3)[0] for seed in range(MAX_CHATS + 2)]
+    assert [output.past_key_values in chats for output in outputs] == [False] * 2 + [True] * MAX_CHATS
     del outputs[3:]
     gc.collect()
     assert len(chats) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
 import itertools
 import json
@@ -397,13 +396,3 @@ def test_the_containers_are_started_by_commands_that_there_are(
     assert set(scraped) <= set(services)
     assert f"learner:{parse(services['learner']['command'][1:])[1][0].metrics_port}" in scraped["learner"]
     assert set(re.findall(r"http://(\w+):\d+", text)) - {"localhost"} <= set(services)
-
-
-def test_the_tables_of_models_are_made_from_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("models_tables", ROOT / "docs/models_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    page = (ROOT / "docs/models.md").read_text()
-    assert module.tables() in page, "the tables of docs/models.md are old: run `python docs/models_tables.py`"

@@ -213,13 +213,13 @@ def test_a_cache_is_as_large_as_the_request_and_used_again(
     untraced: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    new_cache = CompiledDraft._new_cache
+    new_cache = CompiledDraft.new_cache
 
     def counting(self: Any, model: Any, size: int) -> Any:
         made.append(size)
         return new_cache(self, model, size)
 
-    monkeypatch.setattr(CompiledDraft, "_new_cache", counting)
+    monkeypatch.setattr(CompiledDraft, "new_cache", counting)
     model = models.build(num_hidden_layers=1)
     compiled, smallest = CompiledDraft(model), SMALLEST_STATIC_CACHE
     first = compiled.forward(model, smallest, smallest)
@@ -268,7 +268,7 @@ def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch:
     assistant = assistant_of(target, draft)
     before = answer(assistant, models.prompt())
     made: list[int] = []
-    monkeypatch.setattr(CompiledDraft, "_new_cache", lambda self, model, size: made.append(size))
+    monkeypatch.setattr(CompiledDraft, "new_cache", lambda self, model, size: made.append(size))
 
     for _ in range(2):
         with pytest.raises(ConnectionResetError):
@@ -280,9 +280,9 @@ def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch:
 def test_two_sizes_of_cache_serve_one_draft(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("osd_hf.decoding.forward.SMALLEST_STATIC_CACHE", 32)
     sizes: list[int] = []
-    new_cache = CompiledDraft._new_cache
+    new_cache = CompiledDraft.new_cache
     monkeypatch.setattr(
-        CompiledDraft, "_new_cache", lambda self, model, size: sizes.append(size) or new_cache(self, model, size)
+        CompiledDraft, "new_cache", lambda self, model, size: sizes.append(size) or new_cache(self, model, size)
     )
     target, draft = models.pair(noise=0.05, num_hidden_layers=1)
     requests = [(models.prompt(seed=n), {"length": n}) for n in (10, 70, 15)]
@@ -457,9 +457,9 @@ def test_by_default_drafts_are_compiled_on_accelerators() -> None:
 
 def test_heads_of_all_sizes_take_turns_with_one_cache(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    new_cache = CompiledDraft._new_cache
+    new_cache = CompiledDraft.new_cache
     monkeypatch.setattr(
-        CompiledDraft, "_new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
+        CompiledDraft, "new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
     )
     model = models.build(num_hidden_layers=1)
     compiled, few = CompiledDraft(model), RestrictedDraft(model, np.arange(8)).model
@@ -630,7 +630,7 @@ def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
     model = models.build(num_hidden_layers=1)
     compiled = CompiledDraft(model)
     assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1, SMALLEST_STATIC_CACHE + 1)) is DraftForward
-    assert "where static caches end" in caplog.text
+    assert "the largest static cache" in caplog.text
     assert type(compiled.forward(model, SMALLEST_STATIC_CACHE, SMALLEST_STATIC_CACHE)) is StaticForward
 
 
@@ -668,9 +668,9 @@ def test_a_sequence_moves_to_larger_caches_and_then_to_a_dynamic_one(
     at_once: int, tiny_caches: None, untraced: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    new_cache = CompiledDraft._new_cache
+    new_cache = CompiledDraft.new_cache
     monkeypatch.setattr(
-        CompiledDraft, "_new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
+        CompiledDraft, "new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
     )
     model = models.double(models.build(num_hidden_layers=1))
     compiled = CompiledDraft(model)

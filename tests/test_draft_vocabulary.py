@@ -228,7 +228,7 @@ def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogC
             for _ in range(3):
                 drafting.restrict(SOME % draft.config.vocab_size)
                 assert drafting.token_ids is None
-    assert caplog.text.count("chooses among all tokens") == 2
+    assert caplog.text.count("keeps its whole vocabulary") == 2
 
 
 # --- serving --------------------------------------------------------------------------------------------------------
@@ -237,10 +237,10 @@ def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogC
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies of tests are worth restricting, at once."""
-    monkeypatch.setattr(vocabulary, "LEAST_VOCABULARY", 1)
+    monkeypatch.setattr(vocabulary, "MIN_VOCAB_SIZE", 1)
     monkeypatch.setattr(vocabulary, "SIZES", (VOCAB // 4, VOCAB // 2))
     monkeypatch.setattr(vocabulary, "REQUESTS", 2)
-    monkeypatch.setattr(vocabulary, "FEWEST", 1)
+    monkeypatch.setattr(vocabulary, "MIN_EMITTED_TOKENS", 1)
     monkeypatch.setattr(vocabulary, "MANY", 16)
     monkeypatch.setattr(vocabulary, "LOST", 0.3)
     monkeypatch.setattr(vocabulary, "ASSUMED_RIGHT", 4)
@@ -492,14 +492,14 @@ def test_processors_that_go_by_ids_alone_get_whole_rows(settings: dict[str, Any]
     served(assistant)
     widths: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        processed = LeanCandidateGenerator._like_the_targets
+        processed = LeanCandidateGenerator._logits
 
-        def seen(self: Any, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            rows = processed(self, logits, ids)
+        def seen(self: Any, ids: torch.Tensor, last: Any) -> torch.Tensor:
+            rows = processed(self, ids, last)
             widths.append(rows.shape[-1])
             return rows
 
-        patch.setattr(LeanCandidateGenerator, "_like_the_targets", seen)
+        patch.setattr(LeanCandidateGenerator, "_logits", seen)
         assistant.generate(models.prompt(), max_new_tokens=12, do_sample=True, **settings)
     few = len(assistant.drafting.token_ids)  # type: ignore[union-attr, arg-type]
     assert set(widths) == {few if is_few else VOCAB}

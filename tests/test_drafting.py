@@ -500,7 +500,7 @@ def test_a_schedule_of_the_drafts_own_is_left_to_the_stock_generator(
         output, _ = answered(assistant, ids)
         assert torch.equal(output, alone(target, ids))
     assert calls.kinds == {AssistedCandidateGenerator}
-    assert caplog.text.count("stock generator") == 1
+    assert caplog.text.count("own generator") == 1
     assert "'heuristic'" in caplog.text
 
 
@@ -581,7 +581,7 @@ def test_an_adapter_that_cannot_be_merged_is_left_to_the_stock_generator(
         output, _ = answered(assistant, ids)
         assert torch.equal(output, alone(target, ids))
     assert calls.kinds == {AssistedCandidateGenerator}
-    assert caplog.text.count("stock generator") == 1
+    assert caplog.text.count("own generator") == 1
     assert "adapter cannot be merged" in caplog.text
 
 

@@ -60,7 +60,7 @@ def logits_of(captured: CapturedDraft, model: Any, ids: torch.Tensor) -> list[to
         forward = captured.forward(model, 40, 40)
         assert type(forward) is StaticForward
         found = []
-        for _ in range(graphs.OFTEN + 1):
+        for _ in range(graphs.MIN_EAGER_FORWARDS + 1):
             found += [forward.feed(part) for part in ids.split([ids.shape[1] - 5, 1, 3, 1], dim=1)]
             forward.crop(0)
         forward.close()
@@ -124,7 +124,7 @@ def test_graphs_follow_weights_that_are_written_and_weights_that_move(recorder: 
     assert recorder.graphs == made + 2
 
 
-@pytest.mark.parametrize(("fails", "is_given_up"), [(1, False), (graphs.MOST_FAILURES, True)])
+@pytest.mark.parametrize(("fails", "is_given_up"), [(1, False), (graphs.MAX_CAPTURE_FAILURES, True)])
 def test_what_cannot_be_captured_runs_eagerly(
     fails: int, is_given_up: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -151,10 +151,12 @@ def test_a_number_of_tokens_is_captured_where_it_comes_often(recorder: Recorder)
     with torch.inference_mode():
         forward = CapturedDraft(model).forward(model, 40, 40)
         forward.feed(ids[:, :4])
-        for number in range(1, graphs.OFTEN + 2):
+        for number in range(1, graphs.MIN_EAGER_FORWARDS + 2):
             forward.feed(ids[:, 4:6])
             forward.crop(4)
-            assert recorder.graphs == 1 + (number >= graphs.OFTEN)  # a single token's, which was captured at first
+            assert recorder.graphs == 1 + (
+                number >= graphs.MIN_EAGER_FORWARDS
+            )  # a single token's, which was captured at first
     assert recorder.replays == 2 + 1
 
 

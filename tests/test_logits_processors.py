@@ -3,6 +3,7 @@
 import functools
 import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
-from osd_hf import Trace, capture_traces, logits_processors, replay
+from osd_hf import Trace, logits_processors, replay
 from osd_hf.decoding.request import compress_rows
 from osd_hf.logits_processors import Processors
 from osd_hf.losses import overlap
@@ -135,10 +136,10 @@ def test_what_is_not_known_sees_one_position_after_the_other(make: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def narrow() -> Iterator[None]:
-    """Cuts are looked for among so few tokens that it matters in a small vocabulary; few rows at once."""
+    """Few tokens and few rows at once, so that it matters in a small vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logits_processors, "WIDTHS", (4, 12))
-        patch.setattr(logits_processors, "GROUP", 4 * VOCAB)
+        patch.setattr(logits_processors, "TIED_TOKENS", 2)
+        patch.setattr(logits_processors, "GROUP_ELEMENTS", 4 * VOCAB)
         yield
 
 
@@ -184,25 +185,10 @@ def test_acceptance_is_that_of_whole_rows(
     for _ in range(2):  # computed, and remembered
         processors = Processors(model("llama"), trace)
         found = [processors.acceptance(part, first) for first, part in ((0, rows[:7]), (7, rows[7:]))]
-        np.testing.assert_allclose(np.concatenate(found), expected.numpy(), rtol=0, atol=1e-6)
-
-
-def test_the_usual_settings_need_no_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = 6 * torch.randn(8, VOCAB)
-    monkeypatch.setattr(logits_processors, "_dense_rows", None)
-    for asked in (
-        {},
-        {"temperature": 0.7},
-        {"temperature": 0.6, "top_k": 5, "top_p": 0.8},
-        {"temperature": 0.7, "top_p": 0.8},
-        {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.1},
-        {"min_p": 0.2},
-    ):
-        trace = rebuilt(kept(target, 12), {"do_sample": True, **asked})
-        processors = Processors(model("llama"), trace)
-        processors.acceptance(target, 0)
-        if processors.cuts:
-            assert processors.outcomes(target, 0).is_whole.float().mean() <= 0.5
+        # If tokens are tied at the bound of a nucleus, any of them may be kept.
+        is_tied = (dense(trace).sort(-1).values.diff() == 0).any(-1) | (rows.sort(-1).values.diff() == 0).any(-1)
+        compared = ~is_tied if {"top_k", "top_p"} <= set(asked) else torch.ones_like(is_tied)
+        np.testing.assert_allclose(np.concatenate(found)[compared], expected[compared].numpy(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("asked", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
@@ -218,41 +204,17 @@ def test_a_draft_that_is_not_finite_stays_so(asked: dict[str, Any], bad: float) 
 
 
 def test_the_targets_rows_are_processed_once_and_go_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, sums = models.build(vocab_size=VOCAB), []
-    compute = logits_processors._TargetRows._computed
-    monkeypatch.setattr(logits_processors._TargetRows, "_computed", lambda rows: sums.append(1) or compute(rows))
-    before = len(logits_processors._STORED)
-    # The boundary of the nucleus falls into the tail now and then, which is then spread over the vocabulary.
-    trace = rebuilt(kept(4 * torch.randn(12, VOCAB), 6), {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
+    target, calls = models.build(vocab_size=VOCAB), []
+    compute = logits_processors._dense_rows
+    monkeypatch.setattr(logits_processors, "_dense_rows", lambda *args: calls.append(1) or compute(*args))
+    trace = rebuilt(kept(4 * torch.randn(12, VOCAB), 6), {"do_sample": True, "top_k": 5, "temperature": 1.2})
     size = len(pickle.dumps(trace))
-    counts = [replay(draft, [trace]) for draft in (target, models.draft_of(target, seed=4), target)]
-    assert counts[0] == counts[2] != counts[1]
-    assert len(sums) == 1
-    stored = logits_processors._STORED[trace]
-    assert 0 < stored.unstored.sum() < 12
-    assert stored.logprobs.shape[1] <= 6
+    first = replay(target, [trace])
+    once = len(calls)
+    assert replay(models.draft_of(target, seed=4), [trace]) != first == replay(target, [trace])
+    assert len(calls) == once
     assert len(pickle.dumps(trace)) == size
+    held = weakref.ref(trace)
     del trace
     gc.collect()
-    assert len(logits_processors._STORED) == before
-
-
-def test_what_few_tokens_are_left_of_is_remembered_however_it_was_found() -> None:
-    trace = rebuilt(kept(4 * torch.randn(9, VOCAB), 6), {"do_sample": True, "no_repeat_ngram_size": 2, "top_k": 3})
-    Processors(model("llama"), trace).acceptance(torch.randn(9, VOCAB), 0)
-    assert not logits_processors._STORED[trace].unstored.any()
-    assert logits_processors._STORED[trace].logprobs.shape == (9, 3)
-
-
-def test_targets_rows_are_kept_of_a_bounded_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits_processors, "MOST_STORED", 3)
-    logits_processors._STORED.clear()
-    target, draft = models.pair()
-    traces: list[Trace] = []
-    with capture_traces(target, traces.append):
-        for seed in range(5):
-            torch.manual_seed(seed)
-            ids = models.prompt(seed=seed)
-            target.generate(ids, assistant_model=draft, max_new_tokens=4, do_sample=True, temperature=0.7)
-    replay(draft, traces)
-    assert list(logits_processors._STORED) == traces[-3:]
+    assert held() is None

@@ -400,7 +400,7 @@ def test_a_large_vocabulary_is_timed_with_a_restricted_head(monkeypatch: pytest.
     clock = models.ForwardTime({target: 1.0, draft: 1.0})
     monkeypatch.setattr(vocabulary, "SIZES", (6, 13))
     for least, is_restricted in ((models.VOCAB + 1, False), (models.VOCAB, True)):
-        monkeypatch.setattr(vocabulary, "LEAST_VOCABULARY", least)
+        monkeypatch.setattr(vocabulary, "MIN_VOCAB_SIZE", least)
         rows.clear()
         with torch.nn.modules.module.register_module_forward_hook(note):
             draft_length.measured_costs(target, [draft], asked(1)[0], clock)

@@ -239,7 +239,7 @@ def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatc
     target, draft = models.pair(vocab_size=4096)
     traces = live(target, draft, models.prompts(2, 4096), max_new_tokens=24, **settings)
     monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "CHUNK_LOGITS", 6 * 4096)
-    monkeypatch.setattr(importlib.import_module("osd_hf.logits_processors"), "GROUP", 3 * 4096)
+    monkeypatch.setattr(importlib.import_module("osd_hf.logits_processors"), "GROUP_ELEMENTS", 3 * 4096)
     replay(draft, traces)
     with models.Largest() as largest:
         replay(draft, traces)

@@ -68,13 +68,13 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def free(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The caches made, each of which has to be given back."""
     made: list[Any] = []
-    new_cache = CompiledTarget._new_cache
+    new_cache = CompiledTarget.new_cache
 
     def seen(self: CompiledTarget, model: Any, size: int) -> Any:
         made.append(new_cache(self, model, size))
         return made[-1]
 
-    monkeypatch.setattr(CompiledTarget, "_new_cache", seen)
+    monkeypatch.setattr(CompiledTarget, "new_cache", seen)
     return made
 
 

@@ -23,10 +23,8 @@ from osd_hf.errors import UnsupportedGenerationError
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import has_soft_prompt, unwrap
 
-# "hybrid" stands in old generation configs, as Gemma's; `generate` takes it for a dynamic cache.
+# Caches from which tokens can be removed. "hybrid" is a dynamic cache in old generation configs, such as Gemma's.
 CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "hybrid")
-
-
 # Fields of a generation config that are served, and those that do nothing to an assisted answer.
 SERVED = frozenset({
     "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
@@ -38,17 +36,13 @@ SERVED = frozenset({
     "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
     "suppress_tokens", "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
 })  # fmt: skip
-
-
 IRRELEVANT = frozenset({
     "assistant_lookbehind", "cache_config", "compile_config", "continuous_batching_config",
     "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
     "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
     "transformers_version",
 })  # fmt: skip
-
-
-# Classes of transformers whose calls depend on nothing but their arguments: those that `generate` makes from settings.
+# Logits processors and stopping criteria of transformers whose results depend on their arguments only.
 STATELESS = frozenset({
     "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
     "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
@@ -74,29 +68,28 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("constraints", (None,), "constrained beams verify no draft"),
     ("force_words_ids", (None,), "constrained beams verify no draft"),
 )
-# Fields under which the target answers alone: name, values under which it does nothing, reason.
+# Fields under which the target answers without speculation: name, values under which it does nothing, reason.
 UNDRAFTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("guidance_scale", (None, 1, 1.0), "guidance keeps state that target and draft would share"),
+    ("guidance_scale", (None, 1, 1.0), "guidance keeps a state that target and draft would share"),
     ("use_cache", (True,), "drafts need the key-value cache"),
     ("cache_implementation", CROPPED_CACHES, "tokens cannot be taken back from such a cache"),
 )
-# Arguments of `OnlineAssistant.generate` that no generation config has: name, why it is refused and what to do.
+# Arguments of `OnlineAssistant.generate` that are refused: name, reason and what to do.
 REFUSED_ARGUMENTS = (
     ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
      "assistant.attached():`"),
     ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
     ("assistant_tokenizer", "the draft has the target's tokenizer. Leave it out"),
 )  # fmt: skip
-# Arguments under which `target.generate` answers alone: name, reason.
+# Arguments under which `target.generate` answers without the assistant: name, reason.
 ALONE_ARGUMENTS = (
     ("inputs_embeds", "the draft reads token ids, and `inputs_embeds` was given"),
     ("encoder_outputs", "the draft reads the source with an encoder of its own, and `encoder_outputs` was given"),
 )
-# Arguments that `target.generate` takes as tensors, beside the model's own `main_input_name`.
+# Arguments that must be tensors, with the model's `main_input_name`.
 _TENSORS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 _NEEDS_TOKENIZER = ("stop_strings", "token_healing")
-# A newer transformers may bring fields that are in none of these. The target answers alone where one is set: what the
-# field does is not known here.
+# If another field of a newer transformers is set, the target answers without speculation.
 _KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
 
 
@@ -105,22 +98,16 @@ _KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
 
 @functools.lru_cache(2)
 def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
-    """Settings of a newer transformers, whose configs are made by `init`: the values under which each does nothing."""
+    """Return the settings of a newer transformers, and the values under which each does nothing. `init` identifies the
+    version."""
     fields, defaults = vars(GenerationConfig()), GenerationConfig._get_default_generation_params()
     unknown = [name for name in fields if name not in _KNOWN and not name.startswith("_")]
     return {name: (None, fields[name], defaults.get(name)) for name in unknown}
 
 
 def check_generation(*sources: Any) -> None:
-    """
-    Refuse modes of `generate` that are lossy, or have no draft to teach.
-
-    Args:
-        sources (`Any`): Keywords (a dict) or generation configs, the strongest first, as for [`setting`].
-
-    Raises:
-        UnsupportedGenerationError: names the setting, its value, the reason and what to do.
-    """
+    """Raise UnsupportedGenerationError for modes of `generate` that are lossy, or have no draft to teach. `sources` are
+    those of [`setting`]."""
     given = functools.partial(setting, sources)
     for name, harmless, reason in REFUSED:
         value = given(name)
@@ -136,14 +123,7 @@ def check_generation(*sources: Any) -> None:
 
 
 def undrafted(model: Any, config: Any, processors: Iterable[Any]) -> str | None:
-    """
-    Return why the target answers a request without a draft; `None` if a draft can help.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        config (`GenerationConfig`): Of the request, as `generate` has resolved it.
-        processors (`Iterable[LogitsProcessor]`): Logits processors of the request.
-    """
+    """Return why the target answers a request without a draft; `None` if a draft can help."""
     for name, harmless, reason in UNDRAFTED:
         value = getattr(config, name)
         if not any(value is ok or value == ok for ok in harmless):
@@ -185,15 +165,10 @@ def not_watched(why: str) -> UnsupportedGenerationError:
 
 
 def needed_tokenizer(tokenizer: Any, *sources: Any) -> dict[str, Any]:
-    """
-    Return the argument `tokenizer` of `generate` where a setting needs one, and otherwise nothing.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's.
-        sources (`Any`): As for [`check_generation`]; a `tokenizer` among the keywords comes first.
+    """Return the argument `tokenizer` of `generate` if a setting needs one. The keywords' own comes first.
 
     Raises:
-        UnsupportedGenerationError: a setting needs a tokenizer, and there is none.
+        UnsupportedGenerationError: A setting needs a tokenizer, and there is none.
     """
     keywords = sources[0]
     name = next((name for name in _NEEDS_TOKENIZER if setting(sources, name) not in (None, False)), None)
@@ -210,13 +185,7 @@ def needed_tokenizer(tokenizer: Any, *sources: Any) -> dict[str, Any]:
 
 
 def answered_alone(target: Any, kwargs: dict[str, Any]) -> str | None:
-    """
-    Return why `target.generate` answers a request alone, without any part of the assistant; `None` if it does not.
-
-    Args:
-        target (`PreTrainedModel` or `PeftModel`): As the user passed it.
-        kwargs (`dict[str, Any]`): Arguments of `generate`.
-    """
+    """Return why `target.generate` answers a request without any part of the assistant; `None` if it does not."""
     if has_soft_prompt(target):
         return SOFT_PROMPT
     kind: Any = type(unwrap(target))
@@ -227,20 +196,19 @@ def answered_alone(target: Any, kwargs: dict[str, Any]) -> str | None:
 
 @functools.cache
 def _decodes_by_itself(kind: Any) -> bool:
-    """Whether a class of models decodes by `GenerationMixin.generate` of the same object. Some have a `generate` of
-    their own that calls that of a part, such as the language model behind an image encoder."""
+    """Whether a class uses `GenerationMixin.generate` of the same object. Some models call `generate` of a part, such
+    as the language model behind an image encoder."""
     owner = next(cls for cls in kind.__mro__ if "generate" in vars(cls))
     if owner is GenerationMixin:
         return True
     try:
         return re.search(r"(super\(.*\)|GenerationMixin)\.generate\(", inspect.getsource(owner)) is not None
-    except (OSError, TypeError):  # made without a file
+    except (OSError, TypeError):  # no source file
         return True
 
 
 def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
-    """Refuse prompts that `target.generate` does not take: lists, arrays, and token ids of another shape than
-    `(prompts, tokens)`. Features, images, and embeddings are left to the target."""
+    """Raise UnsupportedGenerationError for prompts that are no tensors, or token ids of a wrong shape."""
     main = target.main_input_name
     given = {"inputs": inputs, **{name: kwargs.get(name) for name in (*_TENSORS, main)}}
     for name, value in given.items():
@@ -286,15 +254,8 @@ def check_request(
 
 
 def setting(sources: tuple[Any, ...], name: str) -> Any:
-    """
-    Return a setting as `generate` resolves it: from the first of these sources that has it.
-
-    Args:
-        sources (`tuple`):
-            Keywords (a dict) or generation configs, the strongest first. A keyword counts even if it is `None`; a
-            `None` in a generation config leaves the setting to the next source.
-        name (`str`): The setting.
-    """
+    """Return a setting as `generate` resolves it: from the first of the sources, keywords (a dict) or generation configs,
+    that has it. `None` counts as a keyword only."""
     for source in sources:
         if isinstance(source, dict):
             if name in source:

@@ -73,21 +73,12 @@ PROBE_ROUNDS = 4  # plain rounds whose time must be saved up before a request pr
 
 @dataclass(frozen=True)
 class RoundTime:
-    """
-    Describe a round, or the average of several.
-
-    Args:
-        candidates (`int`): Tokens that the target verified.
-        forwards (`int`): Forwards of the draft.
-        draft_seconds (`float`): Time of all forwards of the draft.
-        seconds (`float`, *optional*): Time of the round; `None` if it also read a prompt.
-        rounds (`int`): Number of rounds.
-    """
+    """Describe a round, or the average of several."""
 
     candidates: int = 0
-    forwards: int = 0
-    draft_seconds: float = 0.0
-    seconds: float | None = None
+    forwards: int = 0  # of the draft
+    draft_seconds: float = 0.0  # of all these forwards
+    seconds: float | None = None  # of the round; `None` if it also read a prompt
     rounds: int = 1
 
     @property
@@ -159,10 +150,8 @@ class Line:
 
 
 class Costs:
-    """
-    Costs of rounds, in units of `level` seconds. The level follows the speed of the machine and the length of
-    contexts, by every round of any kind. So costs that were measured at different times can be compared.
-    """
+    """Costs of rounds, in units of `level` seconds. The level follows the speed of the machine and the length of
+    contexts, by every round of any kind. So costs that were measured at different times can be compared."""
 
     def __init__(self) -> None:
         self.level = 1.0
@@ -716,10 +705,8 @@ class BatchRound(NamedTuple):
 
 
 class BatchPace:
-    """
-    Choose the number of candidates of each row in the rounds of one batch. With many rows, the target computes instead
-    of loading weights, and candidates cost more; as rows end, they may pay again.
-    """
+    """Choose the number of candidates of each row in the rounds of one batch. With many rows, the target computes
+    instead of loading weights, and candidates cost more; as rows end, they may pay again."""
 
     def __init__(
         self, drafting: LeanDrafting, domain: str | None, rows: int, *, do_sample: bool, may_repeat: bool = True
@@ -861,7 +848,7 @@ def measured_costs(
 
 
 def _with_serving_vocabulary(draft: PreTrainedModel) -> PreTrainedModel:
-    if vocab_size_of(draft) < vocabulary.LEAST_VOCABULARY:
+    if vocab_size_of(draft) < vocabulary.MIN_VOCAB_SIZE:
         return draft
     try:
         restricted: PreTrainedModel = vocabulary.RestrictedDraft(draft, np.arange(vocabulary.SIZES[1])).model

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
-
-
 # Arguments of the loop for any request of token ids.
 KNOWN_ARGUMENTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
@@ -68,27 +66,14 @@ COMMON_ARGUMENTS = KNOWN_ARGUMENTS | {"encoder_outputs", "decoder_attention_mask
 
 @dataclass(frozen=True)
 class Limits:
-    """
-    State how many candidates the forwards of a target may verify with exact results.
+    """State how many candidates the forwards of a target may verify with exact results."""
 
-    Args:
-        reason (`str`, *optional*, defaults to `""`): What causes the limits, for the log; empty without limits.
-        max_tokens (`float`, *optional*): Tokens that one forward may cover, the last known token included; 1 means no
-            speculation.
-        max_length (`float`, *optional*): Length of the sequence, in tokens, up to which forwards may cover several.
-        min_prompt (`float`, *optional*):
-            Requests with a longer prompt than this are exact at every length; infinite if there are none.
-        with_prompt (`bool`, *optional*, defaults to `True`): Whether candidates may be verified by the forward that
-            reads the prompt.
-        last_token (`int`, *optional*): A token behind which no candidate may follow in the same forward.
-    """
-
-    reason: str = ""
-    max_tokens: float = math.inf
-    max_length: float = math.inf
-    min_prompt: float = math.inf
-    with_prompt: bool = True
-    last_token: int | None = None
+    reason: str = ""  # for the log
+    max_tokens: float = math.inf  # of one forward, including the last known token; 1 means no speculation
+    max_length: float = math.inf  # of the sequence, up to which forwards may cover several tokens
+    min_prompt: float = math.inf  # tokens; requests with a longer prompt are exact at every length
+    with_prompt: bool = True  # whether the forward that reads the prompt may verify candidates
+    last_token: int | None = None  # a token after which no candidate may follow in the same forward
 
     def max_candidates(self, length: int, prompt_tokens: int) -> float:
         """Return how many candidates may follow a sequence of this length whose prompt has `prompt_tokens`."""
@@ -261,65 +246,18 @@ def _soft_prompt(model: Any) -> Limits:
 SOFT_PROMPT = "PEFT puts a soft prompt before the tokens (prompt, prefix, or P-tuning)"
 
 
-@dataclass(frozen=True)
-class Cause:
-    """
-    A known reason why forwards over several tokens may differ from single-token forwards.
-
-    Args:
-        name (`str`): For the documentation, as are the next two.
-        example (`str`): Models or settings that have it.
-        answer (`str`): How such requests are answered.
-        find (`Callable`): Gets the target; returns [`Limits`].
-    """
-
-    name: str
-    example: str
-    answer: str
-    find: Callable[[Any], Limits]
-
-
-CAUSES = (
-    Cause(
-        "frequencies depend on the longest position of a call", '`rope_type="dynamic"`',
-        "with speculation up to the length that the model was trained for; beyond it, without", _dynamic_rope,
-    ),
-    Cause(
-        "frequencies switch at a length", '`rope_type="longrope"` (Phi-3, Phi-3.5, MiniCPM)',
-        "with speculation, except by a request that crosses the length: from there on, without", _switched_rope,
-    ),
-    Cause(
-        "learned positions end", "GPT-2, OPT, BART", "with speculation up to the last position, where the target ends",
-        _learned_positions,
-    ),
-    Cause(
-        "experts with a limited capacity drop tokens", "Switch Transformers, NLLB-MoE",
-        "with at most so many tokens in a forward; without speculation if the capacity is a share of the tokens",
-        _expert_capacity,
-    ),
-    Cause(
-        "attention keeps the best keys of a long sequence", "Doge",
-        "with speculation up to so many tokens; beyond them, without", _best_keys,
-    ),
-    Cause(
-        "positions do not count padding tokens", "RoBERTa, XLM-R, NLLB, M2M-100, TrOCR, Kosmos-2",
-        "with speculation, but no candidate follows a padding token in one forward; batches without speculation",
-        _skipped_padding,
-    ),
-    Cause(
-        "a cache of the model's own may keep other keys for several tokens", "MiniMax, Unlimited-OCR",
-        "without speculation", _own_cache,
-    ),
-    Cause(
-        "an adapter is active on the last tokens of a call", "activated LoRA (aLoRA)",
-        "with at most as many tokens in a forward as lie behind its invocation, and none with the prompt",
-        _activated_adapter,
-    ),
-    Cause(
-        "PEFT changes the inputs of `generate`", "prompt tuning, prefix tuning, P-tuning, CPT", "without speculation",
-        _soft_prompt,
-    ),
-)  # fmt: skip
+# Known reasons why a forward over several tokens may differ from single-token forwards. docs/models.md describes them.
+KNOWN_CAUSES: tuple[Callable[[Any], Limits], ...] = (
+    _dynamic_rope,
+    _switched_rope,
+    _learned_positions,
+    _expert_capacity,
+    _best_keys,
+    _skipped_padding,
+    _own_cache,
+    _activated_adapter,
+    _soft_prompt,
+)
 
 
 ADAPTER_ARGUMENTS = {"adapter_names", "alora_offsets"}
@@ -365,21 +303,14 @@ _logged: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 def known_limits(model: Any) -> Limits:
     """Return the limits of a target by the known causes alone."""
     limits = UNLIMITED
-    for cause in CAUSES:
-        limits = limits.combined(cause.find(model))
+    for find in KNOWN_CAUSES:
+        limits = limits.combined(find(model))
     return limits
 
 
 def limits_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Limits:
-    """
-    Return the limits of a request. The first request of its kind is preceded by a probe of some ten forwards.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        input_ids (`torch.Tensor` of shape `(rows, tokens)`, int64): What the loop begins with; for an encoder-decoder,
-            the beginning of the answer. The first row is probed.
-        kwargs (`dict[str, Any]`): The other arguments of the loop; left as they are.
-    """
+    """Return the limits of a request, from the arguments of the loop. The first request of its kind is preceded by a
+    probe of some ten forwards with its first row."""
     prompt_tokens = input_ids.shape[1]
     limits = known_limits(model)
     mask = kwargs.get("attention_mask")
@@ -623,18 +554,7 @@ def _difference(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], *, 
 
 
 def plain_answer(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], new_tokens: int) -> Any:
-    """
-    Let the target decode greedily, by its own loop.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        prompt (`torch.Tensor` of shape `(rows, tokens)`, int64): What it begins with.
-        arguments (`dict[str, Any]`): Other arguments of the loop; `generation_config` and an empty cache among them.
-        new_tokens (`int`): Length of the answer; no token ends it.
-
-    Returns:
-        `GenerateDecoderOnlyOutput` or `GenerateEncoderDecoderOutput`: with `sequences` and `logits`.
-    """
+    """Let the target decode so many tokens greedily by its own loop; return their `sequences` and `logits`."""
     return model._sample(prompt, **_probe_settings(arguments, prompt.shape[1] + new_tokens))
 
 
@@ -654,13 +574,8 @@ def _probe_settings(arguments: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def difference(model: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
-    """
-    Return by how much logits differ, for the log; `None` if rounding alone explains it.
-
-    Args:
-        model (`PreTrainedModel`): Its dtype decides how much rounding may do.
-        ours, theirs (`Sequence[torch.Tensor]`): Logits of the same positions, each `(rows, vocab)`.
-    """
+    """Return by how much logits of the same positions, each `(rows, vocab)`, differ; `None` if rounding in the model's
+    dtype explains it."""
     found = list[float]()
     for a, b in zip(ours, theirs, strict=True):
         where = b.isfinite()

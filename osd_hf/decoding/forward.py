@@ -1,6 +1,8 @@
-"""The forwards of a round, the draft's and the target's, over caches that rejected tokens are taken back from.
+"""
+Run the forwards of a round: of the draft and of the target, over caches from which rejected tokens are removed.
 
-Either may be compiled over a static cache."""
+A forward is eager, compiled over a static cache, or captured as CUDA graphs over a static cache.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -30,77 +32,72 @@ from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
-# Tokens of static caches: each doubling in between is compiled once. What a sequence has beyond the last is eager.
+# Tokens of static caches. Each power of two in between is compiled once; longer sequences are eager.
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
-AHEAD = 256  # tokens of an answer that a request's first cache has room for; longer answers move on to larger ones
-# Goes by a mask, which hides what lies behind the tokens of a static cache; kernels that go by lengths would see it.
+AHEAD = 256  # tokens of an answer in a request's first cache; longer answers move to larger caches
+MAX_COMPILED_TOKENS = 32  # that a compiled draft takes at once
+# A mask hides the unused end of a static cache; attention by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
-CHECKED_PROMPT = 4  # tokens before those by which a compiled forward is compared with the eager one
-MOST_COMPILED = 32  # tokens that a compiled draft takes at once
+CHECKED_PROMPT_TOKENS = 4  # before the tokens by which a compiled forward is compared with the eager one
+MIN_EAGER_FORWARDS = 3  # of a number of tokens, before it is captured
+MAX_CAPTURE_FAILURES = 3  # in a row, before the draft runs eagerly: other threads may break a capture
 
-
-# Asking at each call whether what was compiled still fits takes as long as a fifth of a small model's forward.
+# Checking at each call whether compiled code still fits takes a fifth of a small model's forward.
 UNGUARDED = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
 
 
 class DraftForward:
-    """One request's draft: its cache, a dynamic one of its own unless one is given, and the forwards over it. `source`
-    is what each forward of an encoder-decoder gets besides tokens: `encoder_outputs` and `attention_mask`."""
+    """Run one request's draft over its cache."""
 
-    def __init__(self, draft: Any, source: dict[str, Any] | None = None, cache: Any = None) -> None:
+    def __init__(
+        self, draft: PreTrainedModel, source: dict[str, Any] | None = None, cache: Cache | None = None
+    ) -> None:
         self.draft = draft
-        self.device = draft.device  # where tokens are fed; looked up once: a model searches its parameters for it
+        self.device = draft.device  # looked up once: a model searches its parameters for it
         self.length = 0  # tokens in the cache
-        self.has_moved = False  # to another cache, with the last tokens that were fed
+        self.has_moved = False  # to another cache in the last call, which takes time
         self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
         self._settings = {"use_cache": True, "return_dict": True, **(source or {})}
-        self._keeps_logits = bool(draft._supports_logits_to_keep())
-        self.begin() if cache is None else self._go_on_with(cache)
+        if draft._supports_logits_to_keep():
+            self._settings["logits_to_keep"] = 1
+        if cache is None:
+            config = draft.config.get_text_config(decoder=True)
+            cache = DynamicCache(config=config)
+            if draft.config.is_encoder_decoder:
+                cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+        self._use(cache)
 
-    def begin(self) -> None:
-        """Begin anew, with an empty cache."""
-        config = self.draft.config.get_text_config(decoder=True)
-        cache: Any = DynamicCache(config=config)
-        if self.draft.config.is_encoder_decoder:
-            cache = EncoderDecoderCache(cache, DynamicCache(config=config))
-        self.length = 0
-        self._go_on_with(cache)
-
-    def _go_on_with(self, cache: Any) -> None:
+    def _use(self, cache: Any) -> None:
         self.cache = self._settings["past_key_values"] = cache
         cache.activate_past_recording()
 
-    def feed(self, ids: torch.Tensor, rows: int = 1) -> torch.Tensor:
-        """Append tokens, `(1, tokens)` and at least one, to the cache; returns the raw logits after the last of them,
-        `(rows, vocab)`, in the draft's dtype."""
-        kept = {"logits_to_keep": rows} if self._keeps_logits else {}
-        logits: torch.Tensor = self.draft(**{self._ids_name: ids}, **self._settings, **kept).logits[0, -rows:]
+    def feed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Append tokens, `(1, tokens)`; return the raw logits after the last one, `(1, vocab)`."""
+        logits: torch.Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
         self.length += ids.shape[1]
         return logits
 
     def crop(self, length: int) -> None:
-        """Take back all but the first `length` tokens. To be called every round, as sliding windows keep what they
-        could be asked for until they are."""
+        """Keep the first `length` tokens. Called every round: sliding windows keep removable tokens until then."""
         self.cache.crop(length - self.length)
         self.length = length
 
     def close(self) -> None:
-        """The request has ended."""
+        """End the request."""
 
 
 class CroppableCache(StaticCache):
-    """A static cache that tokens can be taken back from: what lies beyond its length is masked, and overwritten by the
-    next ones."""
+    """A static cache whose last tokens can be removed: they are masked, and overwritten by the next ones."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back so many tokens, told as a number of at most 0."""
+        """Remove tokens; their number is given as a negative number."""
         lengths = [layer.cumulative_length for layer in self.layers if layer.is_initialized]
         if tokens_to_remove and lengths:
             with torch.inference_mode(lengths[0].is_inference()):
-                torch._foreach_add_(lengths, tokens_to_remove)  # on accelerators by one kernel, not by one a layer
+                torch._foreach_add_(lengths, tokens_to_remove)  # one kernel for all layers
 
     def cut(self, length: int) -> None:
-        """Hold the first so many tokens, whatever a forward that has failed left behind."""
+        """Keep the first `length` tokens, also after a failed forward."""
         with torch.inference_mode(self.layers[0].cumulative_length.is_inference()):
             for layer in self.layers:
                 if layer.is_initialized:
@@ -108,19 +105,19 @@ class CroppableCache(StaticCache):
 
 
 def static_size(tokens: int) -> int:
-    """Tokens of the static cache for a sequence of so many."""
+    """Return the size of the static cache for so many tokens."""
     return max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
 
 
-def first_tokens(begins: int, ends: int) -> int:
-    """Tokens that the first cache of a sequence has room for which begins and ends with so many."""
+def _first_tokens(begins: int, ends: int) -> int:
+    """Return the tokens that the first cache of a sequence with these lengths must hold."""
     tokens = min(begins + AHEAD, ends)
     return min(tokens, LARGEST_STATIC_CACHE) if begins < LARGEST_STATIC_CACHE else tokens
 
 
 def static_sizes(begins: int, ends: int) -> list[int]:
-    """Tokens of the caches that such a sequence goes through; all are kept but the one beyond the largest."""
-    size = static_size(first_tokens(begins, ends))
+    """Return the sizes of the caches that a sequence with these lengths uses, one after the other."""
+    size = static_size(_first_tokens(begins, ends))
     sizes = [size if size <= LARGEST_STATIC_CACHE else ends]
     while sizes[-1] < ends:
         sizes.append(2 * sizes[-1] if 2 * sizes[-1] <= LARGEST_STATIC_CACHE else ends)
@@ -128,162 +125,163 @@ def static_sizes(begins: int, ends: int) -> list[int]:
 
 
 def compiles_draft(config: OnlineConfig, device_type: str) -> bool:
-    """Whether a draft on a device of this type, such as `"cuda"`, is to be compiled, or captured as graphs."""
-    if config.compile_draft == "auto":
-        return device_type not in ("cpu", "meta")
-    return config.compile_draft
+    """Whether a draft on a device of this type, such as `"cuda"`, is compiled or captured."""
+    return device_type not in ("cpu", "meta") if config.compile_draft == "auto" else config.compile_draft
 
 
-def hindrance(config: Any, whose: str = "model") -> str | None:
-    """Why the forward of a model of this configuration cannot be compiled over a static cache; `None` where it can."""
-    taken_back = "cannot take tokens back from a static cache"
+def hindrance(config: PreTrainedConfig, role: str = "model") -> str | None:
+    """Return why a model cannot be compiled over a static cache; `None` if it can."""
     if config.is_encoder_decoder:
-        return f"an encoder-decoder {taken_back}"
+        return "an encoder-decoder cannot remove tokens from a static cache"
     text = config.get_text_config(decoder=True)
     attention = getattr(text, "_attn_implementation", None)
     if attention not in MASKED_ATTENTION:
-        return f"its attention, {attention}, may see what lies behind the tokens of a static cache"
+        return f"its attention, {attention}, may see the unused end of a static cache"
     try:
         layers = StaticCache(config=text, max_cache_len=8).layers
-    except Exception as error:  # noqa: BLE001 - of a configuration of any kind
+    except Exception as error:  # noqa: BLE001 - configurations of any kind
         return f"no static cache can be made for it: {first_line(error)}"
-    if any(getattr(layer, "is_sliding", True) for layer in layers):  # recurrent ones do not say
-        return f"a {whose} with sliding windows or recurrent layers {taken_back}"
+    if any(getattr(layer, "is_sliding", True) for layer in layers):  # recurrent layers have no such attribute
+        return f"a {role} with sliding windows or recurrent layers cannot remove tokens from a static cache"
     return None
+
+
+# --- compiled forwards ----------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Compiled:
+    """A compiled forward over caches of one size."""
+
+    step: Any
+    several: Any  # for several tokens, if that is another function
+    size: int
+    free: list[CroppableCache]
+    running: threading.Lock = field(default_factory=threading.Lock)
 
 
 class CompiledForward:
     """
-    A forward of few tokens, compiled, over static caches that requests take turns with. It is that of `model` and of
-    its copies, whose weights may change in place between requests, as may their dtype and device. What cannot be
-    compiled runs eagerly, and the log says why, once.
+    Compile a forward of few tokens over static caches, which requests use in turn.
 
-    On CUDA the kernels are captured as graphs, which read and write at fixed places: for each copy and each cache that
-    it meets, in each thread, and for each number of tokens. Capturing takes a fraction of a second.
+    The forward is that of `model` and its copies. Their weights, dtype, and device may change between requests. What
+    cannot be compiled runs eagerly, and the log says why, once. On CUDA, compiled code is captured as graphs, for each
+    copy, cache, thread, and number of tokens.
     """
 
-    whose = "draft"
+    role = "draft"
     doing, done = "compiling", "compiled"
-    counts: tuple[int, ...] = (1, 3)  # of tokens that it is compiled for: one alone, and any number of several
-    mark = staticmethod(torch._dynamo.mark_dynamic)  # where it can only be for so many, compiling fails
+    counts: tuple[int, ...] = (1, 3)  # tokens to compile for: one, and any number of several
+    mark_dynamic = staticmethod(torch._dynamo.mark_dynamic)
 
-    def __init__(self, model: Any) -> None:
-        # By size of cache and rows of the head; `None` where compiling failed, and while it is under way.
+    def __init__(self, model: PreTrainedModel) -> None:
+        # By size of the cache and of the output head; `None` if compiling failed or is under way.
         self._compiled: dict[tuple[int, int], _Compiled | None] = {}
-        self._free: dict[int, list[CroppableCache]] = {}  # by size; heads of all sizes take turns with them
-        self._made_for: tuple[Any, ...] = ()
+        self._free: dict[int, list[CroppableCache]] = {}  # by size; shared by heads of all sizes
+        self._placement: tuple[Any, ...] = ()
         self._lock = threading.Lock()
-        why = "its weights are offloaded" if model.device.type == "meta" else hindrance(model.config, self.whose)
+        why = "its weights are offloaded" if model.device.type == "meta" else hindrance(model.config, self.role)
         self.can_be_compiled = why is None
         if why:
-            self._tell(why)
+            self._warn(why)
 
     @property
     def is_eager(self) -> bool:
-        """Whether some requests run eagerly, as nothing could be compiled for them, or not yet."""
+        """Whether some requests run eagerly."""
         return not self.can_be_compiled or None in self._compiled.values()
 
-    def failed(self, error: Exception) -> None:
-        """Say why compiling failed."""
-        cause = getattr(error, "inner_exception", error)  # what the compiler itself said
-        self._tell(f"{self.doing} failed with {type(cause).__name__}: {first_line(cause)}")
+    def _warn(self, why: str) -> None:
+        logger.warning("The %s is not %s and runs eagerly: %s.", self.role, self.done, why)
 
-    def _tell(self, why: str) -> None:
-        logger.warning("The %s is not %s and runs eagerly: %s.", self.whose, self.done, why)
+    def _warn_failed(self, error: Exception) -> None:
+        cause = getattr(error, "inner_exception", error)  # of the compiler
+        self._warn(f"{self.doing} failed with {type(cause).__name__}: {first_line(cause)}")
 
     def give_up(self, compiled: _Compiled, error: Exception) -> None:
-        """What was compiled has failed, or could not be compiled anew: requests under way go on eagerly, as those to
-        come begin. Called while nobody else runs it."""
+        """Run eagerly from now on, because compiled code has failed. Called while no other request runs it."""
         compiled.step = compiled.several = self.step
         with self._lock:
-            for key, made in self._compiled.items():
-                if made is compiled:
+            for key, known in self._compiled.items():
+                if known is compiled:
                     self._compiled[key] = None
-        self.failed(error)
+        self._warn_failed(error)
 
     @staticmethod
-    def step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
-        """What is compiled."""
+    def step(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> Any:
+        """The function to compile."""
         return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
 
     def own_step(self) -> Any:
-        """The function that is compiled. What was compiled is found again by its code object: each model and size of
-        cache has one of its own."""
+        """Return a copy of the function. The compiler caches by code object, and each size needs its own code."""
         return types.FunctionType(self.step.__code__.replace(), globals())
 
-    def traced(self, options: dict[str, Any]) -> Any:
-        """The function, to be compiled when it is called first. Its weights may be others at each call; whether what
-        was compiled fits otherwise is not asked."""
+    def compile_step(self, options: dict[str, Any]) -> Any:
+        """Return the function, which is compiled at its first call. Only its weights may change later."""
         return torch.compile(self.own_step(), fullgraph=True, options=options | UNGUARDED)
 
-    def warm_up(self, step: Any, model: Any, ids: torch.Tensor, cache: CroppableCache) -> None:
-        """Have the function compiled, and run."""
+    def warm_up(self, step: Any, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> None:
         for _ in range(3):
             step(model, ids, cache)
 
-    def tokens(self, count: int, device: Any) -> torch.Tensor:
-        """Tokens such as those that it is compiled for; of several, there may be any number."""
-        ids = torch.zeros(1, count, dtype=torch.long, device=device)
-        if count > 1:
-            self.mark(ids, 1)
-        return ids
-
     def mode(self) -> AbstractContextManager[Any]:
-        """Entered around what makes or changes a cache."""
+        """Return the context in which caches are created and changed."""
         return torch.inference_mode()
 
-    def lease(self, model: Any, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
-        """What is compiled for at most `tokens` tokens, and an empty cache to be put back among those that are free;
-        `None` where the model runs eagerly. Where it has to be compiled first, this request waits for it; others run
-        eagerly meanwhile."""
+    def lease(self, model: PreTrainedModel, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
+        """Return the compiled forward for at most `tokens` tokens, and an empty cache; `None` if the model runs
+        eagerly. The first request waits for the compiler; others run eagerly meanwhile."""
         size = static_size(tokens)
-        # Compiled code and caches have the dtype that they were made with.
-        if not self.can_be_compiled or torch.is_autocast_enabled(model.device.type):
+        if not self.can_be_compiled or torch.is_autocast_enabled(model.device.type):  # code has one dtype
             return None
-        key = size, getattr(model.get_output_embeddings(), "out_features", 0)  # a head of other rows is another shape
+        key = size, getattr(model.get_output_embeddings(), "out_features", 0)
         with self._lock:
-            if self._made_for != (model.dtype, model.device):
-                self._compiled, self._free, self._made_for = {}, {}, (model.dtype, model.device)
-            made, free, is_new = self._compiled, self._free.setdefault(size, []), key not in self._compiled
+            if self._placement != (model.dtype, model.device):
+                self._compiled, self._free, self._placement = {}, {}, (model.dtype, model.device)
+            known, free, is_new = self._compiled, self._free.setdefault(size, []), key not in self._compiled
             if is_new:
-                made[key] = None
+                known[key] = None
         with self.mode():
-            if is_new:  # no lock is held meanwhile
-                made[key] = self._compile(model, size, free)
-            compiled = made[key]
+            if is_new:
+                known[key] = self._compile(model, size, free)
+            compiled = known[key]
             if compiled is None:
                 return None
             cache = self._cache(model, size, free)
             cache.reset()
         return compiled, cache
 
-    def _cache(self, model: Any, size: int, free: list[CroppableCache]) -> CroppableCache:
+    def _cache(self, model: PreTrainedModel, size: int, free: list[CroppableCache]) -> CroppableCache:
         with self._lock:
-            return free.pop() if free else self._new_cache(model, size)
+            return free.pop() if free else self.new_cache(model, size)
 
-    def first(self, model: Any, begins: int, most: int) -> tuple[_Compiled, CroppableCache] | None:
-        """A lease for a sequence that begins with so many tokens and ends with at most `most`."""
-        return self.lease(model, first_tokens(begins, most))
+    def new_cache(self, model: PreTrainedModel, size: int) -> CroppableCache:
+        return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
 
-    def larger(self, model: Any, compiled: _Compiled, cache: CroppableCache, tokens: int) -> Any:
-        """What is leased of `compiled` goes back; returns a lease for more tokens whose cache holds what that one
-        held, or, where the model goes on eagerly, `None` and a dynamic cache that does."""
+    def first_lease(self, model: PreTrainedModel, begins: int, ends: int) -> tuple[_Compiled, CroppableCache] | None:
+        """Return a lease for a sequence with these lengths."""
+        return self.lease(model, _first_tokens(begins, ends))
+
+    def larger(
+        self, model: PreTrainedModel, compiled: _Compiled, cache: CroppableCache, tokens: int
+    ) -> tuple[_Compiled | None, Any]:
+        """Exchange a lease for one with more tokens, and move the cache's content. If the model goes on eagerly, the
+        result is `None` and a dynamic cache."""
         try:
             leased = self.lease(model, tokens)
-        except Exception as error:  # noqa: BLE001 - a cache that memory is too little for costs no answer
-            self._tell(f"no cache of {tokens} tokens could be made: {first_line(error)}")
+        except Exception as error:  # noqa: BLE001 - such as too little memory
+            self._warn(f"no cache of {tokens} tokens could be made: {first_line(error)}")
             leased = None
         larger = DynamicCache(config=model.config.get_text_config(decoder=True)) if leased is None else leased[1]
         with self.mode():
-            for ours, theirs in zip(larger.layers, cache.layers, strict=True):
-                end = int(theirs.cumulative_length) if theirs.is_initialized else 0
+            for new, old in zip(larger.layers, cache.layers, strict=True):
+                end = int(old.cumulative_length) if old.is_initialized else 0
                 if end:
-                    ours.update(theirs.keys[:, :, :end].clone(), theirs.values[:, :, :end].clone())
+                    new.update(old.keys[:, :, :end].clone(), old.values[:, :, :end].clone())
         compiled.free.append(cache)
         return (None, larger) if leased is None else leased
 
-    def prepare(self, model: Any, tokens: int) -> None:
-        """Compile for sequences of at most so many tokens what is not compiled yet."""
+    def prepare(self, model: PreTrainedModel, tokens: int) -> None:
+        """Compile for sequences of at most so many tokens."""
         size = SMALLEST_STATIC_CACHE
         while size < 2 * tokens and size <= LARGEST_STATIC_CACHE:
             with fast_kernels(model):  # as requests are served
@@ -292,129 +290,115 @@ class CompiledForward:
                 leased[0].free.append(leased[1])
             size *= 2
 
-    def _new_cache(self, model: Any, size: int) -> CroppableCache:
-        return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
-
-    def _compile(self, model: Any, size: int, free: list[CroppableCache]) -> _Compiled | None:
+    def _compile(self, model: PreTrainedModel, size: int, free: list[CroppableCache]) -> _Compiled | None:
         if size > LARGEST_STATIC_CACHE:
-            self._tell(f"a sequence is longer than {LARGEST_STATIC_CACHE} tokens, where static caches end")
+            self._warn(f"a sequence is longer than {LARGEST_STATIC_CACHE} tokens, the largest static cache")
             return None
-        options: dict[str, Any] = {"freezing": False}  # weights are no constants to be folded in
+        options: dict[str, Any] = {"freezing": False}  # weights change
         if model.device.type == "cuda":
-            # Launching the kernels of a small model takes longer than running them: they are captured as one graph.
-            options["triton.cudagraphs"] = True
+            options["triton.cudagraphs"] = (
+                True  # launching the kernels of a small model takes longer than running them
+            )
         started = time.perf_counter()
-        what = f"the {self.whose}'s forward for up to {size} tokens"
+        what = f"the {self.role}'s forward for up to {size} tokens"
         logger.info("%s %s.", self.doing.capitalize(), what)
         try:
             cache, steps = self._cache(model, size, free), []
             cache.reset()
-            model(input_ids=self.tokens(1, model.device), past_key_values=cache, use_cache=True)
-            # Each size is compiled for itself: not, because there are several, for any.
+            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+            # Each size has its own code, although there are several.
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 for count in self.counts:
-                    steps.append(self.traced(options))
-                    self.warm_up(steps[-1], model, self.tokens(count, model.device), cache)
-        except Exception as error:  # noqa: BLE001 - whatever a compiler fails with: the eager forward does the same
-            self.failed(error)
+                    ids = token.repeat(1, count)
+                    if count > 1:
+                        self.mark_dynamic(ids, 1)
+                    steps.append(self.compile_step(options))
+                    self.warm_up(steps[-1], model, ids, cache)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the eager forward does the same
+            self._warn_failed(error)
             return None
         logger.info("%s %s in %.1f s.", self.done.capitalize(), what, time.perf_counter() - started)
         free.append(cache)
         return _Compiled(steps[0], steps[-1], size, free)
 
 
-@dataclass(eq=False)
-class _Compiled:
-    """The compiled forward over caches of one size, those that are free, and who may run it."""
-
-    step: Any
-    several: Any  # the same over several tokens, where that is another one
-    size: int  # tokens that its caches have room for
-    free: list[CroppableCache]
-    running: threading.Lock = field(default_factory=threading.Lock)
-
-
-# --- of a draft -----------------------------------------------------------------------------------------------------
+# --- the draft ------------------------------------------------------------------------------------------------------
 
 
 class CompiledDraft(CompiledForward):
-    """The forward of a draft and its copies over a single token and, for what it missed while past text proposed,
-    over several."""
+    """Compile a draft and its copies for a single token, and for several: those that it missed while past text
+    proposed."""
 
-    def forward(self, draft: Any, begins: int, most: int) -> DraftForward:
-        """The forward of one request that begins with so many tokens, and feeds at most `most` to the draft."""
-        leased = self.first(draft, begins, most)
+    def forward(self, draft: PreTrainedModel, begins: int, ends: int) -> DraftForward:
+        """Return the forward of one request whose sequence has these lengths."""
+        leased = self.first_lease(draft, begins, ends)
         return DraftForward(draft) if leased is None else StaticForward(self, draft, *leased)
 
 
 class StaticForward(DraftForward):
-    """Few tokens go through the compiled forward, a prompt through the eager one, over the same static cache, which
-    gives way to a larger one where it is full. Beyond the largest, all is eager."""
+    """Run few tokens by the compiled forward and a prompt by the eager one, over one static cache. A full cache is
+    exchanged for a larger one; beyond the largest, all is eager."""
 
-    def __init__(self, owner: CompiledDraft, draft: Any, compiled: _Compiled, cache: CroppableCache) -> None:
+    def __init__(
+        self, owner: CompiledDraft, draft: PreTrainedModel, compiled: _Compiled, cache: CroppableCache
+    ) -> None:
         super().__init__(draft, cache=cache)
         self._owner = owner
         self._compiled: _Compiled | None = compiled
 
-    def feed(self, ids: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    def feed(self, ids: torch.Tensor) -> torch.Tensor:
         count = ids.shape[1]
         self.has_moved = self._compiled is not None and self.length + count > self._compiled.size
         if self._compiled is not None and self.has_moved:
             self._compiled, cache = self._owner.larger(self.draft, self._compiled, self.cache, self.length + count)
-            self._go_on_with(cache)
-        if self._compiled is None or self.length == 0 or count > MOST_COMPILED:
-            return super().feed(ids, rows)
-        assert rows == 1
-        # A captured graph writes the next logits where these are, whoever asks for them.
+            self._use(cache)
+        if self._compiled is None or self.length == 0 or count > MAX_COMPILED_TOKENS:
+            return super().feed(ids)
         with self._compiled.running:
             step = self._compiled.step if count == 1 else self._compiled.several
-            fed = ids.clone()  # a tensor of inference mode, wherever the tokens were made
+            fed = ids.clone()  # a tensor of inference mode
             try:
                 logits: torch.Tensor = step(self.draft, fed, self.cache)
-            except Exception as error:  # capturing it for another number of tokens may fail, too
+            except Exception as error:  # such as a failed capture
                 if step is self._owner.step:
                     raise
                 self._owner.give_up(self._compiled, error)
                 self.cache.cut(self.length)
                 logits = self._owner.step(self.draft, fed, self.cache)
             self.length += count
-            return logits.clone()
+            return logits.clone()  # a captured graph writes the next logits to the same place
 
     def close(self) -> None:
         if self._compiled is not None:
             self._compiled.free.append(self.cache)
 
 
-# --- of the target --------------------------------------------------------------------------------------------------
+# --- the target -----------------------------------------------------------------------------------------------------
 
 
 class GuardedStep:
-    """A compiled function of a model that may be changed in any way: a call asks whether what was compiled still fits,
-    and compiles again where it does not. `sure` gives what the last call ran, without asking.
+    """A compiled function of a model that may change in any way. Each call checks whether compiled code still fits,
+    and compiles again if not. [`~GuardedStep.unguarded_step`] returns the code of the last call without the checks."""
 
-    Args:
-        step (`Callable[[], Callable]`): Makes the function, each time as another one.
-        options (`dict[str, Any]`): Of the compiler.
-    """
-
-    def __init__(self, step: Callable[[], Any], options: dict[str, Any]) -> None:
-        self._step, self._options = step, options
-        self._guarded: Any = torch.compile(step(), fullgraph=True, backend=self._compile)
-        self._ran: object = None
-        self._sure: dict[object, Any] = {}
+    def __init__(self, make_step: Callable[[], Any], options: dict[str, Any]) -> None:
+        self._make_step = make_step
+        self._options = options
+        self._guarded: Any = torch.compile(make_step(), fullgraph=True, backend=self._compile)
+        self._last_code: object = None
+        self._unguarded: dict[object, Any] = {}
 
     @staticmethod
     def inductor(graph: Any, inputs: Any, **options: Any) -> Any:
-        """The compiler behind."""
         compiler: Any = torch._dynamo.lookup_backend("inductor")
         return compiler(graph, inputs, **options)
 
     def _compile(self, graph: Any, inputs: Any) -> Any:
         compiled = self.inductor(graph, inputs, config_patches=self._options)
-        this = object()
+        code = object()
 
         def run(*args: Any) -> Any:
-            self._ran = this
+            self._last_code = code
             return compiled(*args)
 
         return run
@@ -422,102 +406,106 @@ class GuardedStep:
     def __call__(self, *args: Any) -> Any:
         return self._guarded(*args)
 
-    def sure(self, model: Any, ids: torch.Tensor, cache: CroppableCache) -> Any:
-        """For calls between which and the last one, with these arguments, nothing can have changed but weights."""
-        ran = self._ran
-        if ran not in self._sure:
-            step: Any = torch.compile(self._step(), fullgraph=True, options=self._options | UNGUARDED)
-            like_these = ids.clone()
-            torch._dynamo.mark_dynamic(like_these, 1)  # nothing asks whether it fits other numbers of tokens
+    def unguarded_step(self, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> Any:
+        """Return the function for calls between which nothing can change but weights, with these arguments."""
+        code = self._last_code
+        if code not in self._unguarded:
+            step: Any = torch.compile(self._make_step(), fullgraph=True, options=self._options | UNGUARDED)
+            example = ids.clone()
+            torch._dynamo.mark_dynamic(example, 1)  # no check would find another number of tokens
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-                step(model, like_these, cache)  # compiled now: later, the model may be another one
+                step(model, example, cache)  # compiled now: later, the model may be another one
             cache.crop(-ids.shape[1])
-            self._sure[ran] = step
-        return self._sure[ran]
+            self._unguarded[code] = step
+        return self._unguarded[code]
 
 
 class CompiledTarget(CompiledForward):
-    """The target's forward of a round's tokens, of any number from 2 on. The target is the user's own and may be
-    changed in any way between requests: each request's first round asks whether what was compiled still fits, and
-    compiles again where it does not."""
+    """Compile the target for at least two tokens. The target is the user's, and may change between requests: the first
+    round of each request checks whether compiled code still fits."""
 
-    whose = "target"
+    role = "target"
     counts = (3,)
-    mark = staticmethod(torch._dynamo.maybe_mark_dynamic)  # it would be compiled again for so many
+    mark_dynamic = staticmethod(torch._dynamo.maybe_mark_dynamic)  # compiled again where a number is fixed
 
     @staticmethod
-    def step(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+    def step(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> Any:
         return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
 
-    def traced(self, options: dict[str, Any]) -> Any:
+    def compile_step(self, options: dict[str, Any]) -> Any:
         return GuardedStep(self.own_step, options)
 
-    def warm_up(self, step: Any, model: Any, ids: torch.Tensor, cache: CroppableCache) -> None:
+    def warm_up(self, step: Any, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> None:
         super().warm_up(step, model, ids, cache)
-        step.sure(model, ids, cache)  # the inductor finds again what it compiled a moment ago
+        step.unguarded_step(model, ids, cache)
         self._check(step, model, cache)
 
-    def _check(self, step: Any, model: Any, cache: CroppableCache) -> None:
-        """Raise UnsupportedModelError if the compiled forward over several tokens gives other logits than eager
-        single-token forwards."""
+    def _check(self, step: Any, model: PreTrainedModel, cache: CroppableCache) -> None:
+        """Raise UnsupportedModelError if the compiled forward over several tokens differs from eager forwards over
+        one."""
         count, eager = self.counts[0], DynamicCache(config=model.config.get_text_config(decoder=True))
-        ids = torch.arange(1, CHECKED_PROMPT + count + 1, device=model.device)[None] % vocab_size_of(model)
+        ids = torch.arange(1, CHECKED_PROMPT_TOKENS + count + 1, device=model.device)[None] % vocab_size_of(model)
         prompt, behind = ids[:, :-count], ids[0, -count:].clone()[None]  # with strides of its own
-        self.mark(behind, 1)
+        self.mark_dynamic(behind, 1)
         cache.reset()
         for used in (cache, eager):
             self.step(model, prompt, used)
-        ours = step(model, behind, cache)[0]
-        theirs = torch.cat([self.step(model, behind[:, i : i + 1], eager)[0] for i in range(count)])
-        if why := difference(model, list(ours), list(theirs)):
+        compiled_logits = step(model, behind, cache)[0]
+        eager_logits = torch.cat([self.step(model, behind[:, i : i + 1], eager)[0] for i in range(count)])
+        if why := difference(model, list(compiled_logits), list(eager_logits)):
             raise UnsupportedModelError(f"compiled, {why}")
 
     @contextlib.contextmanager
     def mode(self) -> Iterator[None]:
-        # The loop writes into the logits, which it may not where they are of inference mode. Hooks that come or go
-        # change what a forward does; the compiler asks for them only where it is told to.
-        hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-        with hooks, torch.inference_mode(False), torch.no_grad():
+        # The loop writes into the logits, so they are no tensors of inference mode. Hooks change what a forward does.
+        check_hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        with check_hooks, torch.inference_mode(False), torch.no_grad():
             yield
 
     def verification(
-        self, target: Any, kwargs: dict[str, Any], begins: int, most: int, limit: float = math.inf
+        self, target: PreTrainedModel, kwargs: dict[str, Any], begins: int, ends: int, limit: float = math.inf
     ) -> Verification | None:
-        """Return the verification of a request that begins with so many tokens and ends with at most `most`, whose
-        loop gets `kwargs`; `None` where it is left to the eager forward. No forward reaches behind `limit` tokens."""
+        """Return the verification of a request whose sequence has these lengths, and whose loop gets `kwargs`; `None`
+        if the eager forward verifies. No forward reads more than `limit` tokens."""
         config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
             return None
-        # Other arguments may change what the forward does.
-        others = any(kwargs[name] is not None for name in kwargs.keys() - KNOWN_ARGUMENTS)
-        if others or config.output_attentions or config.output_hidden_states or (mask is not None and not mask.all()):
+        has_other_arguments = any(kwargs[name] is not None for name in kwargs.keys() - KNOWN_ARGUMENTS)
+        if has_other_arguments or config.output_attentions or config.output_hidden_states:
+            return None
+        if mask is not None and not mask.all():
             return None
         if positions is not None and not torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)):
             return None
-        leased = self.first(target, begins, most + 1)  # a single token is fed with another one behind it
+        leased = self.first_lease(target, begins, ends + 1)  # a single token is fed with another one
         return None if leased is None else Verification(self, target, *leased, limit)
 
 
 class Verification:
-    """One request's rounds by the compiled target. The prompt goes through the eager forward, into the cache that the
-    loop came with; what it holds is put into a static one for the rounds, larger ones as the sequence grows, and back
-    at the end, or where it fits into none."""
+    """Verify one request's candidates by the compiled target. The prompt is read eagerly into the cache of the loop.
+    Its content moves to a static cache for the rounds, to larger ones as the sequence grows, and back at the end."""
 
     def __init__(
-        self, owner: CompiledTarget, target: Any, compiled: _Compiled, cache: CroppableCache, limit: float = math.inf
+        self,
+        owner: CompiledTarget,
+        target: PreTrainedModel,
+        compiled: _Compiled,
+        cache: CroppableCache,
+        limit: float = math.inf,
     ) -> None:
         self.cache = cache
-        self._owner, self._target = owner, target
+        self.has_moved = False  # to another cache, for the last round
+        self.given: DynamicCache | None = None  # the cache of the loop, once its content has moved
+        self._owner = owner
+        self._target = target
         self._compiled: _Compiled | None = compiled  # `None`: the rest of the request is eager
-        self.has_moved = False  # to another cache, for the round that began last
-        self._step: Any = None  # once it is known that what was compiled fits
-        self.given: DynamicCache | None = None  # what the loop came with, once it was taken over
+        self._step: Any = None  # once it is known to fit
         self._limit = min(num_positions(target) or math.inf, limit)
 
     def begins(self, given: Any, tokens: int) -> bool:
-        """Take over what the loop's cache holds, for a round after which the sequence has at most so many tokens;
-        returns whether the round is verified here. Otherwise [`~Verification.given`] is what the loop goes on with."""
+        """Take over the loop's cache for a round after which the sequence has at most so many tokens. Return whether
+        the round is verified here; if not, the loop uses [`~Verification.given`]."""
         is_ours, layers = given is self.cache, given.layers
         if not is_ours and (
             len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers)
@@ -535,41 +523,39 @@ class Verification:
             return self._compiled is not None
         self.given = given
         with self._owner.mode():
-            for ours, theirs in zip(self.cache.layers, layers, strict=True):
-                ours.update(theirs.keys, theirs.values)
-                theirs.keys, theirs.values = theirs.keys[:, :, :0].clone(), theirs.values[:, :, :0].clone()
+            for static, dynamic in zip(self.cache.layers, layers, strict=True):
+                static.update(dynamic.keys, dynamic.values)
+                dynamic.keys, dynamic.values = dynamic.keys[:, :, :0].clone(), dynamic.values[:, :, :0].clone()
         return True
 
     def inputs(self, ids: torch.Tensor, count: int) -> dict[str, Any]:
-        """What [`~Verification.forward`] is called with for the last `count` tokens of a sequence, `(1, tokens)`."""
+        """Return the arguments of [`~Verification.forward`] for the last `count` tokens of a sequence."""
         return {"past_key_values": self.cache, "ids": ids[:, -count:], "length": ids.shape[1]}
 
     def forward(self, past_key_values: CroppableCache, ids: torch.Tensor, length: int) -> CausalLMOutputWithPast:
-        """The target's logits, `(1, tokens, vocab)`, of the last tokens, `(1, tokens)`, of a sequence so long."""
+        """Return the target's logits for the last tokens, `(1, tokens)`, of a sequence of this length."""
         cache, count = past_key_values, ids.shape[1]
         mode = self._owner.mode() if self._step is None else torch.inference_mode(False)
         assert self._compiled is not None
         with mode, torch.no_grad(), self._compiled.running:
-            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own, not those of the sequence
-            torch._dynamo.maybe_mark_dynamic(fed, 1)  # compiled again, it is for any number of tokens again
-            if count == 1 and length == self._limit:  # there is no position behind it
+            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own
+            torch._dynamo.maybe_mark_dynamic(fed, 1)
+            if count == 1 and length == self._limit:  # there is no position for a second token
                 logits = self._owner.step(self._target, ids, cache)
             else:
                 logits = self._compiled_logits(fed, length - count)
                 if count == 1:
                     cache.crop(-1)
-            # A captured graph writes the next logits where these are.
             return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
 
     def _compiled_logits(self, ids: torch.Tensor, begins: int) -> torch.Tensor:
-        """The logits of tokens behind so many others."""
         assert self._compiled is not None
         step, args = self._step or self._compiled.step, (self._target, ids, self.cache)
         try:
             logits: torch.Tensor = step(*args)
             if self._step is None:
-                self._step = step.sure(*args) if isinstance(step, GuardedStep) else step
-        except Exception as error:  # the target has changed, or capturing it has failed
+                self._step = step.unguarded_step(*args) if isinstance(step, GuardedStep) else step
+        except Exception as error:  # the target has changed, or a capture has failed
             if step is self._owner.step:
                 raise
             self._owner.give_up(self._compiled, error)
@@ -579,7 +565,7 @@ class Verification:
         return logits
 
     def close(self) -> None:
-        """The request has ended: whoever holds the cache that it came with finds there what it read."""
+        """End the request: the cache of the loop gets its content back."""
         if self._compiled is not None:
             self._put_back(self.cache)
             self._compiled.free.append(self.cache)
@@ -587,35 +573,31 @@ class Verification:
     def _put_back(self, cache: Any) -> None:
         if self.given is not None:
             end = int(cache.get_seq_length())
-            for ours, theirs in zip(cache.layers, self.given.layers, strict=True):
-                theirs.keys, theirs.values = (x[:, :, :end].clone() for x in (ours.keys, ours.values))
+            for static, dynamic in zip(cache.layers, self.given.layers, strict=True):
+                dynamic.keys, dynamic.values = (x[:, :, :end].clone() for x in (static.keys, static.values))
 
 
-# --- captured graphs ----
+# --- captured graphs ------------------------------------------------------------------------------------------------
 
+Step = Callable[[PreTrainedModel, torch.Tensor, CroppableCache], torch.Tensor]
 Replay = Callable[[torch.Tensor], torch.Tensor]
-Step = Callable[[Any, torch.Tensor, CroppableCache], torch.Tensor]
-
-OFTEN = 3  # forwards of several tokens that are eager before so many are captured, which takes as long as some of them
-MOST_FAILURES = 3  # captures in turn that fail before all is eager: what other threads do may break one
 
 
-class _Place:
-    """What the graphs of a device share: the stream that they are captured in, as libraries keep memory for each; the
-    memory that they compute in, which is never given back, as those libraries go on using it; and a lock, as one of
-    them is captured, or runs, at a time."""
+class _GraphDevice:
+    """What the graphs of a device share: a stream and memory, which libraries keep for each stream, and a lock, as one
+    graph is captured or runs at a time."""
 
-    def __init__(self, device: Any) -> None:
-        self.device, self.lock = device, threading.Lock()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.first = self.capture(lambda: torch.zeros(1, device=device))  # memory without a graph would be given back
+        self.first = self.capture(lambda: torch.zeros(1, device=device))  # keeps the memory
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # The outer stream is the one to go on with, which a capture that fails does not see to. Other threads may
-        # learn, and take memory, meanwhile.
+        # A failed capture leaves the thread on the capture stream. Other threads may learn meanwhile.
         try:
             with (
                 torch.cuda.device(self.device),
@@ -623,15 +605,14 @@ class _Place:
                 torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 result = run()
-        except RuntimeError as error:  # of the end of a capture that was broken before
+        except RuntimeError as error:
             raise error.__context__ or error from None
         return graph, result
 
     def replay(
         self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, read: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        """What a graph that reads from `read` computes of what is given, after those before it, in whatever stream
-        these ran."""
+        """Run a graph that reads from `read` on the given tensor, after earlier graphs of any stream."""
         now = torch.cuda.current_stream(self.device)
         with self.lock:
             self.done.wait(now)
@@ -642,98 +623,90 @@ class _Place:
         return found
 
 
-_places: dict[Any, _Place] = {}
-_making = threading.Lock()
+_graph_devices: dict[torch.device, _GraphDevice] = {}
+_graph_devices_lock = threading.Lock()
 
 
 def capture(run: Callable[[torch.Tensor], torch.Tensor], example: torch.Tensor) -> Replay:
-    """Capture the kernels that a function of a tensor such as `example` starts, which do not run meanwhile; returns
-    what runs them on another one and gives a result of its own each time. Other tensors are read where they lay."""
+    """Capture the kernels of a function of a tensor like `example`; return a function that runs them on another one.
+    Other tensors are read from where they were."""
     device, read = example.device, example.clone()
-    with _making:
-        if device not in _places:
-            _places[device] = _Place(device)
-        place = _places[device]
-    with place.lock:
-        graph, result = place.capture(lambda: run(read))
-    return lambda given: place.replay(graph, result, read, given)
+    with _graph_devices_lock:
+        if device not in _graph_devices:
+            _graph_devices[device] = _GraphDevice(device)
+        shared = _graph_devices[device]
+    with shared.lock:
+        graph, result = shared.capture(lambda: run(read))
+    return lambda given: shared.replay(graph, result, read, given)
 
 
 @dataclass
-class _OfCache:
-    """Graphs over a cache by their number of tokens; eager forwards of so many tokens."""
+class _CacheGraphs:
+    """Graphs over one cache, and eager forwards, by the number of tokens."""
 
     graphs: dict[int, Replay] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
 
 
 class CapturedStep:
-    """
-    A forward of few tokens over static caches. The first ones of a model over a cache and for a number of tokens are
-    eager, then its kernels are captured, in a tenth of a second, and those after it are graphs. One thread calls it at
-    a time.
-
-    Args:
-        step (`Callable[[Any, torch.Tensor, CroppableCache], torch.Tensor]`): The forward.
-    """
+    """A forward of few tokens over static caches that captures itself: for each model, cache, and number of tokens,
+    the first calls are eager. One thread calls it at a time."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._graphs: WeakKeyDictionary[Any, WeakKeyDictionary[CroppableCache, _OfCache]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Any, WeakKeyDictionary[CroppableCache, _CacheGraphs]] = WeakKeyDictionary()
         self._addresses: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # of a model's weights
         self._failures = 0
 
-    def begins(self, model: Any) -> None:
-        """A request begins: graphs that read where the model's weights no longer lie are let go."""
-        if model in self._graphs and self._addresses[model] != addresses(model):
+    def begin_request(self, model: PreTrainedModel) -> None:
+        """Drop graphs that read weights from where they no longer are."""
+        if model in self._graphs and self._addresses[model] != _addresses(model):
             del self._graphs[model]
 
-    def __call__(self, model: Any, ids: torch.Tensor, cache: CroppableCache) -> torch.Tensor:
+    def __call__(self, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> torch.Tensor:
         if model not in self._graphs:
-            self._graphs[model], self._addresses[model] = WeakKeyDictionary(), addresses(model)
-        known, count = self._graphs[model].setdefault(cache, _OfCache()), ids.shape[1]
+            self._graphs[model], self._addresses[model] = WeakKeyDictionary(), _addresses(model)
+        known, count = self._graphs[model].setdefault(cache, _CacheGraphs()), ids.shape[1]
         if count in known.graphs:
             return known.graphs[count](ids)
-        logits = self._step(model, ids, cache)  # before: libraries choose their kernels in it
+        logits = self._step(model, ids, cache)  # libraries choose their kernels here
         known.calls[count] += 1
-        if count == 1 or known.calls[count] >= OFTEN:
+        if count == 1 or known.calls[count] >= MIN_EAGER_FORWARDS:
             try:
                 known.graphs[count] = capture(lambda read: self._step(model, read, cache), ids)
                 self._failures = 0
             except RuntimeError:
                 self._failures += 1
-                if self._failures == MOST_FAILURES:
+                if self._failures == MAX_CAPTURE_FAILURES:
                     raise
         return logits
 
 
-def addresses(model: Any) -> tuple[int, ...]:
-    """Where the weights of a model lie."""
+def _addresses(model: PreTrainedModel) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
 
 
 class CapturedDraft(CompiledDraft):
-    """A draft and its copies as [`CompiledDraft`] has them, with graphs of the eager forward's kernels in place of
-    compiled code: hardly anything is to be waited for, and a token takes longer."""
+    """Capture the eager forward of a draft and its copies. That takes less time than compiling, and a token takes
+    more."""
 
     doing, done = "capturing", "captured"
-    counts = (1,)  # other numbers of tokens are captured where they come often
+    counts = (1,)  # other numbers are captured if they occur often
 
-    def traced(self, options: dict[str, Any]) -> Any:
+    def compile_step(self, options: dict[str, Any]) -> Any:
         return CapturedStep(self.step)
 
-    def lease(self, model: Any, tokens: int) -> Any:
+    def lease(self, model: PreTrainedModel, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
         leased = super().lease(model, tokens)
         if leased is not None:
             with leased[0].running:
                 if isinstance(leased[0].step, CapturedStep):
-                    leased[0].step.begins(model)
+                    leased[0].step.begin_request(model)
         return leased
 
 
-def static_draft(base: Any, config: OnlineConfig) -> CompiledDraft | None:
-    """The forward of a draft and its copies over static caches, as `compile_draft` asks for it; `None` where they are
-    eager."""
+def static_draft(base: PreTrainedModel, config: OnlineConfig) -> CompiledDraft | None:
+    """Return the compiled or captured forward of a draft and its copies; `None` if they are eager."""
     if not compiles_draft(config, base.device.type):
         return None
     is_captured = config.compile_draft == "auto" and base.device.type == "cuda"

@@ -56,22 +56,6 @@ class LeanCandidateGenerator(CandidateGenerator):
     they were drawn from, `(1, candidates, vocab)` in float32, processed as the target's; a token of past text is
     certain. If all candidates are from past text, they come without logits: a token drawn from the target that equals
     the candidate is accepted, which has the same probability.
-
-    Args:
-        forward (`DraftForward`): The draft.
-        pace (`Pace`): Chooses the source of each candidate, and their number.
-        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): What the loop begins with.
-        attention_mask (`torch.Tensor`, *optional*): Tokens that it hides are padding, which the draft does not see.
-        logits_processor (`LogitsProcessorList`): The target's.
-        do_sample (`bool`): Whether tokens are sampled.
-        max_length (`int`): Maximum length of the sequence.
-        max_positions (`int`, *optional*): Tokens that the draft can read.
-        eos_token_ids (`frozenset[int]`): Drafting ends after one of them.
-        vocab_size (`int`): Width of the target's logits.
-        token_ids (`torch.Tensor`, *optional*): The draft vocabulary; `None` means all tokens.
-        text (`RequestText`, *optional*): Past text.
-        clock (`Callable[[], float]`, *optional*): Time in seconds.
-        limits (`Limits`, *optional*): Candidates that the target can verify exactly.
     """
 
     def __init__(
@@ -278,14 +262,6 @@ class LeanDrafting:
 
     If the caller keeps the target's cache for the next turn of a chat, the draft's cache is kept with it. A compiled
     draft reads each prompt again, because requests share its static caches.
-
-    Args:
-        draft (`PreTrainedModel`): The draft.
-        num_assistant_tokens (`int` or `str`, *optional*): k, or `"auto"`; `None` reads the draft's generation config.
-        sources (`str`, *optional*, defaults to `"both"`): Sources of candidates with `"auto"`: `"draft"`, `"text"`, or
-            `"both"`.
-        compiled (`CompiledDraft`, *optional*): Compiles or captures forwards; shared by copies of the draft.
-        pacer (`Pacer`, *optional*): Measures costs and acceptance; shared by drafts of the same size.
     """
 
     def __init__(

@@ -26,22 +26,13 @@ OWN, OWNER, DOMAIN = 0, 1, 2  # kinds of text: of the request, of its owner, of 
 
 
 class Guess(NamedTuple):
-    """
-    A token that may come next.
-
-    Args:
-        token (`int`): Its id.
-        kind (`int`): Kind of text that it is from: `OWN`, `OWNER`, or `DOMAIN`.
-        length (`int`): Number of tokens before it that match.
-        votes (`int`): Places with such a match that it follows.
-        places (`int`): Places with such a match.
-    """
+    """A token that may come next."""
 
     token: int
-    kind: int
-    length: int
-    votes: int
-    places: int
+    kind: int  # of text
+    length: int  # tokens before it that match
+    votes: int  # places with such a match that it follows
+    places: int  # places with such a match
 
     @property
     def situation(self) -> tuple[int, int, int]:
@@ -56,14 +47,8 @@ class Guess(NamedTuple):
 
 
 class TextIndex:
-    """
-    Index tokens by the 1, 2, 4, and 8 tokens before them, as hash chains. An index takes 36 bytes per token; beyond
-    its capacity, the newest tokens replace the oldest. Places that are found are compared token by token.
-
-    Args:
-        capacity (`int`): Maximum number of tokens; the next smaller power of two is used.
-        kind (`int`, *optional*, defaults to 0): Kind of text.
-    """
+    """Index tokens by the 1, 2, 4, and 8 tokens before them, as hash chains. An index takes 36 bytes per token; beyond
+    its capacity, the newest tokens replace the oldest. Places that are found are compared token by token."""
 
     def __init__(self, capacity: int, kind: int = OWN) -> None:
         self.kind = kind
@@ -181,15 +166,8 @@ def _hashes(last: Sequence[int]) -> Iterator[int]:
 
 
 class RequestText:
-    """
-    The text that one request may continue: its own, and that of earlier requests.
-
-    Args:
-        source (`Sequence[int]`): Text of the request that its answer does not follow, such as that of a translation.
-        context (`Sequence[int]`): Tokens that the answer follows.
-        max_length (`int`): Maximum length of the sequence.
-        earlier (`Sequence[TextIndex]`): Text of earlier requests.
-    """
+    """The text that one request may continue: its own, and that of earlier requests. The answer follows `context`, but
+    not `source`, such as the source of a translation."""
 
     def __init__(
         self, source: Sequence[int], context: Sequence[int], max_length: int, earlier: Sequence[TextIndex] = ()
@@ -235,15 +213,9 @@ class RequestText:
 
 
 class EarlierText:
-    """
-    Keep the text of earlier requests in memory. The text of an owner is used for requests of the same owner only. The
-    answers of a domain are used for all its requests, if the scope says so. The least recently used text is dropped
-    first.
-
-    Args:
-        scope (`str`): `"request"` keeps nothing; `"owner"`; `"domain"` keeps the owner's text as well.
-        max_bytes (`int`): Maximum memory in bytes.
-    """
+    """Keep the text of earlier requests in memory. The text of an owner is used for requests of the same owner only.
+    The answers of a domain are used for all its requests, if the scope says so. The least recently used text is
+    dropped first."""
 
     def __init__(self, scope: str, max_bytes: int) -> None:
         self.scope = scope
