@@ -154,9 +154,7 @@ def test_a_number_of_tokens_is_captured_where_it_comes_often(recorder: Recorder)
         for number in range(1, graphs.MIN_EAGER_FORWARDS + 2):
             forward.feed(ids[:, 4:6])
             forward.crop(4)
-            assert recorder.graphs == 1 + (
-                number >= graphs.MIN_EAGER_FORWARDS
-            )  # a single token's, which was captured at first
+            assert recorder.graphs == 1 + (number >= graphs.MIN_EAGER_FORWARDS)
     assert recorder.replays == 2 + 1
 
 

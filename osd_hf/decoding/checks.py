@@ -106,8 +106,8 @@ def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def check_generation(*sources: Any) -> None:
-    """Raise UnsupportedGenerationError for modes of `generate` that are lossy, or have no draft to teach. `sources` are
-    those of [`setting`]."""
+    """Raise UnsupportedGenerationError for modes of `generate` that are lossy, or have no draft to teach. `sources`
+    are those of [`setting`]."""
     given = functools.partial(setting, sources)
     for name, harmless, reason in REFUSED:
         value = given(name)
@@ -254,8 +254,8 @@ def check_request(
 
 
 def setting(sources: tuple[Any, ...], name: str) -> Any:
-    """Return a setting as `generate` resolves it: from the first of the sources, keywords (a dict) or generation configs,
-    that has it. `None` counts as a keyword only."""
+    """Return a setting as `generate` resolves it: from the first of the sources, keywords (a dict) or generation
+    configs, that has it. `None` counts as a keyword only."""
     for source in sources:
         if isinstance(source, dict):
             if name in source:

@@ -1,4 +1,4 @@
-"""Restrict a draft to the tokens that traffic uses: choose these tokens, and make a draft with a head of their rows."""
+"""Restrict a draft to the tokens that traffic uses: choose them, and make a draft with a head of their rows."""
 
 from __future__ import annotations
 
