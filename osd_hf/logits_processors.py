@@ -1,4 +1,4 @@
-"""Logits processors at many positions at once: of recorded requests, of batches, and of requests with a memory."""
+"""Logits processors at many positions: of recorded requests, of batches, and of requests with a memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)
 
-GROUP_ELEMENTS = 1 << 20  # processed at once: larger temporaries take longer to allocate than to compute
+GROUP_ELEMENTS = 1 << 20  # processed together: larger temporaries take longer to allocate than to compute
 MAX_CACHED_TRACES = 256
 ROOM_TOKENS = 256  # that a buffer grows by
 TIED_TOKENS = 14  # beyond those of top-k, which also keeps tokens that are tied with the last one
@@ -64,7 +64,7 @@ def _depends_on_set(processor: Any) -> bool:
 
 
 class _Distributions(NamedTuple):
-    """Log-probabilities of rows: of the tokens `ids`, `(rows, k)`, or of the whole vocabulary."""
+    """Log-probabilities of rows: of the tokens `ids`, `(rows, k)`, or of the full vocabulary."""
 
     ids: Tensor | None
     logprobs: Tensor
@@ -103,7 +103,7 @@ class Processors:
         self.processors = _rebuilt(model, trace, len(start)) if trace.sampling.get("processors") else []
 
     def groups(self, count: int) -> Iterator[slice]:
-        """Split so many positions into parts that are processed at once."""
+        """Split positions into parts that are processed together."""
         size = max(1, GROUP_ELEMENTS // (self.trace.vocab_size + 4 * len(self.ids)))
         return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
@@ -189,7 +189,7 @@ class Processors:
 
 
 def _dense_rows(trace: Trace, where: slice) -> Tensor:
-    """Return log-probs of the target over the whole vocabulary, with the tail spread evenly."""
+    """Return log-probs of the target over the full vocabulary, with the tail spread evenly."""
     kept = torch.from_numpy(trace.kept_logprobs(where))
     if trace.top_ids.shape[1] == 0:
         return kept
@@ -246,7 +246,7 @@ class RowProcessors:
     """
     Apply the processors of a batch at positions that differ from row to row. Each processor is called as in the
     target's own loop: for all rows of the batch at one length, where rows that are shorter or have ended are padded.
-    Those that treat rows alike are called for all positions at once.
+    Those that treat rows alike are called for all positions together.
 
     Args:
         processors (`LogitsProcessorList`): The target's.
@@ -326,7 +326,7 @@ class ReplayedProcessor(LogitsProcessor):
 
     Args:
         make (`Callable[[], LogitsProcessor]`):
-            Makes a processor for a new answer. It is first called for the prompt, then for one more token each time.
+            Makes a processor for a new answer. It is first called for the prompt, then for another token each time.
         take_back (`Callable[[LogitsProcessor, int], object]`, *optional*):
             Undoes the last calls of a processor, except the first. Without it, a new processor is made and called
             again for each token of the answer so far, which is slower for long answers.

@@ -22,8 +22,6 @@ from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria, p
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.decoding import batch as capture_batch
 from osd_hf.decoding import batch as drafting_batch
-from osd_hf.decoding.draft_length import Acceptance, Pacer, RoundTime
-from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.router import CallableRouter
 
 FIXED = OnlineConfig(num_assistant_tokens=4, update_strategy="manual")
@@ -132,16 +130,6 @@ def test_a_target_whose_rows_cannot_go_on_independently_answers_by_itself(
         assistant.generate(**row, **settings, on_trace=one.append)
         assert trace.prompt_ids.tolist() == one[0].prompt_ids.tolist()
         assert np.abs(trace.kept_logprobs() - one[0].kept_logprobs()).max() < 0.02
-
-
-def test_what_was_found_of_a_model_is_found_anew_where_it_has_changed() -> None:
-    model = models.build("qwen3", num_hidden_layers=1)
-    assert drafting_batch.hindrance(model) is None
-    model.config.attention_chunk_size = 8
-    assert "other than full attention" in str(drafting_batch.hindrance(model))
-    model.config.attention_chunk_size = None
-    assert drafting_batch.hindrance(model) is None
-    assert "forward fails" in str(drafting_batch.hindrance(model.to("meta")))
 
 
 def break_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,23 +277,6 @@ def test_rows_end_and_are_processed_as_in_the_targets_own_loop(name: str, noise:
         assert facts(trace)[:3] == facts(alone[0])[:3]
 
 
-def test_rows_that_have_ended_leave_the_batch() -> None:
-    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
-    seen: list[int] = []
-    models_seen = [assistant.target, assistant.draft]
-    handles = [
-        m.register_forward_pre_hook(lambda m, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True)
-        for m in models_seen
-    ]
-    assistant.generate(**batch, do_sample=False, max_new_tokens=NEW, eos_token_id=ends_of(pair("qwen3")[0], batch))
-    for handle in handles:
-        handle.remove()
-    rounds = seen[seen.index(4) :]
-    assert rounds == sorted(rounds, reverse=True)
-    assert rounds[0] == 4
-    assert rounds[-1] < 4
-
-
 class Raises(LogitsProcessor, StoppingCriteria):  # type: ignore[misc]
     """A processor, or a criterion, that fails on one row alone."""
 
@@ -333,24 +304,6 @@ def test_what_one_row_raises_is_raised_as_by_the_target_and_costs_no_other_batch
     settings["max_new_tokens"] = 5  # drafted tokens that would have been too many are no reason to fail
     assert torch.equal(assistant.generate(**batch, **settings), assistant.target.generate(**batch, **settings))
     assert assistant.stats.num_requests == 4
-
-
-def test_a_draft_reads_no_row_twice_that_a_stop_string_has_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def apart(self: Any, draftings: Any) -> list[Any]:
-        """Each row has a draft of its own, as rows of several domains have."""
-        how = {"vocab_size": models.VOCAB, "do_sample": False, "eos": self.eos}
-        return [drafting_batch.BatchDraft(one, [row], self.processors, **how) for row, one in enumerate(draftings)]
-
-    monkeypatch.setattr(capture_batch._Rounds, "_drafts", apart)
-    assistant, batch = assistant_of("qwen3", noise=0.0), padded(LENGTHS[:4])
-    settings, fed = settings_of("stop strings", assistant.target, batch), list[int]()
-    assert drafting_batch.hindrance(assistant.draft) is None  # tried out now
-    handle = assistant.draft.register_forward_pre_hook(
-        lambda m, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    assistant.generate(**batch, **settings)
-    handle.remove()
-    assert sorted(width for width in fed if width > 2) == sorted(LENGTHS[:4])
 
 
 class EachHasSaid(StoppingCriteria):  # type: ignore[misc]
@@ -481,37 +434,6 @@ def test_sampled_rows_that_end_early_have_the_targets_distribution() -> None:
             end = next((i for i, token in enumerate(answer) if token in (0, 1)), 2)
             counts[tuple(answer[: end + 1])] += 1
     assert fits(counts, stopped_distribution(target, 2), [lambda answer: (len(answer), answer[-1] in (0, 1))]) > 1e-3
-
-
-def test_a_draft_that_is_the_target_is_accepted_whole_when_sampled() -> None:
-    target, _ = pair()
-    assistant, traces = OnlineAssistant(target, models.draft_of(target, 0.0), config=FIXED), list[Trace]()
-    settings = {"do_sample": True, "temperature": 1.3, "top_k": 20, "max_new_tokens": NEW}
-    for _ in range(3):
-        assistant.generate(**padded((4, 7, 5)), **settings, on_trace=traces.append)
-    assert assistant.stats.alpha > 0.99
-    for r in (r for trace in traces for r in trace.rounds if r.num_drafted):
-        assert r.p is not None
-        assert r.q is not None
-        assert len(r.p) == len(r.q) == r.num_examined
-        assert np.abs(r.p - r.q).max() < 1e-4
-
-
-def test_rows_whose_draft_is_unsure_propose_less() -> None:
-    target, draft = models.pair("qwen3", noise=0.08, num_hidden_layers=1)
-    draft.generation_config.assistant_confidence_threshold = 0.15
-    assistant, batch = (
-        OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=None)),
-        padded(LENGTHS[:4]),
-    )
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "learn": False}
-    traces, alone = list[Trace](), list[Trace]()
-    answers = assistant.generate(**batch, **settings, on_trace=traces.append)
-    assert divergences(target, answers, batch, {"do_sample": False, "max_new_tokens": NEW}) == []
-    for row in each(batch):
-        assistant.generate(**row, **settings, on_trace=alone.append)
-    assert list(map(facts, traces)) == list(map(facts, alone))
-    assert len({r.num_drafted for trace in traces for r in trace.rounds}) > 2
 
 
 # --- traces and learning --------------------------------------------------------------------------------------------
@@ -655,63 +577,6 @@ def test_batches_draft_where_that_pays_and_lose_next_to_nothing_where_it_does_no
     assert ours < most * 3 * alone
 
 
-class ColdTime(BatchTime):
-    """After a forward of the draft, the target's next one takes longer, as its weights have left the caches."""
-
-    is_cold = False
-
-    def _pass(self, base: float, slope: float, module: Any, args: Any, kwargs: Any) -> None:
-        super()._pass(base, slope, module, args, kwargs)
-        is_draft = base < 1
-        self.now += 3.0 if self.is_cold and not is_draft else 0.0
-        self.is_cold = is_draft
-
-
-def test_plain_rounds_are_timed_behind_plain_ones() -> None:
-    target, draft = models.pair("qwen3", num_hidden_layers=1, noise=0.04)
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(candidates="draft", update_strategy="manual"))
-    assert assistant.drafting is not None
-    clock = assistant.drafting.clock = ColdTime({target: (1.0, 0.0), assistant.draft: (0.1, 0.0)})
-    batch, settings = padded(LENGTHS[:2]), {"do_sample": False, "max_new_tokens": 60, "learn": False}
-    for _ in range(2):
-        assistant.generate(**batch, **settings)
-    began = clock()
-    assistant.generate(**batch, **settings)
-    assert clock() - began < 1.05 * 60
-
-
-def test_what_text_takes_in_a_batch_is_measured_again_where_it_looked_too_dear() -> None:
-    drafting = LeanDrafting(pair()[1], "auto", sources="text")
-    costs, texts = drafting.pacer.of_batches(2), {0: [0.9, 0.8], 1: [0.9, 0.8]}
-    for _ in range(6):
-        costs.add(RoundTime(seconds=1.0))
-    for _ in range(6):  # beside another program
-        costs.add(RoundTime(2, seconds=30.0))
-    costs.level = 1.0
-    pace = drafting_batch.BatchPace(drafting, None, 2, do_sample=False)
-    proposes = []
-    for _ in range(300):
-        planned = pace.begin(2, texts)
-        proposes.append(planned.k > 0 and not planned.drafts)
-        pace.timed(RoundTime(planned.k, seconds=1.1 if planned.k else 1.0), 2)
-    assert not any(proposes[:8])
-    assert sum(proposes[-100:]) > 90
-
-
-@pytest.mark.parametrize("rows", [2, 16])
-def test_the_more_rows_a_batch_has_the_more_drafting_has_to_promise(rows: int) -> None:
-    pacer = Pacer()
-    costs = pacer.of_batches(rows)
-    for _ in range(6):
-        costs.add(RoundTime(seconds=1.0))
-    for _ in range(3):
-        costs.add(RoundTime(1, 1, 0.1, 1.35))
-        costs.add(RoundTime(3, 3, 0.3, 2.15))
-    plan = pacer.plan_for(Acceptance(), None, rows)
-    assert 1.08 < plan.speedup < 1.18
-    assert plan.speculates == (rows == 2)
-
-
 @pytest.mark.parametrize("source", ["text", "both"])
 def test_past_text_is_proposed_row_by_row(source: str) -> None:
     target, draft = models.pair("qwen3", num_hidden_layers=1, noise=0.04)
@@ -776,15 +641,6 @@ def test_a_grammar_is_never_asked_about_rows_that_no_target_makes(do_sample: boo
         torch.manual_seed(0)
         answers.append(generate(**batch, **settings, logits_processor=[grammar]))
     assert torch.equal(*answers)
-
-
-def test_prompts_of_any_integers_are_answered() -> None:
-    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:3])
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": 3, "eos_token_id": 5}
-    theirs = assistant.target.generate(**batch, **settings)
-    ours = assistant.generate(batch["input_ids"].int(), attention_mask=batch["attention_mask"], **settings)
-    assert ours.dtype == theirs.dtype
-    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("length", [5, 14, 40])

@@ -16,15 +16,13 @@ import models
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.losses import divergence_loss
-from osd_hf.target_version import fingerprint
 from osd_hf.utils.context import neutral_context
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -406,23 +404,6 @@ def test_replay_counts_the_same_in_the_context(context: Context) -> None:
     fresh = [copy.copy(trace) for trace in traces]  # of which nothing is known
     with context():
         assert replay(pair()[1], fresh) == expected
-
-
-@cases("context", "dtype-float64", "dtype-bfloat16", "device-meta")
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-def test_the_version_of_a_target_with_adapters_is_the_same(context: Context) -> None:
-    target = get_peft_model(copy.deepcopy(pair()[0]), LoraConfig(r=2, target_modules="all-linear"))
-    expected = fingerprint(target)
-    with context():
-        assert fingerprint(target) == expected
-
-
-def test_half_precision_rows_can_be_compared_under_autocast() -> None:
-    logits = torch.randn(3, 8)
-    rows = {"top_logprobs": logits.log_softmax(-1).half(), "tail_logprob": torch.full((3,), -torch.inf).half()}
-    expected = divergence_loss(logits, top_ids=None, **rows)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(divergence_loss(logits, top_ids=None, **rows), expected)
 
 
 @cases("context", "autocast-bf16", "device-meta", "default-device-meta", "function-mode")

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
-from transformers import StaticCache
 from transformers.cache_utils import DynamicLayer
 from waiting import LONG
 
@@ -27,7 +25,6 @@ from osd_hf.decoding.forward import (
     compiles_draft,
     static_sizes,
 )
-from osd_hf.decoding.vocabulary import RestrictedDraft
 
 COMPILABLE = ("llama", "gpt2")
 
@@ -99,26 +96,6 @@ def test_what_is_taken_back_leaves_no_trace(architecture: str) -> None:
     mask = torch.ones_like(ids)
     source = {"encoder_outputs": model.get_encoder()(input_ids=ids, attention_mask=mask), "attention_mask": mask}
     feed_and_crop(model, DraftForward(model, source), ids)
-
-
-def test_windows_are_cut_back_each_round_where_nothing_is_taken_back_too() -> None:
-    forward = DraftForward(models.build("mistral"))
-    with torch.inference_mode():
-        for _ in range(5):
-            for ids in models.prompt(6).split(1, dim=1):
-                forward.feed(ids)
-            forward.crop(forward.length)
-            assert all(layer.keys.shape[2] < models.WINDOW for layer in forward.cache.layers)
-    assert forward.length == forward.cache.get_seq_length() == 30
-
-
-def test_a_prompt_gives_one_row_of_logits() -> None:
-    seen: list[int] = []
-    model = models.build()
-    model.lm_head.register_forward_hook(lambda _module, _args, output: seen.append(output.shape[1]))
-    with torch.inference_mode():
-        assert DraftForward(model).feed(models.prompt(30)).shape == (1, models.VOCAB)
-    assert seen == [1]
 
 
 # --- compiled -------------------------------------------------------------------------------------------------------
@@ -198,44 +175,6 @@ def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, cap
     assert "not compiled" not in caplog.text
 
 
-def test_single_tokens_alone_go_through_what_is_compiled(double: tuple[Any, CompiledDraft]) -> None:
-    model, compiled = double
-    with torch.inference_mode():
-        forward = compiled.forward(model, 40, 40)
-        assert type(forward) is StaticForward
-        with models.ForwardCounter(model.lm_head) as eager:
-            forward.feed(models.prompt(6))
-            assert eager.count == 1
-        feed_and_crop(model, compiled.forward(model, 40, 40))
-
-
-def test_a_cache_is_as_large_as_the_request_and_used_again(
-    untraced: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    new_cache = CompiledDraft.new_cache
-
-    def counting(self: Any, model: Any, size: int) -> Any:
-        made.append(size)
-        return new_cache(self, model, size)
-
-    monkeypatch.setattr(CompiledDraft, "new_cache", counting)
-    model = models.build(num_hidden_layers=1)
-    compiled, smallest = CompiledDraft(model), SMALLEST_STATIC_CACHE
-    first = compiled.forward(model, smallest, smallest)
-    assert first.cache.layers[0].max_cache_len == smallest
-    both = compiled.forward(model, 3, 3)  # at the same time
-    assert both.cache is not first.cache
-    larger = compiled.forward(model, smallest + 1, smallest + 1)
-    assert larger.cache.layers[0].max_cache_len == 2 * smallest
-    assert made == [smallest, smallest, 2 * smallest]
-    for forward in (first, both, larger):
-        forward.close()
-    again = [compiled.forward(model, n, n) for n in (3, 4, smallest + 1)]
-    assert made == [smallest, smallest, 2 * smallest]
-    assert {id(f.cache) for f in again} == {id(f.cache) for f in (first, both, larger)}
-
-
 def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDraft]) -> None:
     model, compiled = double
     with torch.inference_mode():
@@ -277,32 +216,6 @@ def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch:
     assert made == []
 
 
-def test_two_sizes_of_cache_serve_one_draft(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd_hf.decoding.forward.SMALLEST_STATIC_CACHE", 32)
-    sizes: list[int] = []
-    new_cache = CompiledDraft.new_cache
-    monkeypatch.setattr(
-        CompiledDraft, "new_cache", lambda self, model, size: sizes.append(size) or new_cache(self, model, size)
-    )
-    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
-    requests = [(models.prompt(seed=n), {"length": n}) for n in (10, 70, 15)]
-    same_as_eager(target, draft, requests)
-    assert sizes == [32, 128]
-
-
-def test_two_drafts_share_nothing_that_is_compiled(double: tuple[Any, CompiledDraft], traced: None) -> None:
-    model, compiled = double
-    other = models.double(models.build(seed=7, num_hidden_layers=1))
-    with torch.inference_mode():
-        for draft, forward in (
-            (other, CompiledDraft(other).forward(other, 40, 40)),
-            (model, compiled.forward(model, 40, 40)),
-        ):
-            assert type(forward) is StaticForward
-            feed_and_crop(draft, forward)
-            forward.close()
-
-
 def test_a_copy_is_served_with_its_own_weights_by_what_was_compiled_before(
     double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,34 +232,6 @@ def test_a_copy_is_served_with_its_own_weights_by_what_was_compiled_before(
                 feed_and_crop(draft, forward)
             assert eager.count < 40  # the first prompt, and what is compared with
             forward.close()
-
-
-def test_a_promotion_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    steps: list[Any] = []
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _example: Any, **kwargs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def counted(step: Any, **kwargs: Any) -> Any:
-        steps.append(step)
-        return COMPILE(step, **{**kwargs, "backend": backend})
-
-    monkeypatch.setattr(torch, "compile", counted)
-    target, draft = models.pair(noise=0.3, num_hidden_layers=1)
-    assistant = assistant_of(target, draft, optimizer="adamw", learning_rate=1e-2)
-    for version in range(3):
-        assert assistant.version == version
-        assert (
-            answer(assistant, models.prompt())
-            == target.generate(models.prompt(), attention_mask=torch.ones(1, 6), do_sample=False, max_new_tokens=20)[
-                0
-            ].tolist()
-        )
-        assistant.update()
-    assert len(steps) == len(graphs) == 2  # for one token and for several
-    assert "not compiled" not in caplog.text
 
 
 def test_an_update_reaches_what_is_compiled(traced: None) -> None:
@@ -412,32 +297,6 @@ def test_requests_of_two_threads_do_not_meet(untraced: list[Any]) -> None:
     assert assistant.stats.alpha == 1.0
 
 
-def test_requests_are_drafted_eagerly_while_another_one_compiles(
-    monkeypatch: pytest.MonkeyPatch, untraced: list[Any]
-) -> None:
-    model = models.build(num_hidden_layers=1)
-    compiled, compile_it = CompiledDraft(model), CompiledDraft._compile
-    reached, opened, found = threading.Event(), threading.Event(), []
-
-    def waiting(self: CompiledDraft, *given: Any) -> Any:
-        reached.set()
-        assert opened.wait(120)
-        return compile_it(self, *given)
-
-    monkeypatch.setattr(CompiledDraft, "_compile", waiting)
-    first = threading.Thread(target=lambda: found.append(compiled.forward(model, 40, 40)), daemon=True)
-    first.start()
-    assert reached.wait(120)
-    second = threading.Thread(target=lambda: found.append(compiled.forward(model, 40, 40)), daemon=True)
-    second.start()
-    second.join(120)
-    assert [type(forward) for forward in found] == [DraftForward]
-    opened.set()
-    first.join(120)
-    assert [type(forward) for forward in found] == [DraftForward, StaticForward]
-    assert type(compiled.forward(model, 40, 40)) is StaticForward
-
-
 def test_by_default_drafts_are_compiled_on_accelerators() -> None:
     config = OnlineConfig()
     assert [compiles_draft(config, device) for device in ("cuda", "xpu", "cpu", "meta")] == [
@@ -453,24 +312,6 @@ def test_by_default_drafts_are_compiled_on_accelerators() -> None:
     drafts = OnlineAssistant(*models.pair(num_hidden_layers=1), config=config).drafts
     assert drafts._models.compiled is None
     assert drafts._models.shares_weights
-
-
-def test_heads_of_all_sizes_take_turns_with_one_cache(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    new_cache = CompiledDraft.new_cache
-    monkeypatch.setattr(
-        CompiledDraft, "new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
-    )
-    model = models.build(num_hidden_layers=1)
-    compiled, few = CompiledDraft(model), RestrictedDraft(model, np.arange(8)).model
-    for _ in range(2):
-        for draft in (model, few):
-            forward = compiled.forward(draft, 40, 40)
-            with torch.inference_mode():
-                assert forward.feed(models.prompt()).shape[1] == draft.lm_head.out_features
-            forward.close()
-    assert len(untraced) == 4
-    assert len(made) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -564,24 +405,6 @@ def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest
     assert caplog.text.count("runs eagerly") == 1
 
 
-def test_an_eager_forward_serves_where_a_larger_cache_fails(
-    double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, compiled = double
-    first = compiled.forward(model, 8, 8)
-    assert type(first) is StaticForward
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(StaticCache, "__init__", fail)
-    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1, SMALLEST_STATIC_CACHE + 1)) is DraftForward
-    assert caplog.text.count("runs eagerly") == 1
-    with torch.inference_mode():  # a request that had begun goes on
-        feed_and_crop(model, first)
-    first.close()
-
-
 # --- with the compiler ----------------------------------------------------------------------------------------------
 
 
@@ -621,17 +444,6 @@ def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: list
     assert assistant.generate(ids, **settings).tolist() == alone
     assistant.draft.to(torch.float32)
     assert assistant.generate(ids, **settings).tolist() == alone
-
-
-def test_a_cache_beyond_the_largest_is_left_to_the_eager_forward(
-    untraced: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("osd_hf.decoding.forward.LARGEST_STATIC_CACHE", SMALLEST_STATIC_CACHE)
-    model = models.build(num_hidden_layers=1)
-    compiled = CompiledDraft(model)
-    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE + 1, SMALLEST_STATIC_CACHE + 1)) is DraftForward
-    assert "the largest static cache" in caplog.text
-    assert type(compiled.forward(model, SMALLEST_STATIC_CACHE, SMALLEST_STATIC_CACHE)) is StaticForward
 
 
 # --- sequences that grow --------------------------------------------------------------------------------------------
@@ -682,28 +494,3 @@ def test_a_sequence_moves_to_larger_caches_and_then_to_a_dynamic_one(
     assert sorted(map(id, free)) == sorted(map(id, made))
     assert len(made) == 2
     assert feed_all(model, compiled, 12, at_once)[-1] == 16  # what is not needed is not made
-
-
-def test_a_prompt_beyond_the_largest_cache_makes_none(tiny_caches: None, untraced: list[Any]) -> None:
-    model = models.build(num_hidden_layers=1)
-    assert type(CompiledDraft(model).forward(model, 32, 100)) is DraftForward
-    assert untraced == []
-
-
-def test_answers_of_a_growing_draft_are_the_eager_ones(tiny_caches: None, untraced: list[Any]) -> None:
-    target, draft = models.pair("llama", noise=0.06)
-    same_as_eager(target, draft, [(models.prompt(n), {"max_new_tokens": 36}) for n in (3, 6, 11)])
-    assert len(untraced) == 4
-
-
-def test_nothing_is_compiled_once_it_is_warm(tiny_caches: None, untraced: list[Any]) -> None:
-    target, draft = models.pair("llama", noise=0.06)
-    assistant = assistant_of(target, draft, compile_target=True)
-    assistant.warm_up(30)
-    compiled = len(untraced)
-    assert compiled > 0
-    for length in (4, 20):
-        answer(assistant, models.prompt(6), length)
-    assert len(untraced) == compiled
-    assert assistant.stats.drafted > 0
-    assistant_of(target, draft, compile_draft=False).warm_up()  # nothing to be done

@@ -1,7 +1,6 @@
 """The lean candidate generator: what it drafts and hands to the loop, and when it leaves that to the stock one."""
 
 import copy
-import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -81,102 +80,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("architecture", "k"),
-    [*((architecture, 5) for architecture in models.ARCHITECTURES),
-     *itertools.product(["llama", "gemma3", "t5"], [1, 8])],
-)  # fmt: skip
-def test_the_target_as_its_own_draft_is_always_accepted(architecture: str, k: int) -> None:
-    target = models.build(architecture, **models.SHALLOW[architecture])
-    assistant = assistant_of(target, copy.deepcopy(target), num_assistant_tokens=k)
-    ids = models.prompt(5)
-    requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
-        (ids, {"max_new_tokens": 3 * models.WINDOW}),
-        *((ids, {"max_new_tokens": length}) for length in (1, 2, k + 1, k + 2)),
-    ]
-    if not target.config.is_encoder_decoder:
-        more, mask = padded(ids, 4)
-        requests.append((more, {"attention_mask": mask, "max_new_tokens": 3 * models.WINDOW}))
-    longest = {}  # what the target says alone; the shorter answers are its beginnings
-    for prompt, settings in requests:
-        if settings["max_new_tokens"] == 3 * models.WINDOW:
-            longest[prompt.shape[1]] = alone(target, prompt, **settings)
-    for prompt, settings in requests:
-        output, trace = answered(assistant, prompt, **settings)
-        assert torch.equal(output, longest[prompt.shape[1]][:, : output.shape[1]])
-        assert len(trace) == settings["max_new_tokens"]
-        counts = AcceptanceStats.from_trace(trace)
-        length = settings["max_new_tokens"]
-        assert counts.accepted == counts.examined == counts.drafted
-        assert counts.target_forwards == -(-length // (k + 1))
-    answer = alone(target, ids)[0, -20:].tolist()
-    for at in (0, 4, 7):
-        eos = answer[at]
-        output, trace = answered(assistant, ids, eos_token_id=eos)
-        end = answer.index(eos) + 1
-        assert trace.completion_ids.tolist() == answer[:end]
-        counts = AcceptanceStats.from_trace(trace)
-        assert counts.accepted == counts.examined  # what lies behind the EOS was drafted by nobody
-        assert counts.drafted == counts.accepted
-        assert counts.target_forwards == -(-end // (k + 1))
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_scripted_draft_gives_the_scripted_counts(sampled: bool) -> None:
-    #        round 1: 2 right,  |round 2: 5 right, bonus |r3: 0 |round 4: 3 right, then cut by max_new_tokens
-    pattern = [1, 1, 0] + [1, 1, 1, 1, 1, 1] + [0] + [1, 1, 1, 1]
-    right = [3 + i % 7 for i in range(len(pattern))]
-    target = models.scripted(right, 4)
-    draft = models.scripted([t if ok else t + 1 for t, ok in zip(right, pattern, strict=True)], 4)
-    for model in (target, draft):  # certain enough that sampling draws nothing else
-        with torch.no_grad():
-            model.by_position.mul_(10)
-    assistant = assistant_of(target, draft)
-    settings = {"max_new_tokens": len(pattern), "do_sample": sampled, "top_k": 0}
-    _, trace = answered(assistant, models.prompt(4, vocab_size=16), **settings)
-    assert trace.completion_ids.tolist() == right
-    assert [(len(r.drafted_ids), r.num_accepted, r.num_emitted) for r in trace.rounds] == [
-        (5, 2, 3), (5, 5, 6), (4, 0, 1), (3, 3, 4),
-    ]  # fmt: skip
-
-
 def test_drafting_ends_behind_eos() -> None:
     target, draft = models.scripted([3, 4, 5, 6, 7, 8], 4), models.scripted([3, 2, 5, 6, 7, 8], 4)
     assistant = assistant_of(target, draft)
     _, trace = answered(assistant, models.prompt(4, vocab_size=16), eos_token_id=[2, 9], max_new_tokens=6)
     assert [r.drafted_ids.tolist() for r in trace.rounds] == [[3, 2], [5, 6, 7]]
     assert trace.completion_ids.tolist() == [3, 4, 5, 6, 7, 8]
-
-
-def test_a_pace_hears_of_the_accepted_tokens_of_rounds_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The loop counts one token less where the answer ends.
-    heard: list[tuple[int, int]] = []
-    monkeypatch.setattr(FixedPace, "judged", lambda _, accepted, emitted: heard.append((accepted, len(emitted))))
-    target = models.build("llama")
-    assistant = assistant_of(target, copy.deepcopy(target))
-    ids = models.prompt()
-    eos = int(alone(target, ids)[0, 6 + 9])
-    for settings in ({"max_new_tokens": 9}, {"eos_token_id": eos}):
-        heard.clear()
-        _, trace = answered(assistant, ids, **settings)
-        assert heard == [(r.num_accepted, r.num_emitted) for r in trace.rounds]
-    assert heard[-1][0] == heard[-1][1]  # up to EOS
-
-
-@pytest.mark.parametrize("architecture", ["llama", "t5"])
-def test_after_a_fully_accepted_draft_two_tokens_are_fed(architecture: str) -> None:
-    target = models.build(architecture)
-    assistant = assistant_of(target, copy.deepcopy(target), num_assistant_tokens=3)
-    fed: list[int] = []
-    name = "decoder_input_ids" if target.config.is_encoder_decoder else "input_ids"
-    handle = assistant.draft.register_forward_pre_hook(
-        lambda _module, _args, kwargs: fed.append(kwargs[name].shape[1]), with_kwargs=True
-    )
-    ids = models.prompt(6)
-    answered(assistant, ids, max_new_tokens=12)
-    handle.remove()
-    first = 1 if target.config.is_encoder_decoder else 6
-    assert fed == [first, 1, 1, 2, 1, 1, 2, 1, 1]
 
 
 # --- streaming ------------------------------------------------------------------------------------------------------
@@ -239,16 +148,6 @@ def test_a_streamer_gets_the_chunks_that_transformers_generator_gives(architectu
             assert ours.tokens == own.tokens
             sizes |= {len(chunk) for chunk in ours.chunks[1:]}
     assert len(sizes) > 1
-
-
-def test_a_streamer_gets_sampled_chunks_of_what_is_returned() -> None:
-    target, draft = models.pair("qwen3")
-    assistant = assistant_of(target, draft)
-    listener = Listener()
-    output, trace = answered(assistant, models.prompt(), do_sample=True, streamer=listener)
-    assert listener.tokens == output[0].tolist()
-    assert [len(chunk) for chunk in listener.chunks[1:]] == [r.num_emitted for r in trace.rounds]
-    assert listener.ends == 1
 
 
 # --- sampled drafts -------------------------------------------------------------------------------------------------
@@ -337,42 +236,6 @@ def test_the_logits_are_those_that_tokens_were_drawn_from(
     assert checked >= 6
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_the_target_as_its_own_sampled_draft_is_always_accepted(name: str) -> None:
-    target = models.build("qwen3", num_hidden_layers=1)
-    assistant = assistant_of(target, copy.deepcopy(target))
-    for ids in models.prompts(2):
-        _, trace = answered(assistant, ids, do_sample=True, **SAMPLED[name])
-        for r in trace.rounds:
-            assert r.p is not None and r.q is not None
-            torch.testing.assert_close(torch.from_numpy(r.p), torch.from_numpy(r.q), atol=1e-4, rtol=1e-3)
-    assert assistant.stats.alpha == 1.0
-    assert assistant.stats.target_forwards == 2 * 4
-
-
-def test_greedy_drafts_come_without_logits_and_heed_processors(calls: Calls) -> None:
-    target = models.build("llama")
-    assistant = assistant_of(target, copy.deepcopy(target))
-    settings = {"repetition_penalty": 1.6, "logits_processor": LogitsProcessorList([Penalize(5)])}
-    _, trace = answered(assistant, models.prompt(), **settings)
-    assert AcceptanceStats.from_trace(trace).alpha == 1.0
-    assert calls.kinds == {LeanCandidateGenerator}
-    assert all(logits is None for *_, logits in calls.seen)
-
-
-def test_a_draft_in_another_dtype_hands_over_float32(calls: Calls) -> None:
-    target, draft = models.pair("llama", noise=0.05)
-    assistant = assistant_of(target, draft.to(torch.bfloat16))
-    ids = models.prompt()
-    output, trace = answered(assistant, ids)
-    assert torch.equal(output, alone(target, ids))
-    assert AcceptanceStats.from_trace(trace).alpha > 0
-    answered(assistant, ids, do_sample=True)
-    logits = [x for *_, x in calls.seen if x is not None]
-    assert logits
-    assert {x.dtype for x in logits} == {torch.float32}
-
-
 @pytest.mark.parametrize("width", [models.VOCAB - 4, models.VOCAB + 4])
 def test_logits_have_the_targets_width(width: int) -> None:
     draft = models.double(models.build("llama", vocab_size=width))
@@ -453,17 +316,6 @@ def test_behind_a_prompt_beyond_its_positions_a_draft_is_silent(architecture: st
     assert forwards.count == 0
     assert torch.equal(output, alone(target, ids))
     assert all(len(r.drafted_ids) == 0 for r in trace.rounds)
-
-
-@pytest.mark.parametrize("architecture", ["t5", "bart"])
-def test_the_encoder_of_a_draft_runs_once_a_request(architecture: str) -> None:
-    target, draft = models.pair(architecture)
-    assistant = assistant_of(target, draft)
-    with models.ForwardCounter(assistant.draft.get_encoder()) as forwards:
-        for number in (1, 2, 3):
-            answered(assistant, models.prompt(4 + number), do_sample=number == 3)
-            assert forwards.count == number
-    assert assistant.stats.target_forwards > 6
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
@@ -684,38 +536,6 @@ def test_a_draft_learns_from_plain_requests(plainly: None) -> None:
     assert learned > given + 0.1
 
 
-def test_speculation_comes_back_once_the_draft_has_learnt() -> None:
-    target = models.build("llama")
-    assistant = assistant_of(
-        target, models.build("llama", seed=5), num_assistant_tokens="auto", candidates="draft"
-    )  # fmt: skip
-    assert assistant.drafting is not None
-    assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.3})
-    ids = models.prompt()
-
-    def plan() -> Any:
-        return assistant.drafting_plan()
-
-    for _ in range(10):
-        answered(assistant, ids)
-    assert not plan().speculates
-    assert plan().alpha < 0.2
-    with torch.no_grad():
-        for ours, theirs in zip(assistant.draft.parameters(), target.parameters(), strict=True):
-            ours.copy_(theirs)
-    assistant.drafting.pacer.draft_changed()
-    requests = 0
-    while not plan().speculates and requests < 200:
-        answered(assistant, ids)
-        requests += 1
-    print(f"after {requests} requests: {plan()}")
-    assert plan().speculates
-    for _ in range(5):
-        output, trace = answered(assistant, ids)
-    assert torch.equal(output, alone(target, ids))
-    assert len(trace.rounds) < 12
-
-
 def test_the_plan_is_there_with_auto_alone(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair()
     assert assistant_of(target, draft).drafting_plan() is None
@@ -747,29 +567,6 @@ def test_a_plain_request_goes_on_from_an_earlier_turns_cache(
         settings_now = {**settings, **more, "attention_mask": mask, "past_key_values": first.past_key_values}
         answers.append(generate(ids, max_new_tokens=12, **settings_now).sequences.tolist())
     assert answers[0] == answers[1]
-
-
-class Scratch(LogitsProcessor):  # type: ignore[misc]
-    """Writes into a buffer that it makes at the first call."""
-
-    is_stateless = True
-    buffer: Any = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.buffer is None:
-            self.buffer = torch.zeros_like(scores)
-        self.buffer.zero_()
-        self.buffer[:, 3] = -1e9
-        return scores + self.buffer
-
-
-def test_a_processor_may_keep_a_buffer_to_write_into() -> None:
-    target, draft = models.pair()
-    ids = models.prompt()
-    settings = {"do_sample": False, "max_new_tokens": 12, "attention_mask": torch.ones_like(ids)}
-    alone = target.generate(ids, logits_processor=[Scratch()], **settings)
-    assistant = OnlineAssistant(target, draft)
-    assert assistant.generate(ids, logits_processor=[Scratch()], **settings).tolist() == alone.tolist()
 
 
 def test_a_loaded_session_fades_what_is_known_of_acceptance(tmp_path: Path) -> None:
@@ -807,20 +604,6 @@ def test_a_request_may_have_a_k_of_its_own() -> None:
     _, trace = answered(assistant, ids)  # and the next one has the configuration's
     assert trace.rounds[0].num_drafted == 5
     assert "num_assistant_tokens" not in trace.sampling
-
-
-def test_with_a_k_of_0_the_target_samples_alone_what_it_would_from_a_seed() -> None:
-    target, draft = models.pair()
-    assistant = assistant_of(target, draft, num_assistant_tokens="auto")
-    sampling = {"max_new_tokens": 12, "do_sample": True, "temperature": 2.0, "top_k": 0}
-    torch.manual_seed(3)
-    expected = target.generate(models.prompt(6), **sampling)
-    for _ in range(2):
-        torch.manual_seed(3)
-        output, trace = answered(assistant, models.prompt(6), num_assistant_tokens=0, **sampling)
-        assert torch.equal(output, expected)
-        assert trace.completion_ids.tolist() == expected[0, 6:].tolist()
-        assert not any(r.num_drafted for r in trace.rounds)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.decoding.exactness import CAUSES, UNLIMITED, Limits, difference, known_limits, limits_of
+from osd_hf.decoding.exactness import UNLIMITED, Limits, difference, known_limits, limits_of
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
 
 pytestmark = [
@@ -257,11 +257,6 @@ def test_the_stricter_of_two_limits_holds() -> None:
     assert Limits(max_length=10, min_prompt=10).allow_any(11, 99)
 
 
-def test_an_ordinary_model_has_no_known_limits() -> None:
-    for architecture in ("llama", "gemma3", "qwen3", "t5", "mixtral"):
-        assert known_limits(models.build(architecture)) == UNLIMITED
-
-
 # --- PEFT -----------------------------------------------------------------------------------------------------------
 
 
@@ -404,14 +399,6 @@ def test_a_model_that_counts_the_tokens_of_a_call_is_found_by_a_probe(
     )
 
 
-def test_the_probe_looks_at_the_lengths_that_the_configuration_names() -> None:
-    target = models.build()
-    target.config.sliding_window = 40
-    target = disturbed(target, from_length=40)
-    assistant = OnlineAssistant(target, models.draft_of(models.build()), config=MANUAL)
-    same(target, assistant, **inputs(6), max_new_tokens=60)
-
-
 @pytest.mark.parametrize("name, length", [("attention_window_size", 2048), ("local_window", 700)])
 def test_there_is_no_speculation_beyond_a_length_that_is_neither_known_nor_probed(name: str, length: int) -> None:
     target = models.build()
@@ -452,15 +439,6 @@ def test_a_model_is_probed_once_and_its_answers_cost_no_further_forwards() -> No
     assert counts[1] == counts[2] == 2
 
 
-def test_a_model_of_another_kind_of_attention_is_probed_anew() -> None:
-    target = models.build()
-    limits = [limits_of(target, models.prompt(), arguments_of(target))]
-    target = disturbed(target)
-    assert limits_of(target, models.prompt(), arguments_of(target)) == limits[0] == UNLIMITED  # known already
-    target.set_attn_implementation("eager")
-    assert limits_of(target, models.prompt(), arguments_of(target)).forbid(5)
-
-
 def arguments_of(target: Any) -> dict[str, Any]:
     config = copy.deepcopy(target.generation_config)
     config.max_length = 99
@@ -476,14 +454,6 @@ def test_a_window_that_the_cache_alone_makes_is_found_in_any_precision(dtype: to
     for window in (12, 64):
         target = loud(MoshiForCausalLM(MoshiConfig(sliding_window=window, **own))).to(dtype)
         assert limits_of(target, models.prompt(9), arguments_of(target)).forbid(9)
-
-
-def test_numbers_for_each_token_do_not_keep_a_probe_from_the_lengths() -> None:
-    target = models.build()
-    target.config.sliding_window = 40
-    target, ids = disturbed(target, from_length=40), models.prompt(9)
-    arguments = arguments_of(target) | {"token_type_ids": torch.zeros_like(ids), "custom": True}
-    assert limits_of(target, ids, arguments).forbid(9)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -660,11 +630,6 @@ def test_prompts_that_the_target_does_not_take_are_refused(name: str, make: Any,
         assistant.generate(**{name: make(models.prompt())}, max_new_tokens=3)
 
 
-def test_every_cause_is_described() -> None:
-    assert all(cause.name and cause.example and cause.answer for cause in CAUSES)
-    assert len({cause.name for cause in CAUSES}) == len(CAUSES)
-
-
 @pytest.mark.parametrize("rows", [(6,), (6, 4, 5)])
 @pytest.mark.parametrize("calls", [0, 4])
 def test_a_draft_that_fails_costs_no_answer(
@@ -682,24 +647,6 @@ def test_a_draft_that_fails_costs_no_answer(
     hook = assistant.draft.register_forward_pre_hook(failing)
     same(target, assistant, 2, **inputs(*rows))
     hook.remove()
-    assert sum("The draft failed; the answer goes on without it: " in line for line in caplog.messages) == 1
+    assert sum("The draft failed; the answer continues without it: " in line for line in caplog.messages) == 1
     drafted = assistant.stats.drafted
     assert same(target, assistant, 1, **inputs(*rows)).stats.drafted > drafted
-
-
-@pytest.mark.parametrize("part", ["encoder", "whole"])
-def test_a_draft_that_fails_anywhere_costs_no_answer(part: str) -> None:
-    target, draft = models.pair("t5")
-    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=4)
-    assistant = OnlineAssistant(target, draft, config=config)
-    same(target, assistant, 1, **inputs(6), max_new_tokens=12)
-
-    def failing(*_: Any) -> None:
-        raise RuntimeError("no memory")
-
-    broken = assistant.draft if part == "whole" else assistant.draft.get_encoder()
-    hook = broken.register_forward_pre_hook(failing)
-    same(target, assistant, 2, **inputs(6), max_new_tokens=12)
-    hook.remove()
-    drafted = assistant.stats.drafted
-    assert same(target, assistant, 1, **inputs(6), max_new_tokens=12).stats.drafted > drafted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ from waiting import LONG
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import models as pairs
-from osd_hf.decoding.draft_length import Pacer, RoundTime
 from osd_hf.errors import ConfigError, LearnerError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.learning.gate import GateDecision
@@ -170,16 +168,6 @@ def test_a_quantized_target_is_served_and_learned_from(repos: Path, tmp_path: Pa
     assert answer(assistant.generate, assistant.tokenizer, **settings) == alone
 
 
-def test_a_draft_by_its_name_comes_to_a_target_that_is_loaded(repos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    placed: list[str] = []
-    monkeypatch.setattr(pairs, "placed", lambda model, device: placed.append(device) or model)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    target = AutoModelForCausalLM.from_pretrained(repos / "7B")
-    assistant = OnlineAssistant(target, repos / "0.5B")
-    assert placed == ["cpu"]
-    assert assistant.target is target
-
-
 def test_prompts_are_brought_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=MANUAL)
@@ -263,23 +251,6 @@ def test_advice_is_for_what_it_helps(cause: Exception, words: str, monkeypatch: 
         OnlineAssistant("owner/target", "owner/draft")
     assert words in str(caught.value)
     assert ("Name a folder" in str(caught.value)) is ("Name a folder" in words)
-
-
-def test_models_that_seem_exchanged_are_warned_of(repos: Path, caplog: pytest.LogCaptureFixture) -> None:
-    OnlineAssistant(repos / "7B", repos / "0.5B").close()
-    assert "pass the large model first" not in caplog.text
-    OnlineAssistant(repos / "0.5B", repos / "7B").close()
-    assert re.search(r"The draft has [\d,]+ weights.*pass the large model first", caplog.text)
-
-
-def test_an_argument_for_loading_needs_a_model_to_load(repos: Path) -> None:
-    target, draft = models.pair()
-    with pytest.raises(ConfigError, match="`dtype` would be passed on to `from_pretrained`, where a model"):
-        OnlineAssistant(target, draft, dtype="bfloat16")
-    with pytest.raises(ConfigError, match="`device_map` would .*, where the target is given by its id"):
-        OnlineAssistant(target, repos / "0.5B", device_map="auto")
-    with pytest.raises(ConfigError, match="`on_updates`.*look at the spelling"):
-        OnlineAssistant(target, draft, on_updates=print)
 
 
 def test_other_tokenizers_are_refused(repos: Path, tmp_path: Path) -> None:
@@ -415,30 +386,6 @@ def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
     assert (stats + stats).speedup == pytest.approx(stats.speedup)
 
 
-def test_a_machine_that_is_busy_elsewhere_is_no_fault_of_the_draft() -> None:
-    pacer = Pacer()
-    for seconds in (1.0, 60.0):
-        for _ in range(40):
-            pacer.took(RoundTime(seconds=1.0), 1)
-            pacer.took(RoundTime(3, 3, 0.3, 1.3), 3)
-        pacer.took(RoundTime(3, 3, 0.3, seconds), 3)
-        _, _, took, alone = pacer.timed
-        assert alone / took == pytest.approx(4 / 2.3, rel=0.1)
-    assert pacer.timed[1] == pytest.approx(80 * 2.3 + 61)
-
-
-def test_the_speed_is_that_of_rounds_that_read_no_prompt() -> None:
-    assistant, traces = timed(replace(MANUAL, num_assistant_tokens=3))
-    stats = assistant.stats
-    rounds = [r for trace in traces for r in trace.rounds[1:]]  # the first one reads the prompt as well
-    emitted, seconds, *_ = stats.timed
-    assert emitted == sum(r.num_emitted for r in rounds)
-    assert seconds == pytest.approx(sum(1 + 0.1 * r.num_drafted for r in rounds))
-    assert stats.tokens_per_second == emitted / seconds
-    assistant.reset_stats()
-    assert assistant.stats.tokens_per_second is assistant.stats.speedup is None
-
-
 def test_an_assistant_tells_its_state(assistant: OnlineAssistant) -> None:
     assert "7B" in repr(assistant) and "0.5B" in repr(assistant)
     assert repr(assistant).endswith("version=0, manual updates)\n  0 requests served")
@@ -554,18 +501,6 @@ def test_decisions_are_told_one_at_a_time_and_in_order(inside: str) -> None:
         assert assistant.learning_error is None
         assert told == [decision.version for decision in assistant.decisions] == [1, 2, 3]
         assert depths == [1, 1, 1]
-
-
-def test_close_tells_what_nobody_has_been_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[GateDecision] = []
-    config = replace(MANUAL, num_assistant_tokens=3, update_strategy="spread", update_interval=2)
-    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config, on_update=told.append) as assistant:
-        with monkeypatch.context() as patch:  # as where an answer has stopped waiting for the last part of an update
-            patch.setattr(assistant._live, "_tell", lambda: None)
-            requests(assistant, 5)
-        assert assistant.decisions
-        assert not told
-    assert tuple(told) == assistant.decisions
 
 
 def test_an_assistant_that_who_listens_refers_to_goes_once_nobody_uses_it() -> None:

@@ -423,7 +423,7 @@ def test_learning_saves_as_much_as_the_draft_gave(from_text: tuple[int, ...], sh
         for _ in range(20):
             costs.add(RoundTime(seconds=1.0))
             for k in (1, 4):
-                costs.add(RoundTime(k, k, 1, 0.1, 0.1 * (k - 1), 1.0 + 0.1 * k))
+                costs.add(RoundTime(k, k, 0.1 * k, 1.0 + 0.1 * k))
         text = np.isin(np.arange(4), from_text)
         rounds = (DraftRound(np.ones(4, np.int32), 4, 5, from_text=text if from_text else None),)
         trace = replace(bare_trace([1], [1] * 5, models.VOCAB), rounds=rounds)

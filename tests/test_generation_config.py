@@ -12,7 +12,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from saved_pair import save_pair
 from transformers import (
     CompileConfig,
     GenerationConfig,
@@ -22,14 +21,9 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.cli.serve import ServeSettings, open_assistant
 from osd_hf.decoding.hook import record_traces
-from osd_hf.distillation.data import HeldOut, Sampler
 from osd_hf.errors import OSDError, UnsupportedGenerationError
-from osd_hf.evaluation.benchmark import answer_greedily
 from osd_hf.models import eos_ids
-from osd_hf.server.openai_api import Answer, CompletionRequest
-from osd_hf.trace import bare_trace
 
 K = 3
 NEW_TOKENS = 6
@@ -349,25 +343,6 @@ def test_stop_strings_without_a_tokenizer_are_refused_with_what_to_do(tmp_path: 
         assert forwards.count == 0
 
 
-def test_a_chat_has_as_many_tokens_whichever_way_its_settings_come(tmp_path: Path) -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    tokenizer = models.tokenizer()
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    assistant = OnlineAssistant(target, draft, tokenizer, OnlineConfig(update_strategy="manual"))
-    lengths, config = [], GenerationConfig(do_sample=False, pad_token_id=0)
-    for given in ({"do_sample": False, "pad_token_id": 0}, {"generation_config": config}):
-        with capture_traces(target, lambda trace: lengths.append(len(trace))):
-            assistant.chat("user", **given)
-    assert len(lengths) == 2
-    assert lengths[0] == lengths[1] > 20  # transformers' own default
-    assert config.max_new_tokens is None
-
-
-def test_continuous_batching_is_refused(assistants: dict[tuple[str, bool], OnlineAssistant]) -> None:
-    with pytest.raises(UnsupportedGenerationError, match="cache_implementation='paged'"):
-        assistants["llama", False].generate(PROMPT, cache_implementation="paged")
-
-
 # --- requests that the target answers alone -------------------------------------------------------------------------
 
 
@@ -445,37 +420,3 @@ def test_recorded_traces_are_the_targets_own_choice_whatever_its_config_asks_for
     expected = plain.completion_ids.tolist()
     stop = next((i + 1 for i, token in enumerate(expected) if token in ends), len(expected))
     assert found.completion_ids.tolist() == expected[:stop]
-
-
-# --- commands and training ------------------------------------------------------------------------------------------
-
-
-def test_a_server_starts_and_answers_with_stop_strings_in_the_saved_config(tmp_path: Path) -> None:
-    pair = {name: str(save_pair(tmp_path) / name) for name in ("target", "draft")}
-    settings = ServeSettings(**pair), OnlineConfig(update_strategy="interval")
-    free = open_assistant(*settings).chat("hello", max_new_tokens=24, do_sample=False)
-    path = tmp_path / "target" / "generation_config.json"
-    stop = next(c for c in free[6:] if c != "\N{REPLACEMENT CHARACTER}" and c not in free[:6])
-    path.write_text(json.dumps({**json.loads(path.read_text()), "stop_strings": [stop]}))
-    assistant = open_assistant(*settings)
-    assert assistant.chat("hello", max_new_tokens=24, do_sample=False) == free[: free.index(stop) + 1]
-    asked = CompletionRequest((1, 2), 24, is_chat=True, sampling={})
-    answer = Answer(asked, assistant.tokenizer, assistant.target.generation_config, "tiny")
-    answer.push([5, 6])
-    assert answer.finish_reason == "stop"  # it ended before it had all of its tokens
-
-
-def test_offline_samples_and_measurements_leave_stop_strings_out() -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    prompt = bare_trace(PROMPT[0].tolist(), (), models.VOCAB)
-    sampler = Sampler("teacher", 0.5, 0.0, 6, 0)
-
-    def everything() -> list[list[int]]:
-        (sampled,) = sampler.complete([prompt], range(1), 0, target=target, draft=draft)
-        held_out = HeldOut([prompt], target, K, 1.0, 6, 0).stats(draft)
-        answer = answer_greedily(target, PROMPT[0].tolist(), 6)[0]
-        return [sampled.completion_ids.tolist(), [held_out.drafted, held_out.accepted], answer]
-
-    free = everything()
-    target.generation_config.stop_strings = draft.generation_config.stop_strings = ["a"]
-    assert everything() == free

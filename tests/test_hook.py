@@ -1,4 +1,3 @@
-import contextlib
 import contextvars
 import copy
 import functools
@@ -7,15 +6,12 @@ import inspect
 import io
 import itertools
 import pickle
-import sys
 import threading
 import warnings
 import weakref
-from collections import Counter
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import models
 import numpy as np
@@ -25,13 +21,11 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, 
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.decoding import hook
 from osd_hf.decoding.draft_length import AutoPace
 from osd_hf.decoding.request import Request, compress_rows
 from osd_hf.errors import CaptureError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.models import unwrap
 from osd_hf.trace import Trace
-from osd_hf.utils.kernels import fast_kernels
 
 LOOP = "_assisted_decoding"  # what is listened to
 
@@ -107,55 +101,6 @@ def through(assistant: OnlineAssistant, ids: torch.Tensor, **kwargs: Any) -> tup
         output = assistant.generate(ids, **kwargs)
     assert len(traces) == 1
     return output, traces[0]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "k"), [*((architecture, 5) for architecture in models.ARCHITECTURES), ("gemma3", 2), ("t5", 2)]
-)
-def test_lean_drafts_are_the_stock_ones(architecture: str, k: int) -> None:
-    target, draft = models.pair(architecture, noise=0.12, k=k, **models.SHALLOW[architecture])
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=k, update_strategy="manual"))
-    ids = models.prompts(4)
-    eos = int(captured(target, draft, ids[0])[0][0, -6])
-    requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
-        (ids[0], {"eos_token_id": eos}),
-        (ids[1], {"repetition_penalty": 1.4}),
-        (ids[2], {"max_new_tokens": 3 * models.WINDOW + 1}),
-    ]
-    if not target.config.is_encoder_decoder:
-        padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids[3]], dim=1)
-        requests.append((padded, {"attention_mask": (torch.arange(padded.shape[1]) >= 4).long()[None]}))
-    for prompt, settings in requests:
-        with fast_kernels(target, draft):  # as the assistant computes: to the last bit
-            _, stock = captured(target, draft, prompt, **settings)
-        _, lean = through(assistant, prompt, **settings)
-        assert len(lean.rounds) == len(stock.rounds)
-        for ours, theirs in zip(lean.rounds, stock.rounds, strict=True):
-            assert ours.drafted_ids.tolist() == theirs.drafted_ids.tolist()
-            assert (ours.num_accepted, ours.num_emitted) == (theirs.num_accepted, theirs.num_emitted)
-        assert lean.completion_ids.tolist() == stock.completion_ids.tolist()
-        assert lean.prompt_ids.tolist() == stock.prompt_ids.tolist()
-        np.testing.assert_array_equal(lean.top_ids, stock.top_ids)
-        np.testing.assert_array_equal(lean.top_logits, stock.top_logits)
-        np.testing.assert_array_equal(lean.tail_logprob, stock.tail_logprob)
-
-
-def test_sampled_lean_drafts_are_the_stock_ones() -> None:
-    target, draft = map(models.double, models.pair("qwen3"))
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
-    settings = {"do_sample": True, "temperature": 1.3, "top_k": 12, "repetition_penalty": 1.2}
-    for number, ids in enumerate(models.prompts(2)):
-        torch.manual_seed(number)
-        _, stock = captured(target, draft, ids, **settings)
-        torch.manual_seed(number)
-        _, lean = through(assistant, ids, **settings)
-        assert lean.completion_ids.tolist() == stock.completion_ids.tolist()
-        for ours, theirs in zip(lean.rounds, stock.rounds, strict=True):
-            assert ours.drafted_ids.tolist() == theirs.drafted_ids.tolist()
-            for mine, other in ((ours.p, theirs.p), (ours.q, theirs.q)):
-                assert (mine is None) == (other is None)
-                if mine is not None and other is not None:
-                    np.testing.assert_allclose(mine, other, atol=0, rtol=models.rounding(models.VOCAB))
 
 
 def plain_assistant(architecture: str, monkeypatch: pytest.MonkeyPatch) -> OnlineAssistant:
@@ -534,11 +479,6 @@ class Compiled:
         return getattr(self._orig_mod, name)
 
 
-def test_what_has_every_attribute_is_refused_and_not_unwrapped_for_ever() -> None:
-    with pytest.raises(UnsupportedModelError, match="MagicMock"), capture_traces(MagicMock(), print):
-        pass
-
-
 def test_a_compiled_target_is_unwrapped() -> None:
     target, draft = models.pair()
     assert unwrap(Compiled(target)) is target
@@ -629,81 +569,6 @@ def test_copies_made_inside_are_ordinary_models(how: str, listens: str) -> None:
     assert type(copied) is type(target) is cls
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("wrapped", ["before", "inside"])
-def test_adapters_are_put_on_copied_and_taken_off_inside(wrapped: str) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    target, draft = models.pair()
-    cls, config = type(target), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
-    alone, _ = captured(target, draft, models.prompt())
-    peft = get_peft_model(target, config) if wrapped == "before" else None
-    traces: list[Trace] = []
-    with capture_traces(target if peft is None else peft, traces.append):
-        peft = get_peft_model(target, config) if peft is None else peft
-        other = copy.deepcopy(peft)
-        assert type(other) is type(peft)
-        assert type(unwrap(other)) is cls
-        output, _ = captured(other, draft, models.prompt())
-        assert torch.equal(output, alone)
-        assert traces == []
-        output, _ = captured(peft, draft, models.prompt())
-        assert torch.equal(output, alone)
-        plain = peft.merge_and_unload()
-        assert type(plain) is cls
-        output, _ = captured(plain, draft, models.prompt())
-    assert torch.equal(output, alone)
-    assert len(traces) == 2
-    assert type(unwrap(peft)) is type(target) is cls
-
-
-def exchange(model: Any, own_loop: bool) -> None:
-    """What `fully_shard` and others do: a class made of the one that is there, with methods of its own."""
-
-    class Sharded:
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            self.forwards = getattr(self, "forwards", 0) + 1
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-
-    class Loops(Sharded):
-        def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-            assert isinstance(self, Loops)
-            return super()._assisted_decoding(*args, **kwargs)  # type: ignore[misc]
-
-    before = type(model)
-    model.__class__ = type(f"Sharded{before.__name__}", (Loops if own_loop else Sharded, before), {})
-
-
-@pytest.mark.parametrize("own_loop", [False, True])
-@pytest.mark.parametrize("put", ["before", "inside"])
-@pytest.mark.parametrize("taken", ["inside", "after"])
-def test_a_class_that_others_exchange_is_theirs(put: str, taken: str, own_loop: bool) -> None:
-    target, draft = models.pair()
-    cls, ids = type(target), models.prompt()
-    alone, _ = captured(target, draft, ids, max_new_tokens=8)
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
-    traces: list[Trace] = []
-    if put == "before":
-        exchange(target, own_loop)
-    with capture_traces(target, traces.append):
-        if put == "inside":
-            exchange(target, own_loop)
-        theirs = type(target)
-        assert theirs.__mro__[-len(cls.__mro__) :] == cls.__mro__
-        assert torch.equal(target.generate(ids, assistant_model=draft, **settings), alone)
-        assert (len(traces), target.forwards) == (1, len(traces[0].rounds))
-        if taken == "inside":
-            target.__class__ = cls
-            assert torch.equal(target.generate(ids, assistant_model=draft, **settings), alone)
-            assert len(traces) == 2
-    assert type(target) is (cls if taken == "inside" else theirs)
-    output, _ = captured(target, draft, ids, max_new_tokens=8)
-    assert torch.equal(output, alone)
-    target.__class__ = cls
-    output, _ = captured(target, draft, ids, max_new_tokens=8)
-    assert torch.equal(output, alone)
-
-
 def test_a_loop_that_others_wrap_meanwhile_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     before, calls = vars(GenerationMixin)[LOOP], []
@@ -726,33 +591,6 @@ def test_a_loop_that_others_wrap_meanwhile_is_theirs(monkeypatch: pytest.MonkeyP
     assert len(calls) == 3
     captured(target, draft, models.prompt())
     assert vars(GenerationMixin)[LOOP] is before
-
-
-def test_hooks_that_others_put_on_a_model_stay_theirs() -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-    class Counts(ModelHook):  # type: ignore[misc]
-        forwards = 0
-
-        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-            assert module is target
-            self.forwards += 1
-            return args, kwargs
-
-    target, draft = models.pair()
-    alone, _ = captured(target, draft, models.prompt())
-    seen: list[Any] = []
-    handle = target.register_forward_pre_hook(lambda module, args: seen.append(module))
-    with capture_traces(target, print):
-        hook = Counts()
-        add_hook_to_module(target, hook)
-        output, _ = captured(target, draft, models.prompt())
-        assert torch.equal(output, alone)
-    assert hook.forwards == len(seen) > 0
-    assert all(module is target for module in seen)
-    handle.remove()
-    remove_hook_from_module(target)
-    assert type(target).forward is target.forward.__func__
 
 
 def test_a_class_is_let_go_of_with_its_models() -> None:
@@ -790,57 +628,6 @@ def test_a_request_that_has_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch)
         assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
-
-
-def interrupted(number: int, target: Any, draft: Any) -> bool:
-    """Enter and leave a capture, and interrupt it where Python looks for signals: whenever a function begins, and when
-    a builtin has returned. Whether there are so many occasions."""
-    occasions = 0
-
-    def trace(frame: Any, event: str, arg: Any) -> None:
-        nonlocal occasions
-        if event in ("call", "c_return") and frame.f_code.co_filename in (hook.__file__, contextlib.__file__):
-            occasions += 1
-            if occasions == number:
-                raise KeyboardInterrupt
-
-    try:
-        sys.setprofile(trace)
-        with capture_traces(target, print):
-            pass
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
-def test_an_interrupt_while_a_block_is_entered_or_left_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A count that was lost leaves the loop wrapped, which does no harm.
-    monkeypatch.setattr(GenerationMixin, LOOP, vars(GenerationMixin)[LOOP])
-    monkeypatch.setattr(hook, "_listeners", Counter())
-    right = [3, 4, 5, 6, 7, 8]
-    target, draft = models.scripted(right, 4), models.scripted([3, 4, 9, 6, 7, 8], 4)
-    ids = models.prompt(4, vocab_size=16)
-    number = 1
-    while contextvars.copy_context().run(interrupted, number, target, draft):
-        output, trace = captured(target, draft, ids, max_new_tokens=6)
-        assert output[0, 4:].tolist() == right == trace.completion_ids.tolist()
-        number += 1
-    assert number > 20
-    thread = threading.Thread(target=captured, args=(target, draft, ids), kwargs={"max_new_tokens": 6}, daemon=True)
-    thread.start()  # no lock is left held
-    thread.join(120)
-    assert not thread.is_alive()
-
-
-def test_the_loop_asks_a_model_by_name_only() -> None:
-    # It is handed what watches the request in the model's place.
-    source = inspect.getsource(GenerationMixin._assisted_decoding)
-    for words in ("type(self)", "super()", "id(self)", "self is ", "GenerationMixin.", "setattr(self"):
-        assert words not in source
-    for name in ("self._get_candidate_generator(", "self.prepare_inputs_for_generation(", "outputs = self(**"):
-        assert name in source
 
 
 def test_compiled_code_serves_captured_requests_too() -> None:

@@ -169,7 +169,7 @@ def test_what_fails_costs_no_step(
     assert same(trained(trainer), alone[1])
     warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("osd_hf")]
     if part == "draft":
-        assert warned == ["The draft failed; the answer goes on without it: broken."]
+        assert warned == ["The draft failed; the answer continues without it: broken."]
     else:
         assert [text.partition(" failed")[0] for text in warned if "broken" in text][0] == "Learning"
         assert len(warned) <= 3  # the first failure, that learning pauses, and what is left in the end

@@ -120,16 +120,6 @@ def test_tokens_are_indexed_alike_in_parts_of_any_size(parts: list[list[int]], s
     assert list(itertools.islice(at_once.guesses(tail), 40)) == found
 
 
-def test_a_search_that_the_index_grows_under_ends() -> None:
-    index = TextIndex(1 << 16)
-    index.extend(list(range(60)))
-    run = index.guesses([3, 4])
-    assert next(run).token == 5
-    index.extend(list(range(100, 5000)))
-    assert next(run, None) is None
-    assert next(index.guesses([3, 4])).token == 5
-
-
 def test_threads_may_add_while_others_look_up() -> None:
     index, failures = TextIndex(1 << 15), list[Exception]()
     is_done = threading.Event()
@@ -161,14 +151,6 @@ def test_what_is_separate_is_not_gone_on_with() -> None:
     assert next(index.guesses([2, 3]), None) is None
     assert [guess.token for guess in index.guesses([2])] == [3]
     assert [guess.token for guess in index.guesses([3, 4])] == [5]  # one token is the same
-
-
-def test_frequent_continuations_come_first_and_new_ones_of_equal_ones() -> None:
-    index = TextIndex(256)
-    index.extend([1, 2, 1, 3, 1, 3, 1, 4, 1])
-    assert [g[:2] + g[3:] for g in itertools.islice(index.guesses([1]), 1)] == [(3, 0, 2, 4)]
-    index.extend([4, 1])
-    assert next(index.guesses([1])).token == 4
 
 
 # --- of a request ---------------------------------------------------------------------------------------------------
@@ -301,12 +283,6 @@ def test_a_candidate_comes_from_where_it_pays(draft: float, cost: float, guess: 
         pace.judged(0, [1])
         pace.timed(RoundTime(int(found[-1] is not None), drafted, cost * drafted, 1.0 + cost * drafted))
     assert found.count(expected) >= 8  # now and then a round is plain, or finds out
-
-
-def test_where_a_candidate_costs_a_round_nothing_is_proposed() -> None:
-    pace = taught(measured(base=2.5), draft=0.0, text=SHARES, sources="text")
-    pace.begin()
-    assert pace.next([RARE]) is None
 
 
 def test_a_round_has_as_many_guesses_as_they_are_worth() -> None:

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from test_draft_forward import COMPILE, Gone, served_together
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding.forward import SMALLEST_STATIC_CACHE, CompiledTarget, GuardedStep, Verification
 
 COMPILABLE = ("llama", "gpt2")
@@ -184,15 +184,6 @@ def test_the_last_token_of_a_target_has_no_position_behind_it(
     assert {(most, 1), (most + 1, 1), (most + 1, 2)} <= last
 
 
-def test_a_request_is_served_by_a_cache_that_holds_it(untraced: None, free: list[Any]) -> None:
-    assistant = assistant_of(*small(max_position_embeddings=1024))
-    ids = models.prompt(SMALLEST_STATIC_CACHE - 20)
-    for length in (18, 19, 20, 21, 40):
-        same_as_alone(assistant, ids, length, num_assistant_tokens=12)
-    sizes = [cache.layers[0].max_cache_len for cache in free]
-    assert sizes == [SMALLEST_STATIC_CACHE, 2 * SMALLEST_STATIC_CACHE]
-
-
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_sequence_moves_to_larger_caches_and_then_to_the_callers(
     k: int, untraced: None, fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -258,23 +249,6 @@ def test_traces_are_those_of_the_targets_own_forward(architecture: str, fed: lis
                 assert (p is None) == (p_eager is None)
                 if p is not None:
                     torch.testing.assert_close(torch.from_numpy(p), torch.from_numpy(p_eager), atol=1e-4, rtol=0)
-
-
-def test_who_attaches_or_captures_is_served_alike(untraced: None, fed: list[int]) -> None:
-    assistant, ids = assistant_of(*small()), models.prompt()
-    target = assistant.target
-    alone = answer(target.generate, ids)
-    with assistant.attached():
-        assert answer(target.generate, ids, assistant_model=assistant.draft) == alone
-    rounds, traces = len(fed), []
-    assert rounds > 2
-    with capture_traces(target, traces.append):
-        assert answer(assistant.generate, ids) == alone
-    assert len(fed) == 2 * rounds
-    assert traces[0].completion_ids.tolist() == alone[6:]
-    with capture_traces(target, traces.append):  # nobody compiles
-        assert answer(target.generate, ids, assistant_model=assistant.draft) == alone
-    assert len(fed) == 2 * rounds
 
 
 # --- caches of the caller -------------------------------------------------------------------------------------------
@@ -357,27 +331,6 @@ def test_requests_of_other_kinds_go_through_the_targets_own_forward(
     assert len(fed) > 2
 
 
-def test_attentions_are_returned_as_ever(untraced: None, fed: list[int]) -> None:
-    target, draft = small(attn_implementation="eager")
-    ids = models.prompt()
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 12}
-    settings |= {"output_attentions": True, "return_dict_in_generate": True}
-    ours, theirs = (assistant_of(target, draft, compile_target=way).generate(ids, **settings) for way in (True, False))
-    assert fed == []
-    assert ours.sequences.tolist() == theirs.sequences.tolist()
-    torch.testing.assert_close(ours.attentions, theirs.attentions, atol=0, rtol=0)
-
-
-def test_an_earlier_turns_cache_goes_through_the_targets_own_forward(untraced: None, fed: list[int]) -> None:
-    target, draft = small()
-    cache, ids = DynamicCache(), models.prompt(12)
-    with torch.no_grad():
-        target(ids[:, :8], past_key_values=cache)
-    assert answer(assistant_of(target, draft).generate, ids, past_key_values=cache) == answer(target.generate, ids)
-    assert fed == []
-    assert cache.get_seq_length() == 31
-
-
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
 def test_what_static_caches_cannot_serve_is_verified_eagerly(
     architecture: str, untraced: None, fed: list[int], caplog: pytest.LogCaptureFixture
@@ -457,24 +410,6 @@ def test_adapters_of_the_target_are_served_as_they_are_now(
     assert "not compiled" not in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-def test_a_target_within_peft_is_served_alike(untraced: None, fed: list[int]) -> None:
-    target, draft = small()
-    wrapped = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    same_as_alone(assistant_of(wrapped, draft), models.prompt())
-    assert fed
-
-
-def test_another_dtype_is_compiled_anew(untraced: None, fed: list[int], free: list[Any]) -> None:
-    assistant = assistant_of(*small())
-    ids = models.prompt()
-    same_as_alone(assistant, ids, 8)
-    assistant.target.float()
-    same_as_alone(assistant, ids, 8)
-    assert fed
-    assert [cache.layers[0].dtype for cache in free] == [torch.float64, torch.float32]
-
-
 def test_autocast_goes_through_the_targets_own_forward(untraced: None, fed: list[int]) -> None:
     target, draft = models.pair(**models.SHALLOW["llama"])
     assistant, ids = assistant_of(target, draft), models.prompt()
@@ -513,55 +448,19 @@ def test_without_a_compiler_the_target_verifies_eagerly(
     assert "RuntimeError: no C++ compiler" in caplog.text
 
 
-def backend_failing_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
+    fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     graphs = Graphs()
 
     def backend(graph: Any, example: Any, **options: Any) -> Any:
         return fail() if graphs else graphs.backend(graph, example)
 
     monkeypatch.setattr(GuardedStep, "inductor", staticmethod(backend))
-    return graphs.compile
-
-
-def limit_hit_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    calls: list[int] = []
-
-    def compile_it(step: Any, **_kwargs: Any) -> Any:
-        def run(*args: Any) -> Any:
-            calls.append(1)
-            if len(calls) > 5:
-                raise torch._dynamo.exc.FailOnRecompileLimitHit("recompile_limit reached")
-            return step(*args)
-
-        return run
-
-    return compile_it
-
-
-def capture_failing_later(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    calls: list[int] = []
-
-    def compile_it(step: Any, **_kwargs: Any) -> Any:
-        def run(*args: Any) -> Any:
-            logits = step(*args)  # whatever it has written by then
-            calls.append(1)
-            return logits if len(calls) <= 5 else fail()
-
-        return run
-
-    return compile_it
-
-
-@pytest.mark.parametrize("way", [backend_failing_later, limit_hit_later, capture_failing_later])
-def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
-    way: Callable[..., Any], fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(torch, "compile", way(monkeypatch))
+    monkeypatch.setattr(torch, "compile", graphs.compile)
     caplog.set_level(logging.WARNING)
     assistant, ids = assistant_of(*small()), models.prompt()
-    if way is backend_failing_later:
-        same_as_alone(assistant, ids, 14)
+    same_as_alone(assistant, ids, 14)
     assert "runs eagerly" not in caplog.text
     assistant.target.model.layers[0].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
     cache = DynamicCache()
@@ -617,14 +516,6 @@ def test_answers_are_the_targets_in_any_mode(architecture: str, fed: list[int]) 
             assert len(fed) > rounds
             assert cache.get_seq_length() == 26
     assert len(graphs) == 1
-
-
-def test_a_target_made_in_inference_mode_is_served(fed: list[int], graphs: Graphs) -> None:
-    with torch.inference_mode():
-        target, draft = small()
-        assistant = assistant_of(target, draft)
-        same_as_alone(assistant, models.prompt())
-    same_as_alone(assistant, models.prompt(seed=2))
 
 
 # --- with the compiler ----------------------------------------------------------------------------------------------

@@ -405,7 +405,7 @@ class BatchDraft:
         return tokens.to(device), logits if self.do_sample else None, is_possible.to(device), confidence
 
     def _whole(self, raw: Tensor) -> Tensor:
-        """Return a float32 copy of logits for the target's whole vocabulary, on the target's device."""
+        """Return a float32 copy of logits for the target's full vocabulary, on the target's device."""
         logits = raw.to(self.processors.tokens.device, torch.float32, copy=True)
         if self.token_ids is not None:
             whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
@@ -493,7 +493,7 @@ class _Row:
 
 
 class BatchRequest(Decoding):
-    """A batch between its beginning and its end. Each row is a request with a draft and a trace of its own. If rows
+    """A batch between its beginning and its end. Each row is a request with its own draft and trace. If rows
     cannot go on independently, the target's own loop answers, and the log says why, once."""
 
     def __init__(
@@ -552,7 +552,7 @@ class BatchRequest(Decoding):
             if why := drafting.hindrance():
                 return why
         if self.kwargs.get("mm_encoder_outputs") is not None:
-            return "a multimodal model numbers the positions of a batch by itself"
+            return "a multimodal model numbers the positions of a batch itself"
         if others := list(given_arguments(self.kwargs)):
             return f"`{others[0]}` was given"
         if has_adapter_per_row(self.model):
@@ -614,7 +614,7 @@ class BatchRequest(Decoding):
 
 
 class _WatchedCriteria(StoppingCriteriaList):
-    """The target's stopping criteria, whose results are kept."""
+    """The target's stopping criteria with their results."""
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         super().__init__(criteria)
@@ -636,8 +636,8 @@ def _is_padded_left(kwargs: dict[str, Any], input_ids: Tensor) -> bool:
 
 
 class _Rounds:
-    """The loop over a batch. All rows draft and verify together, and each goes on by its own accepted tokens. A row
-    that has ended leaves, so the batch shrinks."""
+    """The loop over a batch. All rows draft and verify together, and each continues with its own accepted tokens. Rows
+    that have ended are removed."""
 
     def __init__(self, batch: BatchRequest) -> None:
         assert batch.pace is not None
@@ -663,7 +663,7 @@ class _Rounds:
         self.eos = torch.cat(eos) if eos else None
         self.eos_ids = set(() if self.eos is None else self.eos.tolist())
         self.strings = [c for c in criteria if type(c) is StopStringCriteria]
-        # Other criteria may look at the batch as a whole, and count their calls.
+        # Other criteria may depend on all rows, and count their calls.
         known = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
         self.others = StoppingCriteriaList([c for c in criteria if type(c) not in known])
         self.asked = 0  # tokens of each answer that the other criteria have seen
@@ -763,7 +763,7 @@ class _Rounds:
             try:
                 if draft not in self.failed:
                     part = draft.propose(k, texts, lengths, room, self.clock)
-            except Exception as error:  # noqa: BLE001 - drafts of any kind: the batch goes on without the draft
+            except Exception as error:  # noqa: BLE001 - drafts of any kind: the batch continues without the draft
                 log_failed_draft(draft.model, error)
                 self.failed.append(draft)
                 draft.times = []
@@ -931,8 +931,8 @@ class _Rounds:
         return met.index(True) + 1 if True in met else None
 
     def _ask_others(self) -> None:
-        """Ask the other criteria as the target's own loop does: about the whole batch, once for each token, when every
-        row that goes on has so many."""
+        """Call the other criteria as the target's own loop does: for all rows together, once for each token, when every
+        row that has not ended has reached it."""
         while self.others and self.asked < self._reached():
             self.asked += 1
             answers = [self._answer(row, self.asked) for row in self.rows]

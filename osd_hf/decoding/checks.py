@@ -42,7 +42,7 @@ IRRELEVANT = frozenset({
     "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
     "transformers_version",
 })  # fmt: skip
-# Logits processors and stopping criteria of transformers whose results depend on their arguments only.
+# Logits processors and stopping criteria of transformers with results that depend on their arguments only.
 STATELESS = frozenset({
     "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
     "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
@@ -84,7 +84,7 @@ REFUSED_ARGUMENTS = (
 # Arguments under which `target.generate` answers without the assistant: name, reason.
 ALONE_ARGUMENTS = (
     ("inputs_embeds", "the draft reads token ids, and `inputs_embeds` was given"),
-    ("encoder_outputs", "the draft reads the source with an encoder of its own, and `encoder_outputs` was given"),
+    ("encoder_outputs", "the draft reads the source with its own encoder, and `encoder_outputs` was given"),
 )
 # Arguments that must be tensors, with the model's `main_input_name`.
 _TENSORS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")

@@ -3,7 +3,7 @@ Choose how many tokens a round drafts, and from which source: the draft model or
 
 A round that drafts k tokens takes `R(k)` seconds, and at acceptance rate alpha it emits `E(alpha, k)` tokens
 (arXiv 2211.17192). The best k has the highest rate `E(alpha, k) / R(k)`. Both are measured while requests are served.
-Within a round, one more candidate is worth its time if it is expected to bring more tokens than the same time brings
+Within a round, another candidate is worth its time if it is expected to bring more tokens than the same time brings
 elsewhere.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DRAFT: Final = "draft"
 MAX_K = 32
 MAX_DOMAINS = 1024  # the oldest are forgotten
-READS_PROMPT_TOKENS = 64  # a draft that is fed more tokens at once reads a prompt: the round is not timed
+READS_PROMPT_TOKENS = 64  # a draft forward over more tokens reads a prompt: the round is not timed
 
 # Averages: observations after which an old one counts a third.
 MEMORY = 128
@@ -49,14 +49,14 @@ WARM_UP_TOKENS = (4, 1, 7, 2)  # drafted in turn until costs are known: a slope 
 MIN_KNOWN_ROUNDS = 4  # with and without candidates, from which costs are known
 MAX_SPIKE = 8.0  # times the average that one time counts at most
 MAX_EXCESS = 3.0  # times the expected time of a round; a longer one was delayed by something else
-PRIOR_SLOPE = 0.02  # cost of one more candidate over a plain round, until it is measured
+PRIOR_SLOPE = 0.02  # cost of another candidate relative to a plain round, until it is measured
 RIDGE = 0.25  # variance of candidates at which the measured slope and the prior one count equally
 
 # Acceptance.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MAX_REQUEST_WEIGHT = 16  # examined tokens of a request that count in its domain's alpha
-MIN_EXAMINED_TOKENS = 20  # of a domain, below which drafting goes on to measure alpha
+MIN_EXAMINED_TOKENS = 20  # of a domain, below which drafting continues to measure alpha
 OWN_HALF_WEIGHT = 8  # examined tokens of a request at which its own alpha counts as much as its domain's
 NEARLY_PERFECT_ALPHA = 0.9  # of the best draft that learning could reach
 
@@ -68,7 +68,7 @@ REFRESH_EVERY = 100  # rounds; one is plain, to measure its cost
 EXPLORE_EVERY = 32  # rounds; one tries a candidate that does not seem worth it
 TEXT_PROBE_EVERY = 15  # requests; one looks up past text where it did not help
 PROBE_SHARE = 0.015  # of plain decoding time that may be lost to find out whether drafting pays by now
-PROBE_ROUNDS = 4  # plain rounds whose time must be saved up before a request probes
+PROBE_ROUNDS = 4  # time of plain rounds, in rounds, to save up before a request probes
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Costs:
         return self.verify.fit(PRIOR_SLOPE * (self.plain.mean or 1.0))
 
     def round(self, candidates: float, forwards: float) -> float:
-        """Return the cost of a round with so many candidates and forwards of the draft."""
+        """Return the cost of a round with these numbers of candidates and draft forwards."""
         if not candidates and not forwards:
             return self.plain.mean
         base, slope = self.verifying()
@@ -230,7 +230,7 @@ def min_speedup(rows: int) -> float:
 
 
 def _row_bucket(rows: int) -> int:
-    """Return the power of two that batches of so many rows are measured with."""
+    """Return the power of two under which the costs of batches are kept."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -349,7 +349,7 @@ class Pacer:
         self._domains: dict[Any, Acceptance] = {}
 
     def took(self, time: RoundTime, emitted: int, costs: Costs | None = None, rows: int = 1) -> None:
-        """Take in rounds of so many rows that emitted so many tokens. The lock is held."""
+        """Take in rounds and the number of tokens that they emitted. The lock is held."""
         costs = costs or self.costs
         seconds = time.rounds * costs.add(time)
         if time.seconds is None:
@@ -378,7 +378,7 @@ class Pacer:
         return self._domains.setdefault(domain, Acceptance())
 
     def of_batches(self, rows: int) -> Costs:
-        """Return the costs of rounds of so many rows. The lock is held."""
+        """Return the costs of rounds with this number of rows. The lock is held."""
         return self._batch_costs.setdefault(_row_bucket(rows), Costs())
 
     def plan(self, domain: Any = None) -> DraftingPlan:
@@ -425,7 +425,7 @@ class Pacer:
             return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0]) / rows
 
     def could_save(self, tokens: int, alpha: float, k: int | None) -> float | None:
-        """Return the time that a nearly perfect draft would save for so many tokens, compared with this acceptance
+        """Return the time that a nearly perfect draft would save, compared with this acceptance
         and with past text; `None` until it is measured. With `k`, each round drafts k tokens."""
         if k is None:
             before, after = self.token_seconds(alpha), self.token_seconds(NEARLY_PERFECT_ALPHA)
@@ -488,7 +488,7 @@ class Pace(Protocol):
 
 
 class FixedPace(Pace):
-    """Draft k tokens per round. Drafting ends after a token whose probability is below the threshold."""
+    """Draft k tokens per round. Drafting ends after a token with a probability below the threshold."""
 
     reads_text = False
 
@@ -735,7 +735,7 @@ class BatchPace:
         return self._fixed is not None and self._fixed.k == 0
 
     def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> BatchRound:
-        """Begin a round of so many rows. For some of them, past text proposes tokens: `texts` has the probability of
+        """Begin a round. For some of them, past text proposes tokens: `texts` has the probability of
         each that it and all before it are accepted."""
         pacer, domain = self._pacer, self._domain
         with pacer.lock:
@@ -796,7 +796,7 @@ class BatchPace:
                 self._own.add(accepted / examined, examined)
 
     def timed(self, time: RoundTime, emitted: int) -> None:
-        """Take in the time of rounds that emitted so many tokens."""
+        """Take in the time of rounds."""
         domain, costs = self._domain, self._costs
         with self._pacer.lock:
             self._pacer.took(time, emitted, costs, self._rows)
@@ -878,7 +878,7 @@ class _TimedModel:
             self.prompt_seconds = min(self.prompt_seconds, clock() - started)
 
     def time_forward(self, tokens: int) -> None:
-        """Time a forward over so many tokens, and take them back."""
+        """Time a forward over new tokens, and remove them."""
         length, started = self.forward.length, self.clock()
         self.forward.feed(self.token.expand(1, tokens))
         self.seconds[tokens] = min(self.clock() - started, self.seconds.get(tokens, math.inf))

@@ -1,4 +1,4 @@
-"""Check whether a forward over several tokens equals as many single-token forwards, so that speculation is exact.
+"""Check whether a forward over several tokens equals single-token forwards, so that speculation is exact.
 
 Known causes are read from the configuration and the adapters at each request. Everything else is found by a probe,
 once for each model and kind of request: the target answers a few tokens alone, then by assisted generation with given
@@ -76,7 +76,7 @@ class Limits:
     last_token: int | None = None  # a token after which no candidate may follow in the same forward
 
     def max_candidates(self, length: int, prompt_tokens: int) -> float:
-        """Return how many candidates may follow a sequence of this length whose prompt has `prompt_tokens`."""
+        """Return how many candidates may follow a sequence of this length with `prompt_tokens` in its prompt."""
         if length == prompt_tokens and not self.with_prompt:
             return 0
         new_tokens = length if length == prompt_tokens else 1
@@ -233,7 +233,7 @@ def _activated_adapter(model: Any) -> Limits:
     offsets = [offset for offset in _adapter_arguments(model).get("alora_offsets", ()) if offset is not None]
     if not offsets:
         return UNLIMITED
-    # PEFT applies the adapter to the last so many tokens of every call.
+    # PEFT applies the adapter to the last tokens of every call.
     reason = f"its adapter (aLoRA) is applied to the last {min(offsets)} tokens of a call"
     return Limits(reason, max_tokens=min(offsets), with_prompt=False)
 
@@ -343,7 +343,7 @@ def log_once(model: Any, message: str) -> None:
 
 def log_failed_draft(draft: Any, error: Exception) -> None:
     """Log that a draft has failed, once for each draft and cause."""
-    log_once(draft, f"The draft failed; the answer goes on without it: {first_line(error)}.")
+    log_once(draft, f"The draft failed; the answer continues without it: {first_line(error)}.")
 
 
 def given_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -399,7 +399,7 @@ class StandIn:
 
 
 class _ScriptedModel(StandIn):
-    """A target whose candidates are given."""
+    """A target with given candidates."""
 
     __slots__ = ("_generator",)
 
@@ -554,12 +554,12 @@ def _difference(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], *, 
 
 
 def plain_answer(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], new_tokens: int) -> Any:
-    """Let the target decode so many tokens greedily by its own loop; return their `sequences` and `logits`."""
+    """Let the target decode `new_tokens` tokens greedily by its own loop; return their `sequences` and `logits`."""
     return model._sample(prompt, **_probe_settings(arguments, prompt.shape[1] + new_tokens))
 
 
 def _probe_settings(arguments: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return the loop's arguments for a greedy answer whose sequence has so many tokens in the end."""
+    """Return the loop's arguments for a greedy answer that ends at this length."""
     config = copy.copy(arguments["generation_config"])
     config.max_length, config.do_sample = length, False
     config._eos_token_tensor = config._pad_token_tensor = None

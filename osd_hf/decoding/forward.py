@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 # Tokens of static caches. Each power of two in between is compiled once; longer sequences are eager.
 SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 AHEAD = 256  # tokens of an answer in a request's first cache; longer answers move to larger caches
-MAX_COMPILED_TOKENS = 32  # that a compiled draft takes at once
+MAX_COMPILED_TOKENS = 32  # per call of a compiled draft
 # A mask hides the unused end of a static cache; attention by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
-CHECKED_PROMPT_TOKENS = 4  # before the tokens by which a compiled forward is compared with the eager one
+CHECKED_PROMPT_TOKENS = 4  # before the tokens that a compiled forward is compared on with the eager one
 MIN_EAGER_FORWARDS = 3  # of a number of tokens, before it is captured
 MAX_CAPTURE_FAILURES = 3  # in a row, before the draft runs eagerly: other threads may break a capture
 
@@ -55,7 +55,6 @@ class DraftForward:
         self.draft = draft
         self.device = draft.device  # looked up once: a model searches its parameters for it
         self.length = 0  # tokens in the cache
-        self.has_moved = False  # to another cache in the last call, which takes time
         self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
         self._settings = {"use_cache": True, "return_dict": True, **(source or {})}
         if draft._supports_logits_to_keep():
@@ -87,7 +86,7 @@ class DraftForward:
 
 
 class CroppableCache(StaticCache):
-    """A static cache whose last tokens can be removed: they are masked, and overwritten by the next ones."""
+    """A static cache that can remove its last tokens: they are masked, and overwritten by the next ones."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens; their number is given as a negative number."""
@@ -105,7 +104,7 @@ class CroppableCache(StaticCache):
 
 
 def static_size(tokens: int) -> int:
-    """Return the size of the static cache for so many tokens."""
+    """Return the size of the static cache for this number of tokens."""
     return max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
 
 
@@ -229,7 +228,7 @@ class CompiledForward:
 
     def lease(self, model: PreTrainedModel, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
         """Return the compiled forward for at most `tokens` tokens, and an empty cache; `None` if the model runs
-        eagerly. The first request waits for the compiler; others run eagerly meanwhile."""
+        eagerly. The first request waits for the compiler; others run eagerly until then."""
         size = static_size(tokens)
         if not self.can_be_compiled or torch.is_autocast_enabled(model.device.type):  # code has one dtype
             return None
@@ -264,7 +263,7 @@ class CompiledForward:
     def larger(
         self, model: PreTrainedModel, compiled: _Compiled, cache: CroppableCache, tokens: int
     ) -> tuple[_Compiled | None, Any]:
-        """Exchange a lease for one with more tokens, and move the cache's content. If the model goes on eagerly, the
+        """Exchange a lease for one with more tokens, and move the cache's content. If the model continues eagerly, the
         result is `None` and a dynamic cache."""
         try:
             leased = self.lease(model, tokens)
@@ -281,7 +280,7 @@ class CompiledForward:
         return (None, larger) if leased is None else leased
 
     def prepare(self, model: PreTrainedModel, tokens: int) -> None:
-        """Compile for sequences of at most so many tokens."""
+        """Compile for sequences of at most `tokens` tokens."""
         size = SMALLEST_STATIC_CACHE
         while size < 2 * tokens and size <= LARGEST_STATIC_CACHE:
             with fast_kernels(model):  # as requests are served
@@ -331,7 +330,7 @@ class CompiledDraft(CompiledForward):
     proposed."""
 
     def forward(self, draft: PreTrainedModel, begins: int, ends: int) -> DraftForward:
-        """Return the forward of one request whose sequence has these lengths."""
+        """Return the forward of one request with these sequence lengths."""
         leased = self.first_lease(draft, begins, ends)
         return DraftForward(draft) if leased is None else StaticForward(self, draft, *leased)
 
@@ -349,8 +348,7 @@ class StaticForward(DraftForward):
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         count = ids.shape[1]
-        self.has_moved = self._compiled is not None and self.length + count > self._compiled.size
-        if self._compiled is not None and self.has_moved:
+        if self._compiled is not None and self.length + count > self._compiled.size:
             self._compiled, cache = self._owner.larger(self.draft, self._compiled, self.cache, self.length + count)
             self._use(cache)
         if self._compiled is None or self.length == 0 or count > MAX_COMPILED_TOKENS:
@@ -445,7 +443,7 @@ class CompiledTarget(CompiledForward):
         one."""
         count, eager = self.counts[0], DynamicCache(config=model.config.get_text_config(decoder=True))
         ids = torch.arange(1, CHECKED_PROMPT_TOKENS + count + 1, device=model.device)[None] % vocab_size_of(model)
-        prompt, behind = ids[:, :-count], ids[0, -count:].clone()[None]  # with strides of its own
+        prompt, behind = ids[:, :-count], ids[0, -count:].clone()[None]  # not a view of the sequence
         self.mark_dynamic(behind, 1)
         cache.reset()
         for used in (cache, eager):
@@ -465,7 +463,7 @@ class CompiledTarget(CompiledForward):
     def verification(
         self, target: PreTrainedModel, kwargs: dict[str, Any], begins: int, ends: int, limit: float = math.inf
     ) -> Verification | None:
-        """Return the verification of a request whose sequence has these lengths, and whose loop gets `kwargs`; `None`
+        """Return the verification of a request with these sequence lengths and loop arguments; `None`
         if the eager forward verifies. No forward reads more than `limit` tokens."""
         config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -495,24 +493,22 @@ class Verification:
         limit: float = math.inf,
     ) -> None:
         self.cache = cache
-        self.has_moved = False  # to another cache, for the last round
         self.given: DynamicCache | None = None  # the cache of the loop, once its content has moved
         self._owner = owner
         self._target = target
-        self._compiled: _Compiled | None = compiled  # `None`: the rest of the request is eager
+        self._compiled: _Compiled | None = compiled  # `None`: the request continues eagerly
         self._step: Any = None  # once it is known to fit
         self._limit = min(num_positions(target) or math.inf, limit)
 
     def begins(self, given: Any, tokens: int) -> bool:
-        """Take over the loop's cache for a round after which the sequence has at most so many tokens. Return whether
+        """Take over the loop's cache for a round after which the sequence has at most `tokens` tokens. Return whether
         the round is verified here; if not, the loop uses [`~Verification.given`]."""
         is_ours, layers = given is self.cache, given.layers
         if not is_ours and (
             len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers)
         ):
             return False
-        self.has_moved = self._compiled is not None and tokens > self._compiled.size
-        if self._compiled is not None and self.has_moved:
+        if self._compiled is not None and tokens > self._compiled.size:
             self._compiled, cache = self._owner.larger(self._target, self._compiled, self.cache, tokens)
             self._step = None
             if self._compiled is None:
@@ -538,7 +534,7 @@ class Verification:
         mode = self._owner.mode() if self._step is None else torch.inference_mode(False)
         assert self._compiled is not None
         with mode, torch.no_grad(), self._compiled.running:
-            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # with strides of its own
+            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # not a view of the sequence
             torch._dynamo.maybe_mark_dynamic(fed, 1)
             if count == 1 and length == self._limit:  # there is no position for a second token
                 logits = self._owner.step(self._target, ids, cache)
@@ -597,7 +593,7 @@ class _GraphDevice:
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # A failed capture leaves the thread on the capture stream. Other threads may learn meanwhile.
+        # A failed capture leaves the thread on the capture stream. Other threads may learn at the same time.
         try:
             with (
                 torch.cuda.device(self.device),

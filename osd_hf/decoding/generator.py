@@ -89,7 +89,7 @@ class LeanCandidateGenerator(CandidateGenerator):
         self.max_length = max_length
         self.max_positions = max_positions
         self._token_ids = token_ids
-        # Other processors look for tokens by their ids, and need logits of the whole vocabulary.
+        # Other processors look for tokens by their ids, and need logits of all tokens.
         self._processes_part = all(type(processor) in IMPARTIAL for processor in self.logits_processor)
         self._context: list[int] = without_padding(input_ids, attention_mask).tolist()  # for the draft
         self._prompt_tokens = self._seen = input_ids.shape[1]
@@ -156,10 +156,6 @@ class LeanCandidateGenerator(CandidateGenerator):
                 text.proposed(token)
         return rows
 
-    def untimed(self) -> None:
-        """Exclude the current round from the measured times."""
-        self._is_timed = False
-
     def _draft(self, ids: torch.Tensor, last: torch.Tensor | None) -> _Drafted | None:
         """Draft a token; return `None` if there is none. `last` is the token before, `(1, 1)`, if the draft has it."""
         try:
@@ -196,8 +192,6 @@ class LeanCandidateGenerator(CandidateGenerator):
             last = torch.tensor([(self._context + self._drafted)[-missing:]], device=forward.device)
         with torch.inference_mode():
             logits = forward.feed(last)
-        if forward.has_moved:
-            self.untimed()
         if not (self.do_sample or self.logits_processor):
             return logits
         if self._drafted and self.logits_processor:
@@ -208,7 +202,7 @@ class LeanCandidateGenerator(CandidateGenerator):
         return processed
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of the target's whole vocabulary."""
+        """Return logits of all of the target's tokens."""
         if self._token_ids is not None and logits.shape[-1] == len(self._token_ids):
             whole = logits.new_full((1, self.vocab_size), -torch.inf)
             return whole.index_copy_(1, self._token_ids.to(logits.device), logits)
@@ -321,7 +315,7 @@ class LeanDrafting:
             return False
         if inputs_tensor.is_floating_point():
             return str(self.draft.main_input_name) not in ("input_ids", "inputs_embeds")
-        return bool((inputs_tensor >= 0).all())  # negative ids stand for a source that only the target knows
+        return bool((inputs_tensor >= 0).all())  # negative ids replace a source that only the target knows
 
     def generator(
         self,
@@ -409,7 +403,7 @@ class LeanDrafting:
         self._chats.clear()
 
     def _resumed(self, model: PreTrainedModel, target_cache: Any, ids: list[int]) -> DraftForward:
-        """Return a forward whose cache has the tokens of an earlier turn that these tokens begin with."""
+        """Return a forward with the cache of an earlier turn, as far as the tokens are the same."""
         chat = None if target_cache is None else self._chats.pop(target_cache, None)
         if chat is None or chat.placement != (model.dtype, model.device):
             return DraftForward(model)
@@ -425,7 +419,7 @@ class LeanDrafting:
     # --- the draft vocabulary ---------------------------------------------------------------------------------------
 
     def prepare(self, tokens: int) -> None:
-        """Compile the draft with its whole vocabulary for sequences of at most so many tokens."""
+        """Compile the draft with its full vocabulary for sequences of at most `tokens` tokens."""
         if self._compiled is not None:
             self._compiled.prepare(self.draft, tokens)
 
@@ -450,7 +444,7 @@ class LeanDrafting:
             self.token_ids = token_ids
         except Exception as error:  # noqa: BLE001 - models of any kind
             self._can_be_restricted = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            logger.warning("The draft keeps its whole vocabulary: %s.", first_line(error))
+            logger.warning("The draft keeps its full vocabulary: %s.", first_line(error))
 
     def chosen(self) -> tuple[PreTrainedModel, torch.Tensor | None]:
         """Return the model that drafts, and its draft vocabulary; `None` means all tokens."""

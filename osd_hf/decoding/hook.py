@@ -90,7 +90,7 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
 @contextlib.contextmanager
 def taken_over(target: Any, answer: Callable[..., Any]) -> Iterator[None]:
     """Inside the block, `target.generate(...)` without an assistant model is `answer(generate, ...)` in all threads,
-    where `generate` is the original method. `answer` is a bound method, whose object the block does not keep alive."""
+    where `generate` is the original method. `answer` is a bound method; the block does not keep its object alive."""
     model, asked = unwrap(target), WeakMethod(answer)
     del answer  # this frame would keep its object alive
     owners = _enter(type(model), _GENERATE)
@@ -220,7 +220,7 @@ class _WatchedModel(_Watched):
             if kwargs["past_key_values"] is verification.cache:
                 kwargs["past_key_values"] = verification.given
         if self._request.num_cached and kwargs.get("is_first_iteration"):
-            # The loop would feed the whole prompt after the tokens of an earlier turn in the cache.
+            # The loop would feed the entire prompt after the tokens of an earlier turn in the cache.
             kwargs["next_sequence_length"] = input_ids.shape[1] - self._request.num_cached
         return self._original.prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
@@ -248,7 +248,7 @@ def capture_traces(
     Args:
         target (`PreTrainedModel`): The model that `generate` is called on; also a `PeftModel` or a compiled model.
         sink (`Callable[[Trace], object]`): Called once per request, when it is complete; such as a store's `append`.
-        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores whole rows.
+        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores full rows.
         domain (`str`, *optional*): Label written into the traces.
 
     Raises:
@@ -258,7 +258,7 @@ def capture_traces(
         CaptureError: On exit, if the sink has failed; every answer was delivered.
     """
     if num_logprobs is not None and num_logprobs < 1:
-        raise ConfigError(f"`num_logprobs` must be at least 1, or None for whole rows, got {num_logprobs}.")
+        raise ConfigError(f"`num_logprobs` must be at least 1, or None for full rows, got {num_logprobs}.")
     failures: list[Exception] = []
 
     def deliver(traces: Sequence[Trace]) -> None:
@@ -306,7 +306,7 @@ def record_traces(
         prompts (`Sequence[Sequence[int]]`): Token ids of each prompt.
         max_new_tokens (`int`): Maximum length of each answer.
         batch_size (`int`, *optional*, defaults to 32): Prompts per batch.
-        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores whole rows.
+        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores full rows.
         domain (`str`, *optional*): Label written into the traces.
 
     Yields:
@@ -380,7 +380,7 @@ def own_choice(target: Any) -> Iterator[None]:
 
 
 class _Recorder(LogitsProcessor):
-    """Compress the raw rows of a batch at each step: whole rows of all steps would be gigabytes."""
+    """Compress the raw rows of a batch at each step, because all of them would be gigabytes."""
 
     def __init__(self, num_logprobs: int | None) -> None:
         self.num_logprobs = num_logprobs

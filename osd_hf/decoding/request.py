@@ -92,7 +92,7 @@ class Binding:
     # The context around the request yields the draft.
     serving: Callable[[Any, Any], AbstractContextManager[Lease]]
     owner: object  # of several bindings of one owner, only the innermost one listens
-    num_logprobs: int | None = 64  # target entries stored per position; `None` stores whole rows
+    num_logprobs: int | None = 64  # target entries stored per position; `None` stores full rows
     num_assistant_tokens: int | str | None = None  # k of these requests, if it differs from the draft's
     compiled: CompiledTarget | None = None  # verifies the candidates
     target: PreTrainedModel | None = field(default=None, init=False)
@@ -153,7 +153,7 @@ def _prompt_ids(
     source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
     foreign = foreign_arguments(kwargs)
     is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
-    # If the encoder's outputs were given, negative ids stand for the source.
+    # If the encoder's outputs were given, negative ids replace the source.
     if source is None or is_empty or foreign or is_partial or (is_encoder_decoder and bool((source < 0).any())):
         what = ", ".join(foreign) or ("part of it is only in the cache" if is_partial else "embeddings or features")
         log_once(
@@ -173,7 +173,7 @@ def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> tuple[torch
 
     Returns:
         `tuple`: Logits of the K largest entries relative to the largest (float16, `(rows, K)`), their ids (int64,
-            `(rows, K)`), and the log-mass of the others (float32, `(rows,)`). `None` stores whole rows and no ids.
+            `(rows, K)`), and the log-mass of the others (float32, `(rows,)`). `None` stores full rows and no ids.
     """
     logits = logits.float()
     if num_logprobs is None or num_logprobs >= logits.shape[-1]:
@@ -504,11 +504,8 @@ class Request(Decoding):
                 else rows[0, : len(examined)].to(scores.device).softmax(-1).gather(-1, examined)[:, 0]
                 for rows in (scores, self.draft_logits)
             )
-        generator = self.generator if isinstance(self.generator, LeanCandidateGenerator) else None
-        from_text = generator.from_text[: len(self.drafted)] if generator is not None else ()
-        self.rounds.append(Round(self.drafted, count, from_text, p, q))
-        if generator is not None and self.verification is not None and self.verification.has_moved:
-            generator.untimed()
+        from_text = self.generator.from_text if isinstance(self.generator, LeanCandidateGenerator) else ()
+        self.rounds.append(Round(self.drafted, count, from_text[: len(self.drafted)], p, q))
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -604,7 +601,7 @@ def bears_any_token(processor: Any) -> bool:
 
 
 def bounded(config: GenerationConfig, criteria: StoppingCriteriaList, begins: int) -> GenerationConfig:
-    """Return a copy of a request's generation config, whose `max_length` changes from round to round."""
+    """Return a copy of a request's generation config, because `max_length` changes from round to round."""
     config = copy.copy(config)
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:  # the caller's replaces that of the config
@@ -638,7 +635,7 @@ def plain_time(times: list[float]) -> RoundTime:
 
 
 class _InTurn(StoppingCriteriaList):
-    """The target's stopping criteria, which may remember their calls: they are asked about each emitted token, up to
+    """The target's stopping criteria, which may remember their calls: they are called for each emitted token, up to
     the first one that meets a criterion."""
 
     def __init__(self, criteria: StoppingCriteriaList, asked: int) -> None:

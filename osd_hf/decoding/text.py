@@ -214,7 +214,7 @@ class RequestText:
 
 class EarlierText:
     """Keep the text of earlier requests in memory. The text of an owner is used for requests of the same owner only.
-    The answers of a domain are used for all its requests, if the scope says so. The least recently used text is
+    The answers of a domain are used for all its requests if the scope is `"domain"`. The least recently used text is
     dropped first."""
 
     def __init__(self, scope: str, max_bytes: int) -> None:

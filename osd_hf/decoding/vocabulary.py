@@ -124,7 +124,7 @@ def _drafted_positions(trace: Trace) -> tuple[NDArray[np.bool_], NDArray[np.bool
 
 class RestrictedDraft:
     """
-    A copy of a draft whose output head has the rows of some tokens. Everything else is shared.
+    A copy of a draft with an output head that has the rows of some tokens. Everything else is shared.
 
     Args:
         draft (`PreTrainedModel`): Not changed.
