@@ -151,6 +151,7 @@ class Processors:
             return _Distributions(None, self(rows, first).log_softmax(-1))
         rows = self._processed(self.processors[:first_cut], rows, first)
         k = min(self.processors[first_cut].top_k, rows.shape[1])
+        ids: Tensor | None
         values, ids = rows.topk(min(k + TIED_TOKENS, rows.shape[1]))
         if values.shape[1] < rows.shape[1] and not bool((values[:, -1] < values[:, k - 1]).all()):
             values, ids = rows, None  # more tokens are tied, or a row has NaN

@@ -611,38 +611,6 @@ def test_sampled_rows_have_the_targets_distribution_where_past_text_is_proposed(
     assert assistant.stats.text_accepted > 50
 
 
-class Grammar(LogitsProcessor):  # type: ignore[misc]
-    """Bears no padding but behind an end, as a trie of answers does."""
-
-    is_stateless = True
-
-    def __init__(self, begins: int) -> None:
-        self.begins = begins
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        for row in input_ids[:, self.begins :].tolist():
-            if 0 in row and 5 not in row[: row.index(0)]:
-                raise LookupError("no such prefix")
-        return scores
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_a_grammar_is_never_asked_about_rows_that_no_target_makes(do_sample: bool) -> None:
-    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
-    grammar = Grammar(batch["input_ids"].shape[1])
-    settings: dict[str, Any] = {
-        "do_sample": do_sample,
-        "max_new_tokens": NEW,
-        "eos_token_id": 5,
-        "suppress_tokens": [0],
-    }
-    answers = []
-    for generate in (assistant.target.generate, assistant.generate):
-        torch.manual_seed(0)
-        answers.append(generate(**batch, **settings, logits_processor=[grammar]))
-    assert torch.equal(*answers)
-
-
 @pytest.mark.parametrize("length", [5, 14, 40])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_length_of_the_callers_own_takes_the_place_of_the_settings(length: int, rows: int) -> None:

@@ -9,9 +9,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from huggingface_hub.errors import HFValidationError, HTTPError
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils._validators import validate_repo_id
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
@@ -26,12 +23,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import candidate_generator, logits_process, stopping_criteria
-from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from osd_hf.decoding import checks
 from osd_hf.decoding import request as capture
-from osd_hf.decoding.generator import LeanCandidateGenerator
 
 
 def parameters(function: Any) -> set[str]:
@@ -74,11 +68,6 @@ def test_methods_of_candidate_generators() -> None:
     assert issubclass(
         candidate_generator.AssistedCandidateGeneratorDifferentTokenizers, AssistedCandidateGenerator
     )  # told apart by type, not isinstance
-
-
-def test_functions_that_the_lossless_tests_break() -> None:
-    expected = {"candidate_input_ids", "candidate_logits", "candidate_length", "new_logits"}
-    assert expected <= parameters(generation_utils._speculative_sampling)
 
 
 def test_a_generator_has_what_is_mended() -> None:
@@ -144,11 +133,6 @@ def test_stopping_criteria_are_told_apart() -> None:
 def test_settings_that_are_read_exist() -> None:
     known = GenerationConfig().to_dict() | dict.fromkeys(GenerationConfig._get_default_generation_params())
     assert set(capture.SAMPLING_FIELDS) - {"forced_bos_token_id"} <= set(known) | set(vars(GenerationConfig()))
-
-
-def test_processors_that_are_refused_by_name_exist() -> None:
-    elsewhere = {"WhisperNoSpeechDetection", "ConfidenceCriteria"}
-    assert all(hasattr(logits_process, name) for name in checks.STATEFUL - elsewhere)
 
 
 def test_warpers_are_those_that_sampling_adds() -> None:
@@ -224,19 +208,6 @@ def test_the_loop_says_what_a_generator_needs(architecture: str) -> None:
     bare = target.generation_config
     target._prepare_special_tokens(bare, True)
     assert bare._eos_token_tensor is None
-
-
-def test_the_loop_takes_a_generator_that_is_none_of_its_own() -> None:
-    target = models.build()
-    ids = models.prompt()
-    own = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    answer = own[0, 6:].tolist()
-    generator = Scripted([answer[:2], [], [*answer[4:6], (answer[6] + 1) % models.VOCAB, 5], []])
-    output = assisted_by(target, generator, [], ids, max_new_tokens=12)
-    assert torch.equal(output, own)
-    assert generator.emitted[:3] == [3, 1, 3]  # 2 and a bonus; nothing drafted; 2 and a correction
-    assert LeanCandidateGenerator.requires_model_outputs is False
-    assert {"get_candidates", "update_candidate_strategy"} <= set(vars(CandidateGenerator))
 
 
 def test_the_loop_cuts_a_round_at_the_length_of_its_config() -> None:
@@ -343,11 +314,6 @@ def test_a_static_cache_is_set_back_by_its_length() -> None:
     assert all(layer.is_sliding for layer in StaticCache(config=sliding, max_cache_len=32).layers)
 
 
-def test_the_compiler_takes_a_filter_of_guards() -> None:
-    assert "options" in parameters(torch.compile)
-    assert callable(torch.compiler.skip_all_guards_unsafe)
-
-
 # --- what is read of models and of other libraries without being public there ---------------------------------------
 
 
@@ -366,11 +332,6 @@ def test_a_model_knows_its_compiled_self_and_its_adapters() -> None:
     model.add_adapter(LoraConfig(target_modules=["q_proj"], r=2))
     assert model._hf_peft_config_loaded is True
     assert isinstance(model.all_tied_weights_keys, dict)  # emptied where a head is untied
-
-
-def test_models_are_built_from_a_configuration_in_a_dtype() -> None:
-    model = models.build()
-    assert type(model)._from_config(model.config, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -401,15 +362,6 @@ def test_what_preparing_a_model_sets_on_it_is_known(no_accelerator: None) -> Non
     # The last is set by some versions only.
     known = {"forward", "_original_forward", "_is_accelerate_prepared"}
     assert {"forward", "_original_forward"} <= set(vars(model)) - before <= known
-
-
-def test_names_of_repos_are_checked_without_a_request() -> None:
-    validate_repo_id("me/draft")
-    with pytest.raises(HFValidationError):
-        validate_repo_id("me/dr aft")
-    assert repo_folder_name(repo_id="me/draft", repo_type="model") == "models--me--draft"
-    assert issubclass(HTTPError, Exception)
-    assert not issubclass(HTTPError, OSError)  # so it is caught by name
 
 
 def test_lists_of_tensors_are_averaged_in_place() -> None:

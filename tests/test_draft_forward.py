@@ -376,19 +376,6 @@ def test_without_a_compiler_the_draft_runs_eagerly(
     assert message.split(".")[0] in caplog.text
 
 
-def test_attention_that_goes_by_lengths_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    model = models.build(num_hidden_layers=1)
-    for attention, can_be in {
-        "sdpa": True,
-        "eager": True,
-        "flash_attention_2": False,
-        "flex_attention": False,
-    }.items():
-        model.config._attn_implementation = attention
-        assert CompiledDraft(model).can_be_compiled == can_be
-        assert (attention in caplog.text) != can_be
-
-
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
 def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
@@ -397,12 +384,6 @@ def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog:
     assert assistant.drafts._models.shares_weights  # as nothing has captured where its weights lie
     assert caplog.text.count("runs eagerly") == 1
     assert ("sliding windows" in caplog.text) != draft.config.is_encoder_decoder
-
-
-def test_a_draft_that_cannot_be_traced_runs_eagerly(traced: None, caplog: pytest.LogCaptureFixture) -> None:
-    target, draft = models.pair("opt", noise=0.05)  # it asks a tensor for a length
-    same_as_eager(target, draft, some_requests())
-    assert caplog.text.count("runs eagerly") == 1
 
 
 # --- with the compiler ----------------------------------------------------------------------------------------------

@@ -287,23 +287,6 @@ def test_what_is_dear_is_given_up_though_it_is_tried_again() -> None:
     assert 0 < world.proposed - proposed < 120
 
 
-@pytest.mark.parametrize("per_token", [0.03, 0.3])
-@pytest.mark.parametrize("draft", [0.0, 0.2])
-def test_a_machine_that_gets_faster_looks_no_other(draft: float, per_token: float) -> None:
-    world, pacer = TextWorld(0.5, range(10_000), 5.0, per_token, draft), Pacer()
-    for _ in range(30):
-        world.serve(pacer)
-    with pacer.lock:
-        before = pacer.costs.round(2, 0) / pacer.costs.plain.mean
-    world.spell = range(0)
-    for _ in range(20):
-        world.serve(pacer)
-    with pacer.lock:
-        after = pacer.costs.round(2, 0) / pacer.costs.plain.mean
-    assert after == pytest.approx(before, rel=0.15)
-    assert pacer.costs.level * pacer.costs.plain.mean == pytest.approx(TARGET, rel=0.25)
-
-
 # --- when speculation loses -----------------------------------------------------------------------------------------
 
 
@@ -482,15 +465,6 @@ def test_noise_does_not_drive_level_and_costs_apart() -> None:
     assert 1 / 3 < costs.level < 3
     plain, round_of_three = (costs.level * costs.round(k, k) for k in (0, 3))
     assert 0.8 < round_of_three / plain / 1.4 < 1.25
-
-
-def test_one_odd_request_does_not_end_speculation_in_its_domain() -> None:
-    world = World(0.85, 0.15)
-    pacer = settled(world)
-    world.alpha = 0.0
-    world.serve(pacer.pace(), length=400)
-    assert pacer.plan().speculates
-    assert pacer.plan().alpha > 0.6
 
 
 def test_a_hard_request_is_drafted_less_than_its_domain() -> None:

@@ -164,12 +164,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies of tests are worth restricting, at once."""
     monkeypatch.setattr(vocabulary, "MIN_VOCAB_SIZE", 1)
     monkeypatch.setattr(vocabulary, "SIZES", (VOCAB // 4, VOCAB // 2))
-    monkeypatch.setattr(vocabulary, "REQUESTS", 2)
+    monkeypatch.setattr(vocabulary, "RANK_EVERY", 2)
     monkeypatch.setattr(vocabulary, "MIN_EMITTED_TOKENS", 1)
-    monkeypatch.setattr(vocabulary, "MANY", 16)
-    monkeypatch.setattr(vocabulary, "LOST", 0.3)
-    monkeypatch.setattr(vocabulary, "ASSUMED_RIGHT", 4)
-    monkeypatch.setattr(vocabulary, "QUOTED", 0.0)
+    monkeypatch.setattr(vocabulary, "MAX_EMITTED_TOKENS", 16)
+    monkeypatch.setattr(vocabulary, "MAX_LOSS", 0.3)
+    monkeypatch.setattr(vocabulary, "PRIOR_RIGHT", 4)
+    monkeypatch.setattr(vocabulary, "PROMPT_WEIGHT", 0.0)
 
 
 def assistant_of(target: Any, draft: Any, router: Any = None, **settings: Any) -> OnlineAssistant:
@@ -224,7 +224,7 @@ def test_greedy_answers_are_the_targets_and_what_is_drafted_is_in_use(architectu
 @pytest.mark.usefixtures("small")
 def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SIZES", (3,))
-    monkeypatch.setattr(vocabulary, "LOST", 1.0)
+    monkeypatch.setattr(vocabulary, "MAX_LOSS", 1.0)
     target, draft = small_pair()
     assistant = assistant_of(target, draft, update_interval=10)
     ids = models.prompt(3, vocab_size=6)

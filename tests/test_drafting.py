@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from pathlib import Path
 from typing import Any
 
 import models
@@ -567,23 +566,6 @@ def test_a_plain_request_goes_on_from_an_earlier_turns_cache(
         settings_now = {**settings, **more, "attention_mask": mask, "past_key_values": first.past_key_values}
         answers.append(generate(ids, max_new_tokens=12, **settings_now).sequences.tolist())
     assert answers[0] == answers[1]
-
-
-def test_a_loaded_session_fades_what_is_known_of_acceptance(tmp_path: Path) -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto"))
-    for ids in models.prompts(4):
-        assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    assistant.save_state(tmp_path)
-    before = assistant.drafting_plan().examined  # type: ignore[union-attr]
-    assistant.load_state(tmp_path)
-    assert assistant.drafting_plan().examined < before  # type: ignore[union-attr]
-
-
-def test_the_draft_of_auto_drafts_a_few_tokens_elsewhere() -> None:
-    target, draft = models.pair(k=20)
-    saved = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens="auto")).draft.generation_config
-    assert (saved.num_assistant_tokens, saved.num_assistant_tokens_schedule) == (5, "constant")
 
 
 # --- k of one request -----------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from waiting import LONG
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import models as pairs
-from osd_hf.errors import ConfigError, LearnerError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.evaluation.compare import evaluate
+from osd_hf.errors import ConfigError, LearnerError, VocabularyMismatchError
+from osd_hf.evaluation.evaluate import evaluate
 from osd_hf.learning.gate import GateDecision
 
 TEMPLATE = (
@@ -180,20 +180,6 @@ def test_prompts_are_brought_to_the_target(monkeypatch: pytest.MonkeyPatch) -> N
     assert given["max_new_tokens"] == 4
 
 
-def test_a_pinned_version_brings_its_own_tokenizer(repos: Path, tmp_path: Path) -> None:
-    for name in ("7B", "0.5B"):
-        place = tmp_path / f"models--me--{name}"
-        (place / "refs").mkdir(parents=True)
-        for version, commit in (("main", "0" * 40), ("v1", "1" * 40)):
-            (place / "refs" / version).write_text(commit)
-        models.tokenizer(characters="zyxwvutsrqponm").save_pretrained(place / "snapshots" / ("0" * 40))
-        (place / "snapshots" / ("1" * 40)).symlink_to(repos / name)
-    where = {"revision": "v1", "cache_dir": str(tmp_path)}
-    assistant = OnlineAssistant("me/7B", "me/0.5B", config=MANUAL, **where)
-    assert chatting().get_vocab().items() <= assistant.tokenizer.get_vocab().items()
-    assert assistant.draft.config.vocab_size == 72  # that both are one was seen by the same version's tokenizers
-
-
 def test_a_tokenizer_is_fetched_as_its_model_is_and_nobody_is_asked_for_its_code(
     repos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,39 +204,6 @@ def test_a_tokenizer_is_fetched_as_its_model_is_and_nobody_is_asked_for_its_code
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_loaded_says_what_to_do(repos: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'nobody/nothing' cannot be loaded.*as `owner/name`"):
-        OnlineAssistant("nobody/nothing", repos / "0.5B")
-    with pytest.raises(UnsupportedModelError, match=r"folder without a `config.json`.*`save_pretrained` wrote"):
-        OnlineAssistant(repos / "7B", tmp_path)
-    with pytest.raises(ConfigError, match="`tempo` is no argument of `from_pretrained`.*look at the spelling"):
-        OnlineAssistant(repos / "7B", repos / "0.5B", tempo="allegro")
-
-
-@pytest.mark.parametrize(
-    ("cause", "words"),
-    [
-        (ImportError("flash_attn is not installed"), "flash_attn is not installed."),
-        (ValueError("an unknown architecture"), "an unknown architecture."),
-        (TypeError("f() got an unexpected keyword argument 'inner'"), "argument 'inner'."),
-        (OSError("no such model"), "no such model. Name a folder that `save_pretrained` wrote, or a model"),
-        (
-            GATED,
-            "a gated repo. Ask for access on its page of the Hub, then log in with `hf auth login` or pass `token=`.",
-        ),
-    ],
-)
-def test_advice_is_for_what_it_helps(cause: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(source: str, **_: Any) -> None:
-        raise cause
-
-    monkeypatch.setattr("osd_hf.models.AutoConfig.from_pretrained", fail)
-    with pytest.raises(UnsupportedModelError) as caught:
-        OnlineAssistant("owner/target", "owner/draft")
-    assert words in str(caught.value)
-    assert ("Name a folder" in str(caught.value)) is ("Name a folder" in words)
 
 
 def test_other_tokenizers_are_refused(repos: Path, tmp_path: Path) -> None:
@@ -325,15 +278,6 @@ def test_a_chat_has_room_for_an_answer(assistant: OnlineAssistant, monkeypatch: 
     assistant.target.generation_config.max_new_tokens = 5
     assistant.chat("abc")
     assert asked == [256, 7, None, None]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("tokenize", False), ("return_dict", True), ("return_tensors", "np"), ("add_generation_prompt", 0)],
-)
-def test_the_form_of_a_chat_s_prompt_is_not_open(assistant: OnlineAssistant, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"must not hold `{name}`, which `chat` sets by itself"):
-        assistant.chat("abc", chat_template_kwargs={"shout": "x", name: value})
 
 
 def test_without_a_template_there_is_no_chat() -> None:
@@ -467,40 +411,6 @@ def test_each_decision_is_told(strategy: Any, tmp_path: Path) -> None:
     assistant.close()
     assert tuple(told) == assistant.decisions[: len(told)]
     assert told[0].outcome == "promoted"
-
-
-@pytest.mark.parametrize("inside", ["generate", "update", "thread"])
-def test_decisions_are_told_one_at_a_time_and_in_order(inside: str) -> None:
-    told: list[int] = []
-    depths, depth = list[int](), 0
-
-    def hear(decision: GateDecision) -> None:
-        nonlocal depth
-        depth += 1
-        depths.append(depth)
-        if len(depths) < 3:  # more is decided meanwhile, here or in another thread, for which this one waits
-            if inside == "thread":
-                thread = threading.Thread(target=requests, args=(assistant, 2))
-                thread.start()
-                thread.join(LONG)
-                assert not thread.is_alive()
-            elif inside == "generate":
-                requests(assistant, 2)
-            else:
-                requests(assistant, 1)
-                assistant.update()
-        told.append(decision.version)
-        depth -= 1
-
-    config = replace(MANUAL, num_assistant_tokens=3, update_interval=2)
-    config = replace(config, update_strategy="manual" if inside == "update" else "interval")
-    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config, on_update=hear) as assistant:
-        requests(assistant, 2)
-        if inside == "update":
-            assistant.update()
-        assert assistant.learning_error is None
-        assert told == [decision.version for decision in assistant.decisions] == [1, 2, 3]
-        assert depths == [1, 1, 1]
 
 
 def test_an_assistant_that_who_listens_refers_to_goes_once_nobody_uses_it() -> None:

@@ -15,7 +15,6 @@ import torch
 from transformers import (
     CompileConfig,
     GenerationConfig,
-    LogitsProcessor,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -242,22 +241,6 @@ def test_a_setting_does_the_same_by_every_route(
 # --- other values of the same setting -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["num_beams", "stop_strings", "repetition_penalty", "use_cache", "max_new_tokens"])
-def test_none_as_a_keyword_overrides_what_the_model_asks_for(
-    name: str, assistants: dict[tuple[str, bool], OnlineAssistant], tmp_path: Path
-) -> None:
-    assistant = assistants["llama", False]
-    target, how = assistant.target, {"attention_mask": torch.ones_like(PROMPT), "pad_token_id": 0, "max_length": 12}
-    usual = {
-        "num_beams": 2, "stop_strings": ["Z"], "repetition_penalty": 5.0, "use_cache": False, "max_new_tokens": 2
-    }[name]  # fmt: skip
-    with asked(target, "default", {name: usual}, tmp_path):
-        alone = outcome(lambda: target.generate(PROMPT, **how, **{name: None}))
-        ours = outcome(lambda: assistant.generate(PROMPT, **how, **{name: None}))
-    assert type(ours) is type(alone)
-    assert isinstance(alone, Exception) or ours == alone
-
-
 def test_a_config_and_keywords_together_are_resolved_as_the_target_does(
     assistants: dict[tuple[str, bool], OnlineAssistant], tmp_path: Path
 ) -> None:
@@ -381,24 +364,6 @@ def test_a_minimum_length_counts_the_padding_that_a_trace_does_not_have() -> Non
     assert torch.equal(ours, target.generate(ids, attention_mask=mask, do_sample=False, **given))
     for trace in traces:
         assert trace.sampling["min_length"] == len(trace.prompt_ids) + 6
-
-
-def test_processors_that_cannot_be_rebuilt_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    class OnlyEven(LogitsProcessor):  # type: ignore[misc]
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return scores.masked_fill(torch.arange(scores.shape[-1]) % 2 == 1, -torch.inf)
-
-    target, draft = models.pair(num_hidden_layers=1)
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual", num_assistant_tokens=K))
-    traces: list[Trace] = []
-    for _ in range(3):
-        assistant.generate(
-            PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=8, do_sample=False,
-            logits_processor=[OnlyEven()], on_trace=traces.append,
-        )  # fmt: skip
-    for trace in traces:
-        replay(assistant.draft, [trace], K)
-    assert caplog.text.count("replay is approximate") == 1
 
 
 # --- what a target answers by its own choice ------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 import contextvars
 import copy
-import functools
 import gc
 import inspect
 import io
@@ -199,23 +198,6 @@ def test_a_correction_at_eos_is_no_acceptance() -> None:
     assert stats(trace).accepted_length_histogram == {3: 1}
     assert stats(trace).examined == 4
     assert trace.correction_mask.tolist() == [False, False, False, True]
-
-
-def test_a_draft_that_ends_too_early_is_corrected() -> None:
-    target, draft = models.scripted([3, 4, 5, 6, 7, 8], 4), models.scripted([3, 2, 5, 6, 7, 8], 4)
-    _, trace = captured(target, draft, models.prompt(4, vocab_size=16), eos_token_id=2, max_new_tokens=6)
-    assert trace.completion_ids.tolist() == [3, 4, 5, 6, 7, 8]
-    assert trace.rounds[0].drafted_ids.tolist() == [3, 2]  # the draft ends itself at its EOS
-    assert (trace.rounds[0].num_accepted, trace.rounds[0].num_emitted) == (1, 2)
-
-
-def test_one_new_token_leaves_nothing_to_draft() -> None:
-    target, draft = models.pair()
-    output, trace = captured(target, draft, models.prompt(), max_new_tokens=1)
-    assert len(trace) == 1
-    assert stats(trace).examined == 0
-    assert trace.top_logits.shape == (1, 64)
-    assert output.shape == (1, 7)
 
 
 # --- stored rows ----------------------------------------------------------------------------------------------------
@@ -569,30 +551,6 @@ def test_copies_made_inside_are_ordinary_models(how: str, listens: str) -> None:
     assert type(copied) is type(target) is cls
 
 
-def test_a_loop_that_others_wrap_meanwhile_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    before, calls = vars(GenerationMixin)[LOOP], []
-    for _ in range(3):
-        block = capture_traces(target, print)
-        block.__enter__()
-        ours = vars(GenerationMixin)[LOOP]
-
-        @functools.wraps(ours)
-        def wrapped(self: Any, *args: Any, loop: Any = ours, **kwargs: Any) -> Any:
-            calls.append(self)
-            return loop(self, *args, **kwargs)
-
-        monkeypatch.setattr(GenerationMixin, LOOP, wrapped)
-        block.__exit__(None, None, None)
-        assert vars(GenerationMixin)[LOOP] is wrapped
-        captured(target, draft, models.prompt())
-        assert vars(GenerationMixin)[LOOP] is wrapped
-        monkeypatch.undo()
-    assert len(calls) == 3
-    captured(target, draft, models.prompt())
-    assert vars(GenerationMixin)[LOOP] is before
-
-
 def test_a_class_is_let_go_of_with_its_models() -> None:
     def serve() -> weakref.ref[type]:
         target, draft = models.pair()
@@ -628,26 +586,6 @@ def test_a_request_that_has_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch)
         assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
-
-
-def test_compiled_code_serves_captured_requests_too() -> None:
-    target = models.scripted([3, 4, 5, 6, 7, 8], 4)
-    draft = models.scripted([3, 4, 9, 6, 7, 8], 4)
-    ids = models.prompt(4, vocab_size=16)
-    compilations: list[int] = []
-
-    def backend(module: Any, inputs: Any) -> Any:
-        compilations.append(len(inputs))
-        return module.forward
-
-    step = torch.compile(lambda: target(ids, use_cache=False).logits, backend=backend)
-    expected = step()
-    with capture_traces(target, print):
-        assert torch.equal(step(), expected)
-        captured(target, draft, ids, max_new_tokens=6)
-        assert torch.equal(step(), expected)
-    assert torch.equal(step(), expected)
-    assert len(compilations) == 1
 
 
 def test_a_model_saved_under_capture_names_its_own_class(tmp_path: Path) -> None:

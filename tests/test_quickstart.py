@@ -105,7 +105,7 @@ def test_a_target_that_cannot_be_compiled_is_not_said_to_be(pair, tmp_path, monk
     def without_a_compiler(*args, **kwargs):
         raise RuntimeError("no working C++ compiler")
 
-    monkeypatch.setattr("osd_hf.decoding.forward.GuardedStep.inductor", staticmethod(without_a_compiler))
+    monkeypatch.setattr("osd_hf.decoding.forward.CompiledTarget.compile_step", without_a_compiler)
     assert main([*arguments(pair, tmp_path / "out", **SMALLER), "--compile-target"]) == 0
     shown = capsys.readouterr().out
     assert "with the target compiled" not in shown and "compiled x" not in shown

@@ -15,7 +15,7 @@ from test_draft_forward import COMPILE, Gone, served_together
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.decoding.forward import SMALLEST_STATIC_CACHE, CompiledTarget, GuardedStep, Verification
+from osd_hf.decoding.forward import SMALLEST_STATIC_CACHE, CompiledTarget, Verification
 
 COMPILABLE = ("llama", "gpt2")
 Settings = dict[str, Any]
@@ -25,14 +25,12 @@ class Graphs(list[Any]):
     """A backend that keeps what it is asked to compile, and runs it as it was traced."""
 
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(GuardedStep, "inductor", self.backend)
         monkeypatch.setattr(torch, "compile", self.compile)
 
-    def compile(self, step: Any, *, fullgraph: bool, backend: Any = None, options: Any = None) -> Any:
-        # What is asked at each call is kept; the same without asking is made from it.
-        return COMPILE(step, fullgraph=fullgraph, backend=backend or (lambda graph, _: graph.forward))
+    def compile(self, step: Any, *, fullgraph: bool, options: Any) -> Any:
+        return COMPILE(step, fullgraph=fullgraph, backend=self.backend)
 
-    def backend(self, graph: Any, _example: Any, **_options: Any) -> Any:
+    def backend(self, graph: Any, _example: Any) -> Any:
         self.append(graph)
         return graph.forward
 
@@ -262,27 +260,6 @@ def same_caches(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(one.values, other.values, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", COMPILABLE)
-@pytest.mark.parametrize("length", [1, 2, 13, 20])
-def test_the_callers_empty_cache_holds_what_it_would_have_held(
-    architecture: str, length: int, untraced: None, fed: list[int]
-) -> None:
-    target, draft = small(architecture)
-    ids, turns, caches = models.prompt(), [], []
-    for compile_target in (True, False):
-        assistant, cache = assistant_of(target, draft, compile_target=compile_target), DynamicCache()
-        first = answer(assistant.generate, ids, length, past_key_values=cache)
-        caches.append(copy.deepcopy(cache))
-        rounds = len(fed)
-        second = torch.tensor([[*first, 5, 6, 7]])
-        turns.append((first, answer(assistant.generate, second, past_key_values=cache)))
-        assert len(fed) == rounds  # a cache of an earlier turn
-        assert turns[-1][1] == answer(target.generate, second)
-    assert turns[0] == turns[1]
-    assert fed or length < 13
-    same_caches(*caches)
-
-
 def test_the_cache_of_an_output_is_the_callers_and_can_be_gone_on_from(untraced: None, fed: list[int]) -> None:
     target, draft = small()
     compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_target=False)
@@ -435,7 +412,7 @@ def test_without_a_compiler_the_target_verifies_eagerly(
 ) -> None:
     ways: dict[str, Callable[..., Any]] = {
         "at once": fail,
-        "in the backend": lambda step, **kwargs: COMPILE(step, **{**kwargs, "backend": fail}),
+        "in the backend": lambda step, **_: COMPILE(step, fullgraph=True, backend=fail),
         "at the first call": lambda *args, **kwargs: fail,
     }
     monkeypatch.setattr(torch, "compile", ways[where])
@@ -453,11 +430,10 @@ def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
 ) -> None:
     graphs = Graphs()
 
-    def backend(graph: Any, example: Any, **options: Any) -> Any:
+    def backend(graph: Any, example: Any) -> Any:
         return fail() if graphs else graphs.backend(graph, example)
 
-    monkeypatch.setattr(GuardedStep, "inductor", staticmethod(backend))
-    monkeypatch.setattr(torch, "compile", graphs.compile)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: COMPILE(step, fullgraph=True, backend=backend))
     caplog.set_level(logging.WARNING)
     assistant, ids = assistant_of(*small()), models.prompt()
     same_as_alone(assistant, ids, 14)

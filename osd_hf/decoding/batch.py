@@ -931,8 +931,8 @@ class _Rounds:
         return met.index(True) + 1 if True in met else None
 
     def _ask_others(self) -> None:
-        """Call the other criteria as the target's own loop does: for all rows together, once for each token, when every
-        row that has not ended has reached it."""
+        """Call the other criteria as the target's own loop does: for all rows together, once for each token, when all
+        rows that have not ended have reached it."""
         while self.others and self.asked < self._reached():
             self.asked += 1
             answers = [self._answer(row, self.asked) for row in self.rows]

@@ -301,31 +301,16 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class DraftingPlan:
-    """
-    State how `num_assistant_tokens="auto"` drafts now, and why.
+    """State how `num_assistant_tokens="auto"` drafts now, and why. Times are `None` until they are measured."""
 
-    Args:
-        speculates (`bool`):
-            Whether drafting pays. If not, the target decodes alone, and a few rounds draft now and then to find out.
-        k (`int`):
-            Drafted tokens per round with the largest expected speed-up; 0 means plain decoding. Rounds end earlier or
-            later by the draft's confidence.
-        alpha (`float`): Acceptance rate of the domain; recent requests count most.
-        speedup (`float`): Expected speed-up over plain decoding in the same loop.
-        draft_seconds (`float`, *optional*): Time to draft one token; `None` until it is measured.
-        plain_seconds (`float`, *optional*): Time of a round without candidates.
-        examined (`float`): Tokens that alpha rests on; old ones count in part.
-        vocab_size (`int`, *optional*): Size of the draft vocabulary; `None` means all tokens.
-    """
-
-    speculates: bool
-    k: int
-    alpha: float
-    speedup: float
-    draft_seconds: float | None
-    plain_seconds: float | None
-    examined: float
-    vocab_size: int | None = None
+    speculates: bool  # if not, the target decodes alone, and a few rounds draft now and then to find out
+    k: int  # with the largest expected speed-up; rounds end earlier or later by the draft's confidence
+    alpha: float  # acceptance rate of the domain; recent requests count most
+    speedup: float  # expected, over plain decoding in the same loop
+    draft_seconds: float | None  # of a drafted token
+    plain_seconds: float | None  # of a round without candidates
+    examined: float  # tokens that alpha rests on; old ones count in part
+    vocab_size: int | None = None  # of the draft vocabulary; `None` means all tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields, ready for JSON."""

@@ -375,52 +375,9 @@ class StaticForward(DraftForward):
 # --- the target -----------------------------------------------------------------------------------------------------
 
 
-class GuardedStep:
-    """A compiled function of a model that may change in any way. Each call checks whether compiled code still fits,
-    and compiles again if not. [`~GuardedStep.unguarded_step`] returns the code of the last call without the checks."""
-
-    def __init__(self, make_step: Callable[[], Any], options: dict[str, Any]) -> None:
-        self._make_step = make_step
-        self._options = options
-        self._guarded: Any = torch.compile(make_step(), fullgraph=True, backend=self._compile)
-        self._last_code: object = None
-        self._unguarded: dict[object, Any] = {}
-
-    @staticmethod
-    def inductor(graph: Any, inputs: Any, **options: Any) -> Any:
-        compiler: Any = torch._dynamo.lookup_backend("inductor")
-        return compiler(graph, inputs, **options)
-
-    def _compile(self, graph: Any, inputs: Any) -> Any:
-        compiled = self.inductor(graph, inputs, config_patches=self._options)
-        code = object()
-
-        def run(*args: Any) -> Any:
-            self._last_code = code
-            return compiled(*args)
-
-        return run
-
-    def __call__(self, *args: Any) -> Any:
-        return self._guarded(*args)
-
-    def unguarded_step(self, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> Any:
-        """Return the function for calls between which nothing can change but weights, with these arguments."""
-        code = self._last_code
-        if code not in self._unguarded:
-            step: Any = torch.compile(self._make_step(), fullgraph=True, options=self._options | UNGUARDED)
-            example = ids.clone()
-            torch._dynamo.mark_dynamic(example, 1)  # no check would find another number of tokens
-            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-                step(model, example, cache)  # compiled now: later, the model may be another one
-            cache.crop(-ids.shape[1])
-            self._unguarded[code] = step
-        return self._unguarded[code]
-
-
 class CompiledTarget(CompiledForward):
-    """Compile the target for at least two tokens. The target is the user's, and may change between requests: the first
-    round of each request checks whether compiled code still fits."""
+    """Compile the target for at least two tokens. The target is the user's, and may change between requests: each call
+    checks whether compiled code still fits, and compiles again if not."""
 
     role = "target"
     counts = (3,)
@@ -431,11 +388,10 @@ class CompiledTarget(CompiledForward):
         return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
 
     def compile_step(self, options: dict[str, Any]) -> Any:
-        return GuardedStep(self.own_step, options)
+        return torch.compile(self.own_step(), fullgraph=True, options=options)
 
     def warm_up(self, step: Any, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> None:
         super().warm_up(step, model, ids, cache)
-        step.unguarded_step(model, ids, cache)
         self._check(step, model, cache)
 
     def _check(self, step: Any, model: PreTrainedModel, cache: CroppableCache) -> None:
@@ -497,7 +453,6 @@ class Verification:
         self._owner = owner
         self._target = target
         self._compiled: _Compiled | None = compiled  # `None`: the request continues eagerly
-        self._step: Any = None  # once it is known to fit
         self._limit = min(num_positions(target) or math.inf, limit)
 
     def begins(self, given: Any, tokens: int) -> bool:
@@ -510,7 +465,6 @@ class Verification:
             return False
         if self._compiled is not None and tokens > self._compiled.size:
             self._compiled, cache = self._owner.larger(self._target, self._compiled, self.cache, tokens)
-            self._step = None
             if self._compiled is None:
                 self._put_back(cache)
             else:
@@ -531,9 +485,8 @@ class Verification:
     def forward(self, past_key_values: CroppableCache, ids: torch.Tensor, length: int) -> CausalLMOutputWithPast:
         """Return the target's logits for the last tokens, `(1, tokens)`, of a sequence of this length."""
         cache, count = past_key_values, ids.shape[1]
-        mode = self._owner.mode() if self._step is None else torch.inference_mode(False)
         assert self._compiled is not None
-        with mode, torch.no_grad(), self._compiled.running:
+        with self._owner.mode(), self._compiled.running:
             fed = ids[0].repeat(2 if count == 1 else 1)[None]  # not a view of the sequence
             torch._dynamo.maybe_mark_dynamic(fed, 1)
             if count == 1 and length == self._limit:  # there is no position for a second token
@@ -546,18 +499,15 @@ class Verification:
 
     def _compiled_logits(self, ids: torch.Tensor, begins: int) -> torch.Tensor:
         assert self._compiled is not None
-        step, args = self._step or self._compiled.step, (self._target, ids, self.cache)
+        step = self._compiled.step
         try:
-            logits: torch.Tensor = step(*args)
-            if self._step is None:
-                self._step = step.unguarded_step(*args) if isinstance(step, GuardedStep) else step
+            logits: torch.Tensor = step(self._target, ids, self.cache)
         except Exception as error:  # the target has changed, or a capture has failed
             if step is self._owner.step:
                 raise
             self._owner.give_up(self._compiled, error)
             self.cache.cut(begins)
-            self._step = self._owner.step
-            logits = self._step(*args)
+            logits = self._owner.step(self._target, ids, self.cache)
         return logits
 
     def close(self) -> None:
