@@ -325,9 +325,9 @@ def test_what_static_caches_cannot_serve_is_verified_eagerly(
 # --- a target that changes ------------------------------------------------------------------------------------------
 
 
-def test_a_target_is_served_as_it_is_now(graphs: Graphs, fed: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    assistant, _graphs = traced("llama")  # given back as it was
-    target, ids, seen = assistant.target, models.prompt(), set()
+def test_a_target_is_served_as_it_is_now(fed: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    assistant, graphs = traced("llama")  # given back as it was
+    target, ids, seen, made = assistant.target, models.prompt(), set(), len(graphs)
 
     def check(name: str, *, is_compiled: bool = True, is_new: bool = True) -> None:
         rounds = len(fed)
@@ -344,7 +344,7 @@ def test_a_target_is_served_as_it_is_now(graphs: Graphs, fed: list[int], caplog:
     check("weights in place")
     layer.self_attn.o_proj.weight = torch.nn.Parameter(-weight.detach())
     check("a new parameter")
-    assert graphs == []
+    assert len(graphs) == made
     hook = layer.mlp.register_forward_hook(lambda module, args, output: output * -0.7)
     check("a hook")
     hook.remove()
@@ -359,7 +359,7 @@ def test_a_target_is_served_as_it_is_now(graphs: Graphs, fed: list[int], caplog:
     with torch.no_grad():
         up.div_(-2)
     check("as it was", is_new=False)
-    assert len(graphs) == 2  # the hook and the other module, each once, for any number of tokens
+    assert len(graphs) == made + 2  # the hook and the other module, each once, for any number of tokens
     assert "not compiled" not in caplog.text
 
 
@@ -473,15 +473,17 @@ def test_a_failed_request_gives_its_cache_back(untraced: None, fed: list[int], f
 
 def test_requests_of_two_threads_do_not_meet(fed: list[int]) -> None:
     assistant, graphs = traced("llama")
+    made = len(graphs)
     prompts = models.prompts(2)
     assert served_together(assistant, prompts) == [answer(assistant.target.generate, ids) for ids in prompts]
     assert len(fed) > 4
-    assert len(graphs) == 1
+    assert len(graphs) == made
 
 
 @pytest.mark.parametrize("architecture", COMPILABLE)
 def test_answers_are_the_targets_in_any_mode(architecture: str, fed: list[int]) -> None:
     assistant, graphs = traced(architecture)
+    made = len(graphs)
     ids = models.prompt(7)
     alone = answer(assistant.target.generate, ids)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
@@ -491,7 +493,7 @@ def test_answers_are_the_targets_in_any_mode(architecture: str, fed: list[int]) 
             assert answer(assistant.generate, ids.clone(), logits_processor=[lambda _ids, row: row.mul_(2)]) == alone
             assert len(fed) > rounds
             assert cache.get_seq_length() == 26
-    assert len(graphs) == 1
+    assert len(graphs) == made
 
 
 # --- with the compiler ----------------------------------------------------------------------------------------------
