@@ -694,10 +694,10 @@ class ControlledAcceptance:
             feed = forward.feed
             proposals: list[int] = []
 
-            def steer(ids: torch.Tensor, rows: int = 1) -> torch.Tensor:
+            def steer(ids: torch.Tensor) -> torch.Tensor:
                 if forward.length == 0:
                     proposals[:] = self._after(ids)
-                logits = feed(ids, rows)
+                logits = feed(ids)
                 _put(logits, proposals, forward.length)
                 return logits
 
