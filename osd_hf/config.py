@@ -48,9 +48,9 @@ class OnlineConfig:
             Sources of candidates with `"auto"`: `"draft"`, `"text"` (continuations of the last tokens in earlier
             text) or `"both"`.
         text_scope (`str`, *optional*, defaults to `"owner"`):
-            Text that is searched besides the request's own prompt and answer: `"request"` (none), `"owner"` (earlier
-            requests of the same owner) or `"domain"` (also earlier answers of the domain to any owner). The text stays
-            in memory. Requests with `learn=False` are not kept.
+            Text that is searched in addition to the request's own prompt and answer: `"request"` (none), `"owner"`
+            (earlier requests of the same owner) or `"domain"` (also earlier answers of the domain to any owner). The
+            text stays in memory. Requests with `learn=False` are not kept.
         compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
             Compile the draft's forward. `"auto"` captures CUDA graphs on CUDA devices, compiles on other accelerators
             and does nothing on a CPU. Compilation takes seconds to a minute for each doubling of the longest sequence.

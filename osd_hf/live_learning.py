@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 FAILURES_BEFORE_PAUSE = 3  # in a row, of learning for one draft
 MAX_DOUBLINGS = 3  # of the pause, which is two update intervals long at first
 AUTOSAVE_PATIENCE_SECONDS = 5.0  # to wait for another process that saves to the folder
-# Work that may fail beside answers, as phrases that begin a sentence.
+# Work that must not affect answers, as phrases that begin a sentence.
 ROUTING, TAKING_IN, LOGGING = "Routing a request", "Taking in a request", "Logging a request"
 SAVING, TRACKING, REPORTING, STARTING = "Saving the session", "Tracking", "`on_update`", "Starting to learn"
 
 
 class Failures:
-    """Log failures beside answers once per kind of error, and keep them until the same work succeeds."""
+    """Log failures that do not affect answers, once per kind of error, and keep them until the same work succeeds."""
 
     def __init__(self) -> None:
         self._standing: dict[str, Exception] = {}  # by work, newest last
@@ -140,7 +140,7 @@ class LiveLearning:
     Serve the requests of an assistant, count them, and run its learner, one thread at a time.
 
     With `"spread"` and `"interval"`, the thread of a request learns after its answer. With `"idle"`, a thread learns
-    in parts while no request runs. An error beside an answer never reaches it: `failures` keeps the error until the
+    in parts while no request runs. An error of learning never affects an answer: `failures` keeps it until the
     same work succeeds. After three failures in a row, learning for a draft pauses for two update intervals, then four,
     then eight.
 
@@ -306,7 +306,7 @@ class LiveLearning:
         if in_a_row == FAILURES_BEFORE_PAUSE:
             logger.info(  # the warning came with the first failure
                 "%s pauses: it has failed %d times in a row, the last time with %r. Requests are served and kept as "
-                "before. Learning is tried again after %d requests, or at once by `update()` or `resume()`.",
+                "before. Learning is tried again after %d requests, or directly by `update()` or `resume()`.",
                 work,
                 in_a_row,
                 error,

@@ -1,4 +1,4 @@
-"""Rollouts of a trainer that stay fast: a draft for the policy that is being trained, which follows it."""
+"""Speed up the rollouts of a trainer with a draft that follows the policy."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ __all__ = ["RolloutAssistant"]
 
 logger = logging.getLogger(__name__)
 
-# Rollouts of four earlier policies are learned from, too. Where learning does not pay it rests but for a look at every
-# other thousand of rollouts: these come in batches, where a draft saves less, and the training waits for the learner.
+# The policy changes every step, so earlier ones are learned from as well. Rollouts come in batches, where a draft
+# saves less, and the training waits for the learner: if learning does not pay, it almost stops.
 TARGET_LAG = 4
 MIN_EFFORT = 1 / 256
 
 
 class RolloutAssistant(TrainerCallback):
     """
-    Drafts what a trainer lets its policy generate, and learns from it: the rollouts of TRL's `GRPOTrainer` and
-    `RLOOTrainer`, completions that are logged during any training. They are the policy's own, greedy ones token by
-    token (in fp32), sampled ones in distribution; so are rewards and gradients. The policy itself stays as it is.
+    Speed up what a trainer lets its policy generate, and learn from it: the rollouts of TRL's `GRPOTrainer` and
+    `RLOOTrainer`, or completions that are logged during any training.
 
-    The trainer's logs have `rollout/seconds` (generating, since the log before), `rollout/learning_seconds` (what
-    learning has cost beside), `rollout/tokens`, `rollout/tokens_per_forward` (of the policy, by row), `rollout/alpha`
-    (acceptance of the draft's tokens), `rollout/speedup` (over the policy alone, as rounds were timed) and
-    `rollout/draft_version`.
+    Rollouts are the policy's own, greedy ones token by token (in fp32), sampled ones in distribution. Rewards,
+    gradients and the policy are not affected.
+
+    The trainer's logs get `rollout/seconds` (generation since the last log), `rollout/learning_seconds`,
+    `rollout/tokens`, `rollout/tokens_per_forward` (of the policy, by row), `rollout/alpha`, `rollout/speedup` (over
+    the policy alone) and `rollout/draft_version`.
 
     ```python
     trainer = GRPOTrainer(model, rewards, train_dataset=prompts, callbacks=[RolloutAssistant("my-draft")])
@@ -50,27 +51,31 @@ class RolloutAssistant(TrainerCallback):
 
     Args:
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model with the policy's tokenizer, as for [`OnlineAssistant`]. After a training it is the draft
-            that has learned, an ordinary model.
+            A smaller model with the policy's tokenizer, as for [`OnlineAssistant`]. After a training, the attribute
+            `draft` is the draft that has learned.
         config (`OnlineConfig`, *optional*):
-            How to draft and learn. Rollouts of the four policies before the newest one are learned from, too, and
-            learning all but stops where it does not pay.
-            `update_strategy="idle"` with a `learner_device` that is idle learns beside the training.
+            How to draft and learn. Rollouts of the four policies before the newest one are learned from as well, and
+            learning almost stops when it does not pay. `update_strategy="idle"` with a `learner_device` that is idle
+            learns in parallel to the training.
         assistant_kwargs (`Any`): More arguments of [`OnlineAssistant`], such as `store` or `peft_config`.
 
     Raises:
-        OSDError: where a training begins, what [`OnlineAssistant`] raises for a pair that does not fit.
+        OSDError: When a training begins, if the pair does not fit.
     """
 
     def __init__(self, draft: Any, config: OnlineConfig | None = None, **assistant_kwargs: Any) -> None:
         self.draft = draft
         self.config = config or OnlineConfig()
-        self.assistant: OnlineAssistant | None = None  # of the training under way, or of the last one
+        self.assistant: OnlineAssistant | None = None  # of the current or the last training
         self._kwargs = assistant_kwargs
         self._block = contextlib.ExitStack()
-        self._told: set[str] = set()
-        self._calls, self._seconds, self._learned = 0, 0.0, 0.0  # since the last log
-        self._is_open = self._drafts = self._has_stepped = False
+        self._logged: set[str] = set()
+        self._calls = 0  # since the last log
+        self._seconds = 0.0  # of generation, since the last log
+        self._learned = 0.0  # seconds of learning at the last log
+        self._is_open = False
+        self._drafts = False
+        self._has_stepped = False
         weakref.finalize(self, self._block.close)
 
     # --- the trainer's events ---------------------------------------------------------------------------------------
@@ -78,8 +83,8 @@ class RolloutAssistant(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **kwargs: Any
     ) -> None:
-        """Take over what the policy generates from now on."""
-        self._end()  # of a training that broke off
+        """Take over the policy's `generate`."""
+        self._end()  # a training that was interrupted
         if why := _hindrance(args, model):
             logger.warning("Rollouts are not drafted: %s.", why)
             return
@@ -88,12 +93,13 @@ class RolloutAssistant(TrainerCallback):
         self.assistant = OnlineAssistant(unwrap(model), self.draft, tokenizer, self.config, **self._kwargs)
         self.assistant.drafts.set_pace(min_effort=MIN_EFFORT, target_lag=TARGET_LAG)
         self._block.enter_context(taken_over(model, self._answer))
-        self._is_open = self._drafts = True
+        self._is_open = True
+        self._drafts = True
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0
-        self._told.clear()
+        self._logged.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The policy is another one, of which fused optimizers leave no count."""
+        """Note that the policy changed; fused optimizers leave no count."""
         self._has_stepped = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -110,15 +116,15 @@ class RolloutAssistant(TrainerCallback):
             "speedup": stats.speedup,
             "draft_version": self.assistant.version,
         }
-        told = {f"rollout/{name}": float(value) for name, value in figures.items() if value is not None}
-        logs.update(told)
+        logged = {f"rollout/{name}": float(value) for name, value in figures.items() if value is not None}
+        logs.update(logged)
         if state.log_history:  # has the log already
-            state.log_history[-1].update(told)
+            state.log_history[-1].update(logged)
         self.assistant.reset_stats()
         self._calls, self._seconds, self._learned = 0, 0.0, learned
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the policy as it was."""
+        """Restore the policy's `generate`."""
         self._end()
 
     def _end(self) -> None:
@@ -129,10 +135,11 @@ class RolloutAssistant(TrainerCallback):
             except LearnerError as error:
                 logger.warning("%s", str(error))
             self.draft = self.assistant.draft
-        self._is_open = self._drafts = False
+        self._is_open = False
+        self._drafts = False
 
     def _go_first(self) -> None:
-        """Trackers are told of a log before the callbacks of users are, and no event says whose it is."""
+        """Move this callback before those that report logs to trackers."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code is not CallbackHandler.call_event.__code__:
             frame = frame.f_back
@@ -144,7 +151,7 @@ class RolloutAssistant(TrainerCallback):
     # --- rollouts ---------------------------------------------------------------------------------------------------
 
     def _answer(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `plain` returns for these arguments, sooner."""
+        """Return what `plain` returns for these arguments, faster."""
         assert self.assistant is not None
         began, learned = time.perf_counter(), self.assistant.learning_seconds
         self._calls += 1
@@ -155,14 +162,14 @@ class RolloutAssistant(TrainerCallback):
             if self._drafts and len(args) < 2:
                 try:
                     return self.assistant.generate(*args, **kwargs)
-                except OSDError as error:  # refused, before any work
-                    if (why := str(error)) not in self._told:
-                        self._told.add(why)
+                except OSDError as error:  # refused before any work
+                    if (why := str(error)) not in self._logged:
+                        self._logged.add(why)
                         logger.warning("The policy generates without a draft: %s", why)
                 except Exception:
-                    # Drawn anew, one rollout may lack what the draft failed on: the last one that this can happen to.
+                    # The policy samples this rollout again. To keep its distribution, no later one may fail.
                     self._drafts = False
-                    logger.warning("A rollout failed with the draft; the policy goes on without it.", exc_info=True)
+                    logger.warning("A rollout failed with the draft; the policy continues without it.", exc_info=True)
             return plain(*args, **kwargs)
         finally:
             learning = self.assistant.learning_seconds - learned
@@ -170,16 +177,16 @@ class RolloutAssistant(TrainerCallback):
 
 
 def _hindrance(args: Any, model: Any) -> str | None:
-    """Why nothing can be drafted in a training; `None` where it can."""
+    """Return why rollouts of a training cannot be drafted, or `None`."""
     is_spread = any(hasattr(p, "device_mesh") for p in model.parameters())
-    # Who launches a training may ask for FSDP where its arguments do not.
+    # `accelerate launch` may set FSDP outside of the arguments.
     has_fsdp = getattr(args, "fsdp", None) or parse_flag_from_env("ACCELERATE_USE_FSDP")
     if is_spread or has_fsdp or is_deepspeed_zero3_enabled():
-        return "the policy's weights are spread over several machines"
+        return "the policy's weights are sharded"
     if getattr(args, "use_vllm", False):
-        return "vLLM generates them, which takes a draft of its own"
+        return "vLLM generates them and needs its own draft"
     if getattr(args, "use_transformers_continuous_batching", False):
         return "continuous batching takes no draft"
     if is_peft(model) and model.active_peft_config.is_prompt_learning:
-        return "the policy is a tuned prompt, which no draft can read"
+        return "the policy is a soft prompt, which a draft cannot read"
     return None

@@ -353,7 +353,7 @@ def test_an_assistant_tells_what_learning_has_brought() -> None:
         assistant.update()
     before, now = assistant._learner.compared()
     assert now.alpha > before.alpha
-    told = f"on the last 5, {before.alpha:.3f} with the draft as it was and {now.alpha:.3f} with the learned ones"
+    told = f"on the last 5, {before.alpha:.3f} with the original draft and {now.alpha:.3f} with the learned one"
     assert told in repr(assistant)
     assert ", manual updates)\n" in repr(assistant)
 

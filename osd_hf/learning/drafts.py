@@ -65,7 +65,7 @@ class DraftVersion(NamedTuple):
     Args:
         number (`int`): 0 is the original draft.
         weights (`dict[str, torch.Tensor]`): The learned weights.
-        taught_for (`str`, *optional*): Version of the target whose requests it learned from, if known.
+        taught_for (`str`, *optional*): Version of the target that it learned from, if known.
     """
 
     number: int
@@ -197,7 +197,7 @@ class _Draft:
 
 class DomainDrafts:
     """
-    Manage a base draft and, for each domain that is learned from, a draft of its own: an adapter or a full copy.
+    Manage a base draft and, for each domain that is learned from, a separate draft: an adapter or a full copy.
 
     Learned weights are kept by version. Models that serve are made from them when requests need them. May be used from
     several threads.
@@ -247,7 +247,7 @@ class DomainDrafts:
         Args:
             min_effort (`float`, *optional*, defaults to 1/16): Least share of the configured updates that are done.
             target_lag (`int`, *optional*, defaults to 0):
-                Earlier versions of the target whose requests are still learned from.
+                Earlier versions of the target that are still learned from.
         """
         self._pace = {"min_effort": min_effort, "target_lag": target_lag}
         for requests in self.requests.values():
@@ -352,7 +352,7 @@ class DomainDrafts:
             return list(self._models.made)
 
     def owns(self, model: PreTrainedModel) -> bool:
-        """Whether a model is one of those that serve."""
+        """Whether a model serves or has served."""
         return model in self._models.made
 
     def vocab_size(self, domain: str | None) -> int | None:
@@ -479,7 +479,7 @@ class DomainDrafts:
             draft = self._drafts[domain]
             earlier = DraftVersion(version, weights or draft.original)
             if draft.previous is not None and version == draft.previous.number:
-                earlier = draft.previous._replace()  # a new object, so that its weights are written anew
+                earlier = draft.previous._replace()  # a new object, so that its weights are written again
             draft.serving = earlier
             draft.previous = None
         self.model(domain)  # filled now, so that no request waits

@@ -26,11 +26,11 @@ CHOICE_MEMORY = 64  # requests
 CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
 
 MIN_EFFORT = 1 / 16  # share of the updates that are done once learning no longer pays
-GAIN_WINDOW = 128  # requests that are compared with as many before
+GAIN_WINDOW = 128  # requests that are compared with the same number before
 DECISION_INTERVAL = 64  # requests between two changes of the effort
 RECENT_REQUESTS = 12  # a change of traffic shows in these
 GAIN_FALL_ERRORS = 3.0  # standard errors of a fall of the gain
-WORSE_ERRORS = 4.0  # standard errors by which the learned draft is worse than the original
+WORSE_ERRORS = 4.0  # standard errors of a learned draft that is worse than the original one
 SAVING_ERRORS = 2.0  # standard errors of saved seconds
 MIN_SAVING = 0.25  # of the cost of learning; below it, even the optimistic estimate is hopeless
 EARLY_REQUESTS = 16  # enough to see that even a perfect draft would not repay learning
@@ -230,8 +230,8 @@ class Effort:
     The gain of learning on a request is the acceptance of the learned draft minus that of the original one. The share
 
     - doubles if the mean gain of the newest requests exceeds that of the requests before by a standard error, and
-      the saved seconds (minus two standard errors, over as many requests again) exceed the seconds spent on learning;
-      it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
+      the saved seconds (minus two standard errors, over the same number of further requests) exceed the seconds spent
+      on learning; it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
     - drops to `least` early if even a nearly perfect draft would not repay learning, as in large batches;
     - returns to 1 if the gain falls, the original draft becomes better, or a perfect draft would pay after all: then
       the traffic has changed.

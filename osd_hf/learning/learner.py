@@ -198,7 +198,7 @@ class Learner:
         self.is_paused = is_paused
 
     def rest(self, domain: str | None, num_requests: int) -> None:
-        """Learn nothing for a draft until so many more requests have come, except in [`~Learner.update`]."""
+        """Learn nothing for a draft until `num_requests` more have come, except in [`~Learner.update`]."""
         if (requests := self.requests.get(domain)) is not None:
             with requests.lock:
                 requests.rest = num_requests
@@ -240,8 +240,8 @@ class Learner:
         return None
 
     def after_answer(self) -> UpdateReport | None:
-        """Compare the arrived requests, then run the answer's share of an update (`"spread"`) or a due update as a
-        whole. Returns a report at the end of an update."""
+        """Compare the arrived requests, then run the answer's share of an update (`"spread"`) or a due update. Returns
+        a report at the end of an update."""
         if self.config.gate and not self.is_paused:
             for requests in list(self.requests.values()):
                 if requests.may_learn:
@@ -276,7 +276,7 @@ class Learner:
         return is_last or self._steps_due - self._steps_done > BACKWARD_SHARE / 2
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
-        """Run an update in progress to its end, then a whole update of a domain's draft."""
+        """Run an update in progress to its end, then an update of a domain's draft."""
         started = self._timer()
         try:
             if self._work is not None:
@@ -372,7 +372,7 @@ class Learner:
         found = yield from self._score(requests, snapshot, held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
         yield from requests.valid(requests.held_back, updater.accepts)
-        # The target may have changed meanwhile.
+        # The target may have changed since.
         after = {t: s for t, s in after.items() if t in scores and requests.is_current(t)}
         before = [scores[t][1] for t in after]
         if serving == 0:  # the first version: nothing has been compared yet
@@ -503,7 +503,7 @@ class Learner:
         states = state["requests"]
         if any(saved["domain"] is None for saved in states) == self.drafts.per_domain:
             kind = "one shared draft" if self.drafts.per_domain else "drafts per domain"
-            raise StateError(f"The session is one of {kind}. Load it with a router, or without, as it was saved.")
+            raise StateError(f"The session is one of {kind}. Load it with or without a router, as when it was saved.")
         for trace in (t for saved in states for traces in saved["traces"].values() for t in traces):
             self._check_width(trace)
         before, admitted = self.drafts.learning, self.drafts.domains
@@ -535,7 +535,7 @@ class Learner:
         self.decisions = deque((GateDecision(**decision) for decision in saved), MAX_DECISIONS)
 
     def _check_width(self, trace: Trace) -> None:
-        """Raise StateError for a saved trace whose width differs from that of new traces."""
+        """Raise StateError for a saved trace of another width than new traces."""
         kept = self.config.num_logprobs
         width = 0 if kept is None or kept >= trace.vocab_size else kept
         if len(trace) and trace.num_kept and trace.top_ids.shape[1] != width:

@@ -57,7 +57,7 @@ def divergence_sum(
     """
     Sum a divergence over all completion positions of a batch.
 
-    The layers run over the whole batch. The output head runs over chunks of positions, and its logits are recomputed
+    The layers run over all of the batch. The output head runs over chunks of positions, and its logits are recomputed
     in the backward pass.
 
     Args:
@@ -96,7 +96,7 @@ def divergence_sum(
 @dataclass
 class SampledTail:
     """
-    Sample tokens, anew for each batch, from those that no row of the batch stores.
+    Sample tokens, for each batch again, from those that no row of the batch stores.
 
     Each sampled token is weighted by the number of tokens that it represents, so that the tail's mass and its gradient
     are right on average while the head computes few columns.
@@ -213,7 +213,7 @@ class ActivationMemory:
         return cls(BYTES_PER_FEATURE * features, 4 * rows * layers, 4 * width * layers, layers)
 
     def fits(self, rows: int, tokens: int) -> bool:
-        """Whether a batch of so many rows, padded to so many tokens, stays within the budget."""
+        """Whether a batch of `rows` requests, padded to `tokens`, stays within the budget."""
         return rows * tokens * (self.per_token + tokens * self.per_pair) <= ACTIVATION_BYTES
 
     @property

@@ -32,7 +32,7 @@ Parts = Generator[float | None, None, T]
 """Work in parts, between which requests may run. Each part yields its size in optimizer steps, or `None`."""
 Work = Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]]
 
-HOLD_BACK_EVERY = 4  # one of so many requests is held back
+HOLD_BACK_EVERY = 4  # requests of which one is held back
 NUM_HELD_BACK = 16  # newest held-back requests that judge a version
 NUM_WATCHED = 64  # newest requests that decide about a rollback
 COMPARE_EVERY = 4  # requests of which one is compared while the effort is reduced
@@ -217,7 +217,7 @@ class ExcludedRequests:
         while len(self._keys) > MAX_EXCLUDED:
             self._keys.popitem(last=False)
         logger.warning(
-            "Set aside: a request of %d and %d tokens, one of those %s. Learning goes on without it.",
+            "Set aside: a request of %d and %d tokens, one %s. Learning continues without it.",
             len(trace.prompt_ids),
             len(trace.completion_ids),
             reason,
@@ -235,7 +235,7 @@ class ExcludedRequests:
 
         Args:
             work (`Callable[[Sequence[Trace]], Sequence[T] | Generator]`):
-                Returns one independent result per trace, at once or in parts.
+                Returns one independent result per trace, directly or in parts.
             traces (`Sequence[Trace]`): The traces.
             readable (`ReadableTraces`): Makes the simplest request, which shows whether the work fails on everything.
 

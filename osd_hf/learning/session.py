@@ -52,7 +52,7 @@ def save_session(
     patience_seconds: float | None = None,
 ) -> None:  # fmt: skip
     """
-    Save the state of a learner that does not work meanwhile.
+    Save the state of a learner that is not working.
 
     A new folder is written first, then a pointer to it is replaced, so that a kill or a power failure leaves the old
     state or the new one. Processes that save to one folder take turns. Only the owner can read the files. Files that
@@ -212,7 +212,7 @@ def load_session(directory: Path, learner: Learner, router: Router | None = None
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Read the newest state. If a process saves meanwhile and deletes it, the next one is read; after some attempts,
+    """Read the newest state. If another process replaces and deletes it, the next one is read; after some attempts,
     savers have to wait."""
     with contextlib.ExitStack() as stack:
         for attempt in itertools.count():

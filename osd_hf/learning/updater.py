@@ -58,7 +58,7 @@ BATCH_POSITIONS = 480  # completion tokens in the batch of one step, about, if s
 MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request; memory grows with them
 MAX_GRAD_NORM = 1.0
 MUON_MOMENTUM = 0.95
-EMBEDDING_RATE = 0.5  # of Muon's learning rate, for the weights that AdamW updates beside Muon
+EMBEDDING_RATE = 0.5  # of Muon's learning rate, for the weights that AdamW updates
 MICRO_BATCH_SECONDS = 0.02  # with "idle": a request waits at most about this long for a forward and backward
 BACKWARD_SHARE = 0.85  # of an optimizer step, about, for forwards and backwards of its batch
 NOT_FINITE = "loss or gradient is not finite"
@@ -334,7 +334,7 @@ class Updater:
             started = time.perf_counter()
             with self._at_work():
                 loss, count = self._bounded_loss(part)
-                loss = loss * (count / total)  # gradients add up to those of the whole batch
+                loss = loss * (count / total)  # gradients add up to those of the batch
                 _backward(loss)
                 value += float(loss.detach())
             self._backward_seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Copy, cast, check and load learned weights, of whole drafts and of adapters, and choose where learning runs."""
+"""Copy, cast, check and load learned weights, of full copies and of adapters, and choose where learning runs."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _adapted_weights(snapshot: Snapshot, template: PreTrainedModel, *, is_merged
     if is_merged:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        # Layers are merged in fp32 one by one: all at once would need twice the memory of the draft.
+        # Layers are merged in fp32 one by one; together they would need twice the memory of the draft.
         for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
             base = layer.get_base_layer()
             dtypes = {name: p.dtype for name, p in base.named_parameters() if p.is_floating_point()}
@@ -229,7 +229,7 @@ def adapted(model: PreTrainedModel, peft_config: Any, adapter: str, seed: int) -
 
 def make_template(source: PreTrainedModel, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
     """
-    Return a `PeftModel` into whose copies an adapter's weights are loaded to be merged; `None` without adapters.
+    Return a `PeftModel` for copies into which an adapter's weights are loaded to be merged; `None` without adapters.
 
     All but the adapter shares memory with `source`. Embeddings of `source` are untied if an adapter would change both.
 
