@@ -12,7 +12,7 @@ from osd_hf.learning import loss as module
 from osd_hf.learning import updater as updater_module
 from osd_hf.learning.loss import MIN_REQUEST_TOKENS, ActivationMemory, num_tokens, recomputed_layers, shortened
 from osd_hf.learning.updater import Updater
-from osd_hf.replay import batches, completion_states
+from osd_hf.replay import completion_states
 from osd_hf.trace import DraftRound, bare_trace
 
 CONFIG = OnlineConfig(update_strategy="interval", steps_per_update=1, batch_size=4, num_logprobs=4, optimizer="adamw",
@@ -134,12 +134,6 @@ def test_what_is_over_the_budget_is_learned_in_parts_that_are_not(
     assert kept[-1] < kept[0]  # the largest, its layers computed again
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], atol=1e-10, rtol=0)
-
-
-def test_batches_of_small_drafts_are_as_large_as_ever() -> None:
-    traces = [request(600, 300, vocab_size=4096)] * 16
-    draft = models.build("llama", vocab_size=4096, hidden_size=128, intermediate_size=344)
-    assert [len(b) for b in batches(traces, 4096, 16, ActivationMemory.of(draft).fits)] == [16]
 
 
 # --- shorter requests -----------------------------------------------------------------------------------------------

@@ -283,23 +283,6 @@ def test_a_peft_draft_learns_its_adapter_and_is_saved_merged(tmp_path: Path) -> 
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_not_finite_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    answers = serve(OnlineAssistant(target, draft, config=MANUAL), 6)
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    loss = assistant._learner.updater(None)._loss
-    monkeypatch.setattr(assistant._learner.updater(None), "_loss", lambda traces: (loss(traces)[0] * float("nan"), 1))
-    reports, update = [], assistant._learner.update
-    monkeypatch.setattr(assistant._learner, "update", lambda domain: reports.append(update(domain)) or reports[-1])
-    assert serve(assistant, 6) == answers
-    assert [(r.steps, r.dropped_steps, r.version) for r in reports] == [(0, 2, 0), (0, 2, 0)]
-    assert [d.outcome for d in assistant.decisions] == ["dropped", "dropped"]
-    assert same(weights(assistant.draft), weights(draft))
-    monkeypatch.undo()
-    assert serve(assistant, 3) == answers[:3]
-    assert assistant.version == 1
-
-
 def test_a_failing_learner_costs_no_answer_and_is_heard_of_by_update_and_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -325,19 +308,6 @@ def test_a_failing_learner_costs_no_answer_and_is_heard_of_by_update_and_close(
     assert serve(assistant, 3) == answers[:3]
     assert assistant.version >= 1
     assistant.close()
-
-
-def test_attached_requests_are_served_where_learning_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    monkeypatch.setattr(assistant._learner, "observe", lambda domain, trace, seconds: 1 / 0)
-    serve(assistant, 1)
-    with assistant.attached():
-        target.generate(models.prompt(), assistant_model=assistant.draft, max_new_tokens=4)
-    assert assistant.stats.num_requests == 2
-    with pytest.raises(ZeroDivisionError, match="of the block"), assistant:
-        raise ZeroDivisionError("of the block")  # is not hidden by the older one
-    assert isinstance(assistant.learning_error, ZeroDivisionError)
 
 
 def test_a_failing_store_costs_no_answer() -> None:
@@ -380,68 +350,6 @@ def test_other_captures_fail_on_their_own() -> None:
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_uses_one_version_from_beginning_to_end() -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    store = CorrectionStore()
-    assistant = OnlineAssistant(target, draft, config=replace(MANUAL, learning_rate=0.01), store=store)
-    serve(assistant, 4)
-    stop, learned = threading.Event(), threading.Semaphore(0)
-
-    def learn() -> None:
-        while not stop.is_set():
-            assistant.update(steps=1)
-            learned.release()
-
-    learner = threading.Thread(target=learn)
-    with weights_used(assistant) as seen:
-        learner.start()
-        try:
-            of_requests = []
-            for ids in models.prompts(8):
-                before = len(seen)
-                output = assistant.generate(
-                    ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16
-                )
-                of_requests.append((set(seen[before:]), output, ids))
-                assert learned.acquire(timeout=LONG)  # an update a request at least, however slow; they overlap
-        finally:
-            stop.set()
-            learner.join()
-    assert assistant.version > 3
-    assert all(len(used) == 1 for used, _, _ in of_requests)
-    assert len({next(iter(used)) for used, _, _ in of_requests}) > 2
-    versions = [t.draft_version for t in store][4:]
-    assert versions == sorted(versions)
-    assert len(set(versions)) == len({next(iter(used)) for used, _, _ in of_requests})
-    for _, output, ids in of_requests:
-        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
-        assert torch.equal(output, alone)
-
-
-def test_threads_serve_and_learn_together() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    alone = serve(OnlineAssistant(target, draft, config=MANUAL), 5)
-    answers: dict[int, list[list[int]]] = {}
-
-    def work(number: int) -> None:
-        answers[number] = serve(assistant, 5, domain=str(number))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=LONG)
-        assert not thread.is_alive()
-    assert list(answers.values()) == [alone] * 3
-    assert assistant.stats.num_requests == 15
-    # Nobody's answer waits for another's update, so that there may be fewer of them; what is left is for the next one.
-    assert 1 <= assistant.version <= 5
-    assistant.update()
-    assert len(assistant._learner.updater(None).buffer) == 15
-    assert {s.num_requests for s in assistant.stats_by_domain.values()} == {5}
 
 
 def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running() -> None:
@@ -492,30 +400,6 @@ def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running() -> 
         serve(assistant, 1)
     assert set(seen) == other["used"]
     assert assistant.drafts.num_serving == 1  # what overlapping requests made has gone
-
-
-def test_the_draft_does_not_change_in_the_middle_of_a_request() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=MANUAL)
-    serve(assistant, 3)
-
-    class Meddler:
-        calls = 0
-
-        def put(self, value: torch.Tensor) -> None:
-            self.calls += 1
-            if self.calls == 1:
-                return  # the prompt, before the request begins
-            with pytest.raises(LearnerError, match="in the middle of a request"):
-                assistant.update()
-
-        def end(self) -> None:
-            pass
-
-    assert serve(assistant, 1, streamer=Meddler()) == serve(assistant, 1)
-    assert assistant.version == 0
-    assistant.update()
-    assert assistant.version >= 1
 
 
 # --- the session ----------------------------------------------------------------------------------------------------
@@ -615,36 +499,6 @@ def test_a_refused_session_leaves_no_drafts_behind(tmp_path: Path) -> None:
 IDLE = replace(FAST, update_strategy="idle")
 
 
-def test_requests_inside_attached_are_learned_from_between_requests() -> None:
-    target, draft = models.pair()
-    with OnlineAssistant(target, draft, config=IDLE) as assistant:
-        with assistant.attached():
-            for ids in models.prompts(3):
-                target.generate(
-                    ids, attention_mask=torch.ones_like(ids), assistant_model=assistant.draft, max_new_tokens=4
-                )
-        assert assistant.wait_until_idle(timeout=LONG)
-        assert assistant.version == 1
-
-
-def test_what_comes_to_be_due_during_a_save_is_learned_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with OnlineAssistant(*models.pair(), config=IDLE) as assistant:
-        monkeypatch.setattr("osd_hf.live_learning.save_session", lambda *_, **settings: serve(assistant, 3))
-        assistant.save_state(tmp_path)
-        assert assistant.wait_until_idle(timeout=LONG)
-        assert assistant.version == 1
-
-
-def test_nobody_waits_for_an_assistant_that_is_closed() -> None:
-    assistant = OnlineAssistant(*models.pair(), config=IDLE)
-    assistant.close()
-    serve(assistant, 3)
-    assert assistant.wait_until_idle(timeout=LONG)
-    assert assistant.version == 0
-
-
 # --- tracking -------------------------------------------------------------------------------------------------------
 
 
@@ -709,25 +563,6 @@ def test_the_given_models_may_be_copied_while_served() -> None:
 
 
 # --- what a review found --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fails", ["a step", "making a learner"])
-def test_a_failing_learner_is_tried_again_after_an_interval_and_not_at_every_request(
-    fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = models.pair()
-    config = replace(FAST, update_interval=2)
-    if fails == "a step":
-        assistant = OnlineAssistant(target, draft, config=config)
-        monkeypatch.setattr(assistant._learner.updater(None), "micro_steps", lambda *_: 1 / 0)
-    else:
-        assistant = OnlineAssistant(target, draft, config=config, router=LabelRouter())
-        monkeypatch.setattr(assistant.drafts, "updater", lambda *_: 1 / 0)
-    errors = []
-    for ids in models.prompts(6):
-        assistant.generate(ids, domain="a", attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=4)
-        errors.append(assistant.learning_error)
-    assert [errors.index(error) for error in errors] == [0, 1, 1, 3, 3, 5]
 
 
 def test_a_draft_that_speaks_eos_zero_is_replayed_exactly() -> None:

@@ -581,38 +581,6 @@ def test_learning_between_requests_only_and_answers_as_ever() -> None:
         assert not assistant.is_learning
 
 
-def test_what_becomes_due_in_the_middle_of_a_request_waits_for_its_end() -> None:
-    target, draft = models.pair()
-    with OnlineAssistant(target, draft, config=IDLE) as assistant:
-        assistant.pause()
-        answers(assistant.generate, range(3))
-        changed, declined = assistant._live.traffic.changed, threading.Semaphore(0)
-        wait = changed.wait
-
-        def watched(timeout: float | None = None) -> bool:
-            declined.release()
-            return wait(timeout)
-
-        class Resumes:
-            calls = 0
-
-            def put(self, value: torch.Tensor) -> None:
-                self.calls += 1
-                if self.calls == 2:
-                    changed.wait = watched  # type: ignore[method-assign]
-                    assistant.resume()
-                    assert declined.acquire(timeout=LONG)  # the idle thread has looked, and waits again
-                    changed.wait = wait  # type: ignore[method-assign]
-                assert assistant._learner.seconds == 0
-
-            def end(self) -> None:
-                pass
-
-        assert ask(assistant.generate, 3, streamer=Resumes()) == ask(target.generate, 3)
-        assert assistant.wait_until_idle(LONG)
-        assert assistant.version == 1
-
-
 def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:
     target, draft = models.pair()
     with OnlineAssistant(target, draft, config=IDLE) as assistant:

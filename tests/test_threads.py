@@ -317,46 +317,6 @@ def test_a_block_that_is_never_left_is_left_with_its_last_reference() -> None:
     assert GenerationMixin._assisted_decoding is loop
 
 
-# --- copies and pickles ---------------------------------------------------------------------------------------------
-
-
-class Pause:
-    """Copied or pickled with what holds it, it stops there until it is let on."""
-
-    def __init__(self) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        self.reached.set()
-        assert self.opened.wait(LONG)
-
-    def __reduce__(self) -> Any:
-        self.__deepcopy__({})
-        return (bool, ())
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("begun", ["before", "inside"])
-def test_copies_made_while_listeners_come_and_leave_are_ordinary_models(how: Callable[[Any], Any], begun: str) -> None:
-    assistant = OnlineAssistant(*models.pair(), config=MANUAL)
-    target, cls = assistant.target, type(assistant.target)
-    target.pause = pause = Pause()
-    with ExitStack() as stack:
-        if begun == "inside":
-            stack.enter_context(assistant.attached())
-        copied_in = copy.deepcopy if how == "deepcopy" else lambda model: pickle.loads(pickle.dumps(model))
-        thread = Thread(lambda: copied_in(target))
-        assert pause.reached.wait(LONG)
-        if begun == "inside":
-            stack.close()
-        else:
-            stack.enter_context(assistant.attached())
-        pause.opened.set()
-        copied = thread.join()
-    del target.pause, copied.pause
-    copies_are_ordinary(copied, assistant, cls)
-
-
 # --- all at once ----------------------------------------------------------------------------------------------------
 
 

@@ -342,30 +342,6 @@ def test_an_error_in_the_middle_is_no_ones_fault_once_it_has_passed(traces: list
 # --- what an arriving request waits for -----------------------------------------------------------------------------
 
 
-def test_rows_are_read_once_and_others_may_come_between(traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    fault, read = ReadableTraces.fault, list[Trace]()
-
-    def counted(self: ReadableTraces, trace: Trace) -> str | None:
-        read.append(trace)
-        return fault(self, trace)
-
-    monkeypatch.setattr(ReadableTraces, "fault", counted)
-    taught = learner(update_strategy="idle", update_interval=30)
-    for i in range(60):
-        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    held_back = list(taught.requests[None].held_back)
-    at_once, before = 0, 0
-    while taught.has_work():
-        taught.step()
-        at_once, before = max(at_once, len(read) - before), len(read)
-    assert at_once == 1
-    assert [read.count(trace) for trace in held_back] == [1] * len(held_back) != []
-    read.clear()
-    taught.update(steps=1)
-    assert not read
-    assert taught.requests[None].checked == set(held_back)
-
-
 def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) -> None:
     taught = learner()
     for i in range(32):
@@ -375,14 +351,6 @@ def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) 
     report = taught.update()
     assert dict(report.set_aside) == {"with invalid log-probs": 1}
     assert odd not in everything(taught) and odd not in taught.requests[None].checked
-
-
-def test_a_request_may_come_between_the_parts_of_a_trial(traces: list[Trace]) -> None:
-    updater = Updater(models.pair()[1], replace(CONFIG, update_strategy="idle"))
-    trial, parts = updater.set_aside.isolate(updater._try_traces, traces[:4], updater.readable), 0
-    for _ in trial:
-        parts += 1
-    assert parts == 4
 
 
 def test_what_arrives_while_a_version_is_watched_is_watched_next(
@@ -407,21 +375,3 @@ def test_what_arrives_while_a_version_is_watched_is_watched_next(
     finish(taught._watch(lesson))
     assert list(lesson.arrived) == served[4:5]
     assert len(lesson.compared) == 4
-
-
-def test_what_a_new_version_served_before_the_learner_went_on_is_watched(
-    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught, promote = learner(), DomainDrafts.promote
-    for i in range(60):
-        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    served: list[Trace] = []
-
-    def at_once(self: DomainDrafts, domain: str | None, version: int, snapshot: Any, taught_for: Any) -> None:
-        promote(self, domain, version, snapshot, taught_for)
-        served.append(replace(traces[0], draft_version=version, created_at_seconds=100.0))
-        taught.observe(domain, served[0])
-
-    monkeypatch.setattr(DomainDrafts, "promote", at_once)
-    taught.update()
-    assert served and list(taught.requests[None].arrived) == served

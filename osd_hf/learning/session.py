@@ -20,7 +20,6 @@ import torch
 from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.weights import learning_context
-from osd_hf.router import Router
 from osd_hf.store.arrow import table_to_traces, traces_to_table
 from osd_hf.utils.disk import (
     make_private_folder,
@@ -170,7 +169,7 @@ def check_pointer(directory: Path) -> None:
 
 
 @learning_context()  # tensors loaded in inference mode could not learn
-def load_session(directory: Path, learner: Learner, router: Router | None = None) -> dict[str, Any]:
+def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[str, Any]:
     """
     Load a saved state into a learner and, if there is one, a router; both or neither.
 
