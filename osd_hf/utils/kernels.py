@@ -1,18 +1,18 @@
 """Linear layers on CPUs by oneDNN with pre-packed weights, where oneDNN is faster than MKL, torch's default.
 
-On some processors, mainly AMD's, MKL takes two to four times as long for a few rows. Both round as fp32 does, in
-different orders. With packed weights a forward over several tokens takes hardly longer than a forward over one.
-"""
+On some AMD processors MKL takes two to four times as long for a few rows. Both round as fp32 does, in other orders."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import threading
-import timeit
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -21,13 +21,13 @@ from torch.nn.functional import linear as torch_linear
 
 from osd_hf.utils.context import neutral_context
 
-MIN_WEIGHTS = 1 << 17  # of a layer; below, calling oneDNN takes longer than it saves
+MIN_WEIGHTS = 1 << 18  # of a layer; below, calling oneDNN takes longer than it saves
 MIN_SPEEDUP = 1.2
 MAX_PACKED_BYTES, MAX_PACKED_SHARE = 2 << 30, 0.25  # the share is of the available memory
 
 _lock = threading.RLock()
 _num_blocks = Counter[torch.nn.Linear]()  # `fast_kernels` blocks that use a layer
-_packed_weights: dict[int, _PackedWeight] = {}  # by the `id` of the weight
+_packed_weights: dict[int, _PackedWeight] = {}  # by `id`
 
 
 @functools.cache
@@ -35,12 +35,15 @@ _packed_weights: dict[int, _PackedWeight] = {}  # by the `id` of the weight
 @torch.inference_mode()
 def onednn_is_faster() -> bool:
     """Return whether this CPU multiplies a few rows with fp32 weights faster by oneDNN than by MKL."""
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
     weights = torch.ones(8, 1024, 1024, dtype=torch.float32)  # 32 MiB, so that no cache holds them
-
-    def seconds(kernel: Callable[..., torch.Tensor]) -> float:
-        return min(timeit.repeat(lambda: [kernel(weights[0, :4], weight) for weight in weights], number=1, repeat=3))
-
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and seconds(_multiply) * MIN_SPEEDUP < seconds(torch_linear)
+    seconds = {torch_linear: math.inf, _multiply: math.inf}
+    for kernel, weight in itertools.product([torch_linear, _multiply] * 3, weights):
+        started = time.perf_counter()
+        kernel(weights[0, :4], weight)
+        seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
+    return seconds[_multiply] * MIN_SPEEDUP < seconds[torch_linear]
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,8 +87,7 @@ def _is_supported(weight: torch.Tensor) -> bool:
 
 
 class _PackedWeight:
-    """Weight in the order in which oneDNN reads it, with what shows later changes of the weight: torch does not count
-    writes to `.data`, so one value of each row is compared as well."""
+    """Weight in the order in which oneDNN reads it, and one value of each row, as torch does not count all changes."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), 4)
@@ -112,8 +114,7 @@ def _pack(weights: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> Iterator[None]:
-    """Compute the linear layers of models on the CPU by oneDNN inside the block, if that is faster. The last block to
-    use a layer restores it. Requests compute with packed weights."""
+    """Compute linear layers by oneDNN inside the block if that is faster, in requests with packed weights."""
     with _lock:
         layers = list(dict.fromkeys(layer for model in models if model is not None for layer in _layers(model)))
         _num_blocks.update(layers)
