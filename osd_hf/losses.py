@@ -1,8 +1,8 @@
 """
-Divergences between the target's stored distribution p and the draft's q, on K kept tokens and one tail.
+Divergences between the target's stored distribution p and the draft's q, on K kept tokens and a tail.
 
-A row of log-probs has K + 1 outcomes: the kept tokens, then the mass of everything that was cut. Merging outcomes
-brings distributions closer, so no divergence here exceeds the dense one, and where nothing was cut the two are equal.
+A row of log-probs has K + 1 outcomes: the kept tokens, then the mass of all others (the tail). No divergence exceeds
+the one over the whole vocabulary, and both are equal if all tokens are kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from osd_hf.errors import ConfigError
 
-LOG_ZERO = -100.0
-"""What a zero probability counts as: negligible as a weight, finite as a logarithm, in half precision too."""
+LOG_ZERO = -100.0  # replaces log(0): negligible as a probability, and finite in half precision
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    # A clamp would also cut the gradient of a draft that is merely very wrong.
+    # A clamp would also remove the gradient of very small probabilities.
     return logprobs.masked_fill(logprobs == -torch.inf, LOG_ZERO)
 
 
@@ -32,21 +31,20 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
 
 
 def forward_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """KL(p || q): the draft must cover the target."""
+    """Compute KL(p || q)."""
     return _kl(_finite(p_logprobs), _finite(q_logprobs))
 
 
 def reverse_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """KL(q || p): the draft must stay where the target is."""
+    """Compute KL(q || p)."""
     return _kl(_finite(q_logprobs), _finite(p_logprobs))
 
 
 def generalized_jsd(p_logprobs: Tensor, q_logprobs: Tensor, beta: float = 0.5) -> Tensor:
     """
-    Generalized Jensen-Shannon divergence (equation 1 of arXiv 2306.13649, in TRL's convention)
-    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`: a loss `(...)` of the log-probs of
-    target and draft, `(..., K + 1)`, `-inf` allowed. `beta` is the weight of the target; 0 is the forward, 1 the
-    reverse KL, and anything outside raises ConfigError.
+    Compute the generalized Jensen-Shannon divergence (equation 1 of arXiv 2306.13649, in TRL's convention)
+    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`. `beta` is the weight of the target,
+    from 0 (forward KL) to 1 (reverse KL).
     """
     if not 0 <= beta <= 1:
         raise ConfigError(f"beta must be between 0 and 1, got {beta}")
@@ -60,17 +58,17 @@ def generalized_jsd(p_logprobs: Tensor, q_logprobs: Tensor, beta: float = 0.5) -
 
 
 def total_variation(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """`1/2 sum |p - q|`: the chance that speculative sampling rejects a token drawn from q."""
+    """Compute `1/2 sum |p - q|`, the probability that speculative sampling rejects a token drawn from q."""
     return 0.5 * (p_logprobs.exp() - q_logprobs.exp()).abs().sum(-1)
 
 
 def neg_log_overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """`-log sum min(p, q)`: like total variation, but its gradient stays large where nothing overlaps yet."""
+    """Compute `-log sum min(p, q)`. Its gradient remains large if p and q hardly overlap."""
     return -torch.minimum(_finite(p_logprobs), _finite(q_logprobs)).logsumexp(-1)
 
 
 def hard_label(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """Cross-entropy on the target's likeliest kept token, which is what greedy verification compares with."""
+    """Compute the cross-entropy on the target's most likely kept token, as greedy verification compares."""
     label = p_logprobs[..., :-1].argmax(-1, keepdim=True)
     return -_finite(q_logprobs).gather(-1, label).squeeze(-1)
 
@@ -84,21 +82,20 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "hard_label": hard_label,
 }
 """
-Each maps the log-probs of the target and of the draft, `(..., K + 1)` both with the tail last, to a loss `(...)` per
-position. `-inf` is allowed on both sides and counts as `exp(LOG_ZERO)`, so that values and gradients stay finite.
+Functions from the log-probs of target and draft, both `(..., K + 1)` with the tail last and `-inf` allowed, to a loss
+`(...)` per position. Values and gradients are finite.
 """
 
 
 def overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """`sum min(p, q)`, between 0 and 1: the expected acceptance of each position under sampling (theorem 3.5 of arXiv
-    2211.17192). Takes log-probs of target and draft, `(..., K + 1)`, `-inf` allowed; returns `(...)`."""
+    """Compute `sum min(p, q)`, the expected acceptance at each position when sampling (theorem 3.5 of arXiv
+    2211.17192), from log-probs of target and draft."""
     return torch.minimum(p_logprobs, q_logprobs).exp().sum(-1)
 
 
 class _OutcomeLogprobs(torch.autograd.Function):
-    """Log-softmax of logits onto the kept tokens and the tail. The tail is summed up itself, since `1 - sum(kept)` has
-    no correct digit left where the kept tokens hold nearly all of the mass. Either direction needs one dense
-    temporary; in the backward it is the gradient."""
+    """Log-softmax over the kept tokens and the tail. The tail is summed itself, because `1 - sum(kept)` is inexact if
+    the kept tokens have almost all of the mass. Forward and backward allocate one dense tensor each."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor) -> Tensor:
@@ -116,7 +113,7 @@ class _OutcomeLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, ids, tail, logprobs = ctx.saved_tensors
-        # Log-softmax over the outcomes; the tail's share then goes to its tokens by their softmax within the tail.
+        # The gradient of the tail is distributed over its tokens by their softmax within the tail.
         grad = grad - logprobs.exp() * grad.sum(-1, keepdim=True)
         dense = (logits - tail.clamp(min=torch.finfo(tail.dtype).min)).exp_().mul_(grad[..., -1:])
         return dense.scatter_(-1, ids, grad[..., :-1]), None
@@ -124,16 +121,16 @@ class _OutcomeLogprobs(torch.autograd.Function):
 
 def outcome_logprobs(draft_logits: Tensor, top_ids: Tensor | None) -> Tensor:
     """
-    The draft's log-probs of the kept tokens and of the tail.
+    Compute the draft's log-probs of the kept tokens and of the tail.
 
     Args:
         draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft, in any floating type; `-inf` allowed.
         top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
-            Distinct ids of the kept tokens; `None` keeps whole rows in vocabulary order.
+            Distinct ids of the kept tokens; `None` keeps all tokens in vocabulary order.
 
     Returns:
-        `torch.Tensor` of shape `(N, K + 1)`, float64 for float64 logits and float32 otherwise; the last column is the
-        tail, `-inf` where nothing was cut.
+        `torch.Tensor` of shape `(N, K + 1)`, float64 for float64 logits and float32 otherwise. The last column is the
+        tail, `-inf` if all tokens are kept.
     """
     if top_ids is not None:
         return cast(Tensor, _OutcomeLogprobs.apply(draft_logits, top_ids))  # type: ignore[no-untyped-call]
@@ -151,21 +148,21 @@ def divergence_loss(
     weights: Tensor | None = None,
 ) -> Tensor:
     """
-    Weighted mean over positions of a divergence between stored target rows and the draft.
+    Compute the weighted mean over positions of a divergence between stored target rows and the draft.
 
     Args:
         draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft at the stored positions.
         top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
-            Ids of the kept tokens; `None` where whole rows were kept, in vocabulary order (`K = V`).
+            Ids of the kept tokens; `None` if all tokens are kept in vocabulary order (`K = V`).
         top_logprobs (`torch.Tensor` of shape `(N, K)`): The target's log-probs of the kept tokens; `-inf` allowed.
         tail_logprob (`torch.Tensor` of shape `(N,)`):
-            Log of the target's mass outside of them; `-inf` where nothing was cut.
+            Log of the target's mass of all other tokens; `-inf` if all are kept.
         divergence (`str`, *optional*, defaults to `"forward_kl"`): A key of `DIVERGENCES`.
         weights (`torch.Tensor` of shape `(N,)`, *optional*):
-            Non-negative weight of each position; all equal by default.
+            Non-negative weights of the positions, equal by default.
 
     Returns:
-        Scalar `torch.Tensor`: `sum(weights * loss) / sum(weights)`; 0, with zero gradients, where there is no weight.
+        Scalar `torch.Tensor`: `sum(weights * loss) / sum(weights)`, or 0 with zero gradients if the weights sum to 0.
 
     Raises:
         ConfigError: `divergence` is unknown.

@@ -1,4 +1,4 @@
-"""What was seen of one request: its tokens, its rounds, and the target's distribution at each position."""
+"""The record of one request: its tokens, its rounds, and the target's distribution at each position."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from numpy.typing import NDArray
 
 
 def ids_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """The smallest integer type that holds every token id of the vocabulary."""
+    """Return the smallest integer type that holds every token id of the vocabulary."""
     return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 def num_accepted(drafted: Collection[int], emitted: Collection[int]) -> int:
-    """Length of the longest common prefix of drafted and emitted tokens. The assisted loop's own count of matches is
-    one short where it cut the emitted tokens."""
+    """Return the length of the longest common prefix of drafted and emitted tokens. transformers counts one token less
+    where it cuts the emitted tokens."""
     pairs = enumerate(zip(drafted, emitted, strict=False))
-    return next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(drafted), len(emitted)))
+    return next((i for i, (a, b) in pairs if a != b), min(len(drafted), len(emitted)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftRound:
     """
-    One draft-verify round: the draft proposed, the target examined a prefix of it and emitted at least one token.
+    One round: the draft proposed tokens, and the target examined a prefix of them and emitted at least one token.
 
     Args:
         drafted_ids (`np.ndarray` of shape `(drafted,)`, int32):
-            Tokens that were proposed; empty where the round only decoded. -1 for those of past text that were not
-            accepted, and for what no forward has seen.
+            Proposed tokens; empty in a round without candidates. -1 for tokens from earlier text that were not
+            accepted, and for tokens that no forward has seen.
         num_accepted (`int`): Length of the longest common prefix of the drafted and the emitted tokens.
         num_emitted (`int`):
-            Tokens that the round added to the completion, after any cut at EOS or at the length limit.
+            Tokens that the round added to the completion, after any cut at EOS or the maximum length.
         p (`np.ndarray` of shape `(examined,)`, float32, *optional*):
-            Sampled requests only: the target's processed probability of each examined drafted token.
+            Sampled requests only: the target's processed probability of each examined token.
         q (`np.ndarray` of shape `(examined,)`, float32, *optional*):
-            Sampled requests only: the draft's processed probability of the same tokens; 1 for those of past text.
+            Sampled requests only: the draft's processed probability of these tokens; 1 for tokens from earlier text.
         from_text (`np.ndarray` of shape `(drafted,)`, bool, *optional*):
-            Which of the tokens past text proposed; `None` where the draft proposed all.
+            Which tokens come from earlier text; `None` if the draft proposed all.
     """
 
     drafted_ids: NDArray[np.int32]
@@ -55,17 +55,17 @@ class DraftRound:
 
     @property
     def has_correction(self) -> bool:
-        """Whether the target emitted another token where the draft had proposed one."""
+        """Whether the target rejected a token."""
         return self.num_accepted < min(self.num_drafted, self.num_emitted)
 
     @property
     def num_examined(self) -> int:
-        """Accepted tokens and, if there was one, the rejected token; tokens after it were never examined."""
+        """Accepted tokens and the rejected token, if there is one. Tokens after it are not examined."""
         return self.num_accepted + int(self.has_correction)
 
     @property
     def text_counts(self) -> tuple[int, int, int]:
-        """Tokens that past text proposed; those of them that were examined; and accepted."""
+        """Numbers of drafted, examined, and accepted tokens from earlier text."""
         if self.from_text is None:
             return 0, 0, 0
         ends = (self.num_drafted, self.num_examined, self.num_accepted)
@@ -76,33 +76,33 @@ class DraftRound:
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trace:
     """
-    What was seen of one request. Row `t` of the target arrays is the target's raw distribution (before any logits
-    processor) of `completion_ids[t]` given everything before it.
+    The record of one request. Row `t` of the target arrays is the target's raw distribution (before any logits
+    processor) of `completion_ids[t]` given all previous tokens.
 
     Args:
         prompt_ids (`np.ndarray` of shape `(prompt,)`, int32):
-            Prompt of a decoder-only target, padding removed; the encoder's input of an encoder-decoder.
-        completion_ids (`np.ndarray` of shape `(completion,)`, int32): Emitted tokens, a final EOS included.
+            Prompt without padding; the encoder's input of an encoder-decoder target.
+        completion_ids (`np.ndarray` of shape `(completion,)`, int32): Emitted tokens, including a final EOS.
         rounds (`tuple[DraftRound, ...]`):
-            The rounds in order; their `num_emitted` add up to the completion. Empty for target-only recordings.
+            The rounds in order; their `num_emitted` add up to the completion. Empty if the target answered alone.
         top_logits (`np.ndarray` of shape `(completion, K)`, float16):
-            The K largest target logits of each row, descending, minus the row's largest (so the first is 0). With
-            `top_ids` of width 0: the whole row, in vocabulary order.
+            The K largest logits of each row in descending order, minus the largest. If `top_ids` has width 0: all
+            logits in vocabulary order.
         top_ids (`np.ndarray` of shape `(completion, K)` or `(completion, 0)`, uint16 or int32): Their token ids.
         tail_logprob (`np.ndarray` of shape `(completion,)`, float32):
-            Log of the probability mass outside the kept entries; `-inf` where everything was kept.
-        vocab_size (`int`): Width of the target's logits.
+            Log of the probability mass outside the kept entries; `-inf` if all are kept.
+        vocab_size (`int`): Width of the logits.
         decoder_prompt_ids (`np.ndarray` of shape `(decoder_prompt,)`, int32, *optional*):
-            Encoder-decoder only: what the decoder began with.
-        domain (`str`, *optional*): Label that the caller gave.
-        draft_version (`int`, defaults to 0): Version of the draft that drafted this request from beginning to end.
+            Encoder-decoder only: the first tokens of the decoder.
+        domain (`str`, *optional*): Domain that the caller or router chose.
+        draft_version (`int`, defaults to 0): Version of the draft of this request.
         sampling (`Mapping[str, Any]`, *optional*):
-            Settings of `generate` that shape the distribution or bound the answer, `do_sample` and
-            `max_new_tokens` among them; only those that differ from doing nothing.
+            Settings of `generate` that have an effect on the distribution or length of the answer, such as
+            `do_sample` and `max_new_tokens`.
         created_at_seconds (`float`, defaults to 0.0): Unix time at which the request ended.
         target (`str`, *optional*):
-            Version of the target whose rows these are: the [`fingerprint`] of its weights, or the name that an
-            engine's answers go by; `None` where it is not known.
+            Version of the target of these rows: the [`fingerprint`] of its weights, or the model name of an engine;
+            `None` if unknown.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -133,8 +133,8 @@ class Trace:
 
     @property
     def is_rescored(self) -> bool:
-        """Whether the answer is another target's than the rows, see [`rescore`]: what a draft would have scored on it
-        says nothing of either."""
+        """Whether the answer and the rows are of different targets (see [`rescore`]), so that acceptance on this trace
+        is meaningless."""
         return bool(self.sampling.get("rescored", False))
 
     @property
@@ -144,7 +144,7 @@ class Trace:
 
     @property
     def correction_mask(self) -> NDArray[np.bool_]:
-        """Bool of shape `(completion,)`: positions where the target corrected the draft."""
+        """Bool mask `(completion,)` of positions at which the target rejected a drafted token."""
         mask = np.zeros(len(self), dtype=bool)
         start = 0
         for r in self.rounds:
@@ -155,7 +155,7 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the arrays."""
+        """Bytes of the arrays."""
         arrays: list[NDArray[Any] | None] = [self.prompt_ids, self.decoder_prompt_ids, self.completion_ids]
         arrays += [self.top_logits, self.top_ids, self.tail_logprob]
         arrays += [a for r in self.rounds for a in (r.drafted_ids, r.p, r.q, r.from_text)]
@@ -163,8 +163,8 @@ class Trace:
 
     def kept_logprobs(self, where: slice = slice(None)) -> NDArray[np.float32]:
         """
-        Log-probs of the kept entries at some positions, by default at all, float32 of shape `(positions, K)`:
-        renormalized so that, together with the tail, every row sums to one in spite of half-precision storage.
+        Return the log-probs of the kept entries at some positions, by default all: float32 `(positions, K)`. They are
+        renormalized, because half precision rounds, so that each row sums to one together with the tail.
         """
         logits = self.top_logits[where].astype(np.float32)
         kept_logsum = np.log(np.exp(logits).sum(axis=-1))
@@ -175,7 +175,7 @@ class Trace:
 def bare_trace(
     prompt_ids: Any, completion_ids: Any, vocab_size: int, decoder_prompt_ids: NDArray[np.int32] | None = None
 ) -> Trace:
-    """A request without rows of the target."""
+    """Return a trace without rows of the target."""
     ids = np.asarray(completion_ids, dtype=np.int32)
     return Trace(
         prompt_ids=np.asarray(prompt_ids, dtype=np.int32), completion_ids=ids, rounds=(),
@@ -185,7 +185,7 @@ def bare_trace(
 
 
 def misshapen(trace: Trace) -> str | None:
-    """What keeps the arrays of a trace from fitting together; `None` where they do."""
+    """Return why the arrays of a trace do not fit together, or `None` if they do."""
     count, kept, tail = len(trace.completion_ids), trace.top_logits, trace.tail_logprob
     ids = [trace.prompt_ids, trace.completion_ids, *(r.drafted_ids for r in trace.rounds)]
     if trace.decoder_prompt_ids is not None:

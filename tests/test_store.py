@@ -204,10 +204,10 @@ def test_a_table_without_the_columns_is_refused() -> None:
     with pytest.raises(StoreError, match="lacks .*prompt_ids"):
         table_to_traces(pa.table({"text": ["a"]}))
     wrong = traces_to_table([]).set_column(0, "prompt_ids", pa.array([], pa.struct([("a", pa.int32())])))
-    with pytest.raises(StoreError, match="holds no traces"):
+    with pytest.raises(StoreError, match="not a table of traces"):
         table_to_traces(wrong)
     column = pa.array([[None]], pa.list_(pa.int32()))
-    with pytest.raises(StoreError, match="holds no traces: a null"):
+    with pytest.raises(StoreError, match="not a table of traces: a null"):
         table_to_traces(traces_to_table([make_trace(1)]).set_column(0, "prompt_ids", column))
 
 

@@ -1,4 +1,4 @@
-"""Traces as Arrow tables and back: the columns of a store's shards."""
+"""Conversion of traces to Arrow tables with the columns of a shard, and back."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 from osd_hf.utils.report import plain
 
-__all__ = ["SCHEMA", "readable_traces", "split_by_bytes", "table_to_traces", "traces_to_table"]
+__all__ = ["SCHEMA", "split_by_bytes", "table_to_traces", "traces_to_table"]
 
-TABLE_BYTES = 1 << 30  # of array data in one record batch, whose list offsets are 32 bits wide
+TABLE_BYTES = 1 << 30  # array data in one record batch, whose list offsets have 32 bits
 
 
 def _list_of(kind: Any) -> Any:
     return pa.list_(pa.field("element", kind))
 
 
-# Token ids are 32 bits wide for every vocabulary, so that all shards have one schema: after dictionary encoding and
-# zstd they take no more room than 16 bits would.
+# Token ids have 32 bits, so that all shards have the same schema. Dictionary encoding and zstd compress them.
 SCHEMA = pa.schema(
     [
         ("prompt_ids", _list_of(pa.int32())),
@@ -48,75 +47,56 @@ SCHEMA = pa.schema(
     ]
 )
 
-LATER = ("from_text", "target")  # columns that earlier versions did not write
+OPTIONAL_COLUMNS = ("from_text", "target")
 
 
 def _leaf(field: Any) -> tuple[str, Any]:
-    """Parquet's name of a column's innermost values, and their type."""
+    """Return the Parquet name and type of the innermost values of a column."""
     name, kind = field.name, field.type
     while pa.types.is_list(kind):
         name, kind = f"{name}.list.element", kind.value_type
     return name, kind
 
 
-# How Parquet writes such tables.
 PARQUET = {
     "compression": "zstd", "write_statistics": False, "write_page_checksum": True,
     "use_dictionary": [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)],
     "use_byte_stream_split": [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())],
 }  # fmt: skip
-# What odd contents of a table raise on their way to traces.
-_ODD = (StoreError, ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
+_CONVERSION_ERRORS = (ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
 
 
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
-    """A table with the columns of a store's shards, one row per trace. Every array keeps its exact bits; `sampling`
-    becomes JSON. Vocabularies may differ."""
+    """Return a table with one row per trace. Arrays keep their exact bits, and `sampling` becomes JSON. Vocabularies
+    may differ."""
     batches = [_traces_to_batch(part) for part in split_by_bytes(traces, TABLE_BYTES)]
     return pa.Table.from_batches(batches, schema=SCHEMA)
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
     """
-    The inverse of [`traces_to_table`]; columns may come in any order. The arrays are copies, so no trace keeps the
-    table alive. `top_ids` comes back in the smallest type that holds the vocabulary.
+    Return the traces of a table, the inverse of [`traces_to_table`]. Columns may have any order. Arrays are copied.
+    `top_ids` has the smallest type that holds the vocabulary.
 
     Raises:
-        [`StoreError`]: a column is missing or has another type, or a row holds no trace.
+        StoreError: A column is missing or has another type, or a row is not a trace.
     """
     try:
         return [trace for batch in _columns_of_traces(table).to_batches() for trace in _batch_to_traces(batch)]
-    except StoreError:
-        raise
-    except _ODD as error:
-        raise StoreError(f"the table holds no traces: {error}") from error
-
-
-def readable_traces(table: pa.Table) -> list[Trace | None]:
-    """The traces of a table as [`table_to_traces`] reads them, with `None` for each row that holds no trace."""
-    return [trace for batch in _columns_of_traces(table).to_batches() for trace in _readable(batch)]
-
-
-def _readable(batch: Any) -> list[Trace | None]:
-    try:
-        return [*_batch_to_traces(batch)]
-    except _ODD:
-        if batch.num_rows == 1:
-            return [None]
-        # Each row is copied, as a slice of the batch would have what is odd in the others with it.
-        return [trace for row in range(batch.num_rows) for trace in _readable(batch.take(pa.array([row])))]
+    except _CONVERSION_ERRORS as error:
+        raise StoreError(f"the table is not a table of traces: {error}") from error
 
 
 def _columns_of_traces(table: pa.Table) -> pa.Table:
-    for field in (SCHEMA.field(name) for name in LATER if name not in table.column_names):
+    for field in (SCHEMA.field(name) for name in OPTIONAL_COLUMNS if name not in table.column_names):
         table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
-        raise StoreError(f"the table holds no traces: it lacks {', '.join(missing)}; it has {table.column_names}")
+        raise StoreError(f"the table is not a table of traces: it lacks {', '.join(missing)}")
     try:
         table = table.select(SCHEMA.names)
         return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
     except pa.ArrowException as error:
-        raise StoreError(f"the table holds no traces: {error}") from error
+        raise StoreError(f"the table is not a table of traces: {error}") from error
 
 
 def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Trace]]:
@@ -130,8 +110,7 @@ def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Tra
         yield traces[start:]
 
 
-# Arrays are made from buffers and back: `pyarrow.array` and `to_numpy` import pandas, which takes half a second, and
-# fails at the end of a program.
+# `pyarrow.array` and `to_numpy` are avoided because they import pandas, which is slow and fails while Python exits.
 
 
 def _array(values: Sequence[Any] | NDArray[Any], dtype: DTypeLike) -> Any:
@@ -141,7 +120,7 @@ def _array(values: Sequence[Any] | NDArray[Any], dtype: DTypeLike) -> Any:
 
 def _view(values: Any) -> NDArray[Any]:
     if values.null_count:
-        raise StoreError("the table holds no traces: a null stands where a number should")
+        raise StoreError("the table is not a table of traces: a null in place of a number")
     dtype, buffer = np.dtype(values.type.to_pandas_dtype()), values.buffers()[1]
     if not len(values):
         return np.empty(0, dtype)
@@ -149,7 +128,7 @@ def _view(values: Any) -> NDArray[Any]:
 
 
 def _buffers(lengths: Sequence[int] | NDArray[np.int64], missing: Sequence[bool]) -> list[Any]:
-    """Which elements of an Arrow array are there, and where each begins."""
+    """Return the validity and offset buffers of an Arrow array."""
     present = pa.py_buffer(np.packbits(~np.asarray(missing, bool), bitorder="little")) if any(missing) else None
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
@@ -158,7 +137,7 @@ def _buffers(lengths: Sequence[int] | NDArray[np.int64], missing: Sequence[bool]
 
 
 def _nest(lengths: Sequence[int] | NDArray[np.int64], values: Any, missing: Sequence[bool] = ()) -> Any:
-    """An Arrow list array: element `i` takes the next `lengths[i]` values, and is null where `missing[i]`."""
+    """Return an Arrow list array whose element `i` has the next `lengths[i]` values, or is null if `missing[i]`."""
     return pa.Array.from_buffers(_list_of(values.type), len(lengths), _buffers(lengths, missing), children=[values])
 
 
@@ -183,7 +162,7 @@ def _matrices(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
 
 
 def _by_round(traces: Sequence[Trace], name: str, dtype: DTypeLike) -> Any:
-    """What a round may have. A trace of which no round has it has null instead of a list of nulls."""
+    """Return an optional field of the rounds. Traces without it in any round have null instead of a list of nulls."""
     each = [[getattr(r, name) for r in t.rounds] for t in traces]
     missing = [all(a is None for a in arrays) for arrays in each]
     kept = [[] if gone else arrays for arrays, gone in zip(each, missing, strict=True)]
@@ -218,7 +197,7 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
 
 
 class _Lists:
-    """NumPy views into an Arrow list array: element `i` is `values[offsets[i]:offsets[i + 1]]`."""
+    """NumPy views of an Arrow list array, whose element `i` is `values[offsets[i]:offsets[i + 1]]`."""
 
     def __init__(self, column: Any) -> None:
         self.offsets: list[int] = _view(column.offsets).tolist()
@@ -268,7 +247,7 @@ def _batch_to_traces(batch: Any) -> list[Trace]:
     def sampling(i: int) -> dict[str, Any]:
         settings = json.loads(columns["sampling"][i])
         if not isinstance(settings, dict):
-            raise TypeError("sampling is no object")
+            raise TypeError("sampling is not an object")
         return settings
 
     return [

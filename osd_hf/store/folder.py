@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import StoreError
 from osd_hf.store.arrow import (
-    LATER,
+    OPTIONAL_COLUMNS,
     PARQUET,
     SCHEMA,
-    readable_traces,
     split_by_bytes,
     table_to_traces,
     traces_to_table,
@@ -99,7 +98,7 @@ def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
     """Return the result of `extract` on a shard's file, or `None` if the shard was deleted meanwhile."""
     try:
         with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
-            if missing := [name for name in SCHEMA.names if name not in (*file.schema_arrow.names, *LATER)]:
+            if missing := [name for name in SCHEMA.names if name not in (*file.schema_arrow.names, *OPTIONAL_COLUMNS)]:
                 raise StoreError(f"{path} is not a shard of this store: it lacks {', '.join(missing)}")
             return extract(file)
     except FileNotFoundError:
@@ -303,7 +302,7 @@ class StoreFollower:
 
     Attributes:
         is_waiting (`bool`): Whether a shard could not be read, and is tried again later.
-        left_out (`Counter[str]`): Skipped shards and requests by reason.
+        left_out (`Counter[str]`): Number of skipped shards by reason.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -317,7 +316,7 @@ class StoreFollower:
         self._taken: dict[str, tuple[int, int]] = {}
         self._unread: list[tuple[int, str, str]] = []  # number, writer, and path of each shard in reading order
         self._failed: Counter[str] = Counter()  # attempts by path; "" means the list of shards
-        self._loaded: tuple[str, list[Trace | None]] = ("", [])
+        self._loaded: tuple[str, list[Trace]] = ("", [])
 
     def take(self, limit: int) -> list[Trace]:
         """
@@ -339,11 +338,7 @@ class StoreFollower:
             begin, first = self._taken.get(writer, (number, 0))
             first = first if begin == number else 0
             part = traces[first : first + limit - len(taken)]
-            readable = [trace for trace in part if trace is not None]
-            taken += readable
-            if unreadable := len(part) - len(readable):
-                self.left_out["that cannot be read"] += unreadable
-                logger.warning("Skipped %d requests of %s that cannot be read.", unreadable, path)
+            taken += part
             is_finished = first + len(part) >= len(traces)
             self._taken[writer] = (number + 1, 0) if is_finished else (number, first + len(part))
             if is_finished:
@@ -379,13 +374,13 @@ class StoreFollower:
         shards = [(int(number[1]), writer, path) for number, writer, path in numbered if number is not None]
         return sorted(shard for shard in shards if shard[0] >= self._taken.get(shard[1], (0, 0))[0])
 
-    def _load(self, path: str) -> list[Trace | None] | None:
-        """Return the requests of a shard, with `None` for unreadable ones; `None` if it should be tried again."""
+    def _load(self, path: str) -> list[Trace] | None:
+        """Return the requests of a shard, or `None` if it should be tried again."""
         if self._loaded[0] == path:
             return self._loaded[1]
         try:
             table = read_from(path, lambda file: file.read(SCHEMA.names, use_threads=False))
-            self._loaded = (path, [] if table is None else readable_traces(table))
+            self._loaded = (path, [] if table is None else table_to_traces(table))
         except (StoreError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
             self._failed[path] += 1
             if self._failed[path] < MAX_ATTEMPTS:

@@ -146,6 +146,5 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
 
 
 def unpack(*models: torch.nn.Module) -> None:
-    """Free the packed weights of models."""
     for weight in (weight for model in models for weight in model.parameters()):
         _packed_weights.pop(id(weight), None)
