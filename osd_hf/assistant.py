@@ -50,7 +50,7 @@ from osd_hf.models import (
 from osd_hf.prompts import OF_CHAT
 from osd_hf.router import Router, as_router
 from osd_hf.store.store import CorrectionStore
-from osd_hf.target_version import taught_for, warn_of_target
+from osd_hf.target_version import record_target, warn_of_target
 from osd_hf.trace import Trace
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack
@@ -549,7 +549,7 @@ class OnlineAssistant:
                 Domain of the draft; `None` is the base or the shared draft. `assistant.drafts.adapter(domain)` is an
                 adapter alone, and `assistant.drafts.save_pretrained(...)` saves all drafts.
         """
-        with self._drafts.lease(domain) as draft, taught_for(draft.model, self._drafts.taught_for(domain)):
+        with self._drafts.lease(domain) as draft, record_target(draft.model, self._drafts.target_version(domain)):
             draft.model.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -561,7 +561,7 @@ class OnlineAssistant:
         """
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
-        facts = replace(facts, target_version=self._drafts.taught_for(domain))
+        facts = replace(facts, target_version=self._drafts.target_version(domain))
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant still has it.", **kw)

@@ -17,18 +17,13 @@ from osd_hf.errors import first_line
 from osd_hf.models import unwrap
 from osd_hf.utils.context import neutral_context
 
-__all__ = [
-    "TAUGHT_FOR", "fingerprint", "is_fingerprint", "look_closely", "taught_for", "target_changed", "target_version",
-    "warn_of_target",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
 MIN_SAMPLES = 256  # values per tensor
 ROWS_PER_SAMPLE = 8  # an update may change only a few rows of an embedding
 NUM_PROBES = 8  # parameters that are checked for replacement on each call
 MAX_VERSIONS = 16  # remembered per model, such as those of alternating adapters
-TAUGHT_FOR = "osd_hf_target"  # setting in a draft's configuration: the target version that it was trained for
+TARGET_SETTING = "osd_hf_target"  # setting in a draft's configuration: the target version that it was trained for
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _tracked: WeakKeyDictionary[Any, _Versions] = WeakKeyDictionary()
@@ -252,25 +247,30 @@ class _Versions:
 # --- the version that a draft was trained for -----------------------------------------------------------------------
 
 
+def recorded_target(draft: Any) -> str | None:
+    """Return the target version that a draft was trained for, from its configuration."""
+    version: str | None = getattr(unwrap(draft).config, TARGET_SETTING, None)
+    return version
+
+
 @contextlib.contextmanager
-def taught_for(draft: Any, version: str | None) -> Iterator[None]:
+def record_target(draft: Any, version: str | None) -> Iterator[None]:
     """Write the target version into the draft's configuration inside the block; with `None` change nothing."""
-    config = unwrap(draft).config
-    before = vars(config).get(TAUGHT_FOR)
+    config, before = unwrap(draft).config, recorded_target(draft)
     if version is not None:
-        setattr(config, TAUGHT_FOR, version)
+        setattr(config, TARGET_SETTING, version)
     try:
         yield
     finally:
-        if version is not None and before is None:
-            delattr(config, TAUGHT_FOR)
+        if before is not None:
+            setattr(config, TARGET_SETTING, before)
         elif version is not None:
-            setattr(config, TAUGHT_FOR, before)
+            delattr(config, TARGET_SETTING)
 
 
 def warn_of_target(draft: Any, target: Any) -> None:
     """Log a warning if a draft was trained for another version of its target."""
-    before = getattr(unwrap(draft).config, TAUGHT_FOR, None)
+    before = recorded_target(draft)
     if is_fingerprint(before) and (now := target_version(target)) not in (None, before):
         logger.warning(
             "The draft was trained for another version of its target (%s; this one is %s). The answers are still the "

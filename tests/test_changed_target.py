@@ -311,7 +311,7 @@ def test_a_session_of_domains_waits_for_each_ones_next_request(tmp_path: Path) -
         assert again.update(1, domain="one").new_requests == 1
 
 
-def test_a_saved_draft_says_which_target_it_was_taught_for(
+def test_a_saved_draft_says_which_target_it_learned_from(
     pair: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, draft = pair
@@ -319,12 +319,12 @@ def test_a_saved_draft_says_which_target_it_was_taught_for(
         assistant.save_pretrained(tmp_path / "unlearned")
         serve(assistant, 22)
         assert assistant.version > 0
-        taught_for = fingerprint(target)
+        learned_from = fingerprint(target)
         train(target)
         serve(assistant, 1)  # which has taught it nothing yet
         assistant.save_pretrained(tmp_path / "learned")
         assert not hasattr(assistant.draft.config, "osd_hf_target")
-    for name, version in (("unlearned", None), ("learned", taught_for)):
+    for name, version in (("unlearned", None), ("learned", learned_from)):
         caplog.clear()
         loaded = models.fixed_k(AutoModelForCausalLM.from_pretrained(tmp_path / name))
         assert getattr(loaded.config, "osd_hf_target", None) == version
@@ -365,7 +365,7 @@ def test_rows_of_two_targets_never_meet(recorded: list[Trace], judged: list[set[
         # After a change, who does not say is not believed.
         assert name != "-" or (trace in kept(lesson)) == (number < 18), number
     assert len([d for d in taught.decisions if d.requests >= 4]) >= 2
-    assert taught.drafts.serving_version() == 0 or taught.drafts.taught_for(None) in {"a", "b", "c"}
+    assert taught.drafts.serving_version() == 0 or taught.drafts.target_version(None) in {"a", "b", "c"}
 
 
 def test_with_a_lag_earlier_targets_teach_and_the_newest_judges(

@@ -230,13 +230,13 @@ def test_an_earlier_version_serves_again(kind: str) -> None:
     with torch.no_grad():
         next(drafts.model("a").parameters()).fill_(torch.nan)  # gone wrong by itself
     assert same(drafts.roll_back("a", first), snapshot)
-    assert drafts.taught_for("a") == f"target {first}"
+    assert drafts.target_version("a") == f"target {first}"
     assert drafts.serving_version("a") == first
     assert same(weights(drafts.model("a")), held)
     assert drafts.previous("a") is None
     start = drafts.roll_back("a", 0)
     assert drafts.model("a") is drafts.base
-    assert drafts.taught_for("a") is None
+    assert drafts.target_version("a") is None
     assert drafts.serving_version("a") == 0
     drafts.promote("a", 9, start)
     ours, theirs = (logits(models.double(model)) for model in (drafts.model("a"), drafts.base))
@@ -257,7 +257,7 @@ def test_what_cannot_be_made_ready_costs_no_answer(
         patch.setattr(drafts_module, "write_snapshot", full)
         with pytest.raises(RuntimeError, match="out of memory"):
             drafts.promote("a", version, snapshot, "another")
-        assert (drafts.serving_version("a"), drafts.taught_for("a")) == (1, "target 1")  # as before
+        assert (drafts.serving_version("a"), drafts.target_version("a")) == (1, "target 1")  # as before
         with drafts.lease("a") as serving, caplog.at_level(logging.ERROR):
             assert serving.version in (0, 1)
     with drafts.lease("a") as serving:
@@ -478,13 +478,13 @@ def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
     assert (again.version, again.domains) == (drafts.version, drafts.domains)
     for domain in (None, "a", "b", "c"):
         assert again.serving_version(domain) == drafts.serving_version(domain)
-        assert again.taught_for(domain) == drafts.taught_for(domain)
+        assert again.target_version(domain) == drafts.target_version(domain)
         assert same(weights(again.model(domain)), weights(drafts.model(domain)))
     ours, theirs = again.previous("b"), drafts.previous("b")
     assert ours is not None and theirs is not None
     assert ours[0] == theirs[0] and same(ours[1], theirs[1])
     again.roll_back("b", ours[0])
-    assert again.taught_for("b") == f"target {ours[0]}"
+    assert again.target_version("b") == f"target {ours[0]}"
 
 
 @pytest.mark.parametrize(

@@ -455,7 +455,7 @@ class StoreLearner:
             if decision.get(side) is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
-        version = self.learner.drafts.taught_for(domain) if decision else None
+        version = self.learner.drafts.target_version(domain) if decision else None
         version = version if is_fingerprint(version) else None  # the name of an engine may be a private path
         name = self.repo_id or f"{self.versions.of(domain).path.name}/{folder.name.lstrip('.').split('-')[0]}"
         domains = self.facts.domains if domain is None else (domain,)

@@ -23,7 +23,7 @@ from osd_hf.errors import ConfigError, HubError, StateError, first_line
 from osd_hf.hub.cards import EVALUATION, DraftFacts, Evaluation, draft_card, eval_results, store_card
 from osd_hf.models import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
 from osd_hf.store.store import CorrectionStore
-from osd_hf.target_version import TAUGHT_FOR, taught_for
+from osd_hf.target_version import record_target, recorded_target
 from osd_hf.utils.report import make_folder
 
 EVAL_RESULTS, FIGURES = ".eval_results", "osd_hf.yaml"  # a folder that the Hub reads, and our file in it
@@ -63,8 +63,8 @@ def save_draft(
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
     facts = facts or DraftFacts(is_adapter=is_adapter)
-    facts = replace(facts, target_version=facts.target_version or getattr(unwrap(draft).config, TAUGHT_FOR, None))
-    with fixed_k(draft, k), taught_for(draft, facts.target_version):
+    facts = replace(facts, target_version=facts.target_version or recorded_target(draft))
+    with fixed_k(draft, k), record_target(draft, facts.target_version):
         draft.save_pretrained(folder)
         if is_adapter:  # transformers also reads a generation config next to an adapter
             unwrap(draft).generation_config.save_pretrained(folder)

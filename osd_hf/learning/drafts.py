@@ -65,12 +65,12 @@ class DraftVersion(NamedTuple):
     Args:
         number (`int`): 0 is the original draft.
         weights (`dict[str, torch.Tensor]`): The learned weights.
-        taught_for (`str`, *optional*): Version of the target that it learned from, if known.
+        target_version (`str`, *optional*): Version of the target that it learned from, if known.
     """
 
     number: int
     weights: Snapshot
-    taught_for: str | None = None
+    target_version: str | None = None
 
 
 # --- models that serve ----------------------------------------------------------------------------------------------
@@ -299,11 +299,11 @@ class DomainDrafts:
             draft = self._drafts.get(self.key(domain))
             return 0 if draft is None else draft.serving.number
 
-    def taught_for(self, domain: str | None) -> str | None:
+    def target_version(self, domain: str | None) -> str | None:
         """Return the version of the target that the serving draft of a domain learned from, if known."""
         with self._lock:
             draft = self._drafts.get(self.key(domain))
-            return None if draft is None else draft.serving.taught_for
+            return None if draft is None else draft.serving.target_version
 
     def serving_snapshot(self, domain: str | None) -> Snapshot:
         """Return the weights of the serving version."""
@@ -442,7 +442,7 @@ class DomainDrafts:
         with self._lock:
             self._models.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
 
-    def promote(self, domain: str | None, version: int, snapshot: Snapshot, taught_for: str | None = None) -> None:
+    def promote(self, domain: str | None, version: int, snapshot: Snapshot, target_version: str | None = None) -> None:
         """
         Serve a version from the next request on. Running requests keep theirs.
 
@@ -452,14 +452,14 @@ class DomainDrafts:
         Args:
             domain (`str`, *optional*): Domain of the draft.
             version (`int`), snapshot (`dict[str, torch.Tensor]`): Number and weights.
-            taught_for (`str`, *optional*): Version of the target that it learned from.
+            target_version (`str`, *optional*): Version of the target that it learned from.
         """
         weights = self._models.prepare(snapshot)
         kept = snapshot if self._models.shares_weights else self.to_host(snapshot)
         with self._lock:
             self._filled.wait_for(lambda: domain not in self._models.filling)
             serving = self._models.reserve(domain)
-        self._fill(serving, DraftVersion(version, kept, taught_for), weights)
+        self._fill(serving, DraftVersion(version, kept, target_version), weights)
         self._release(serving)
         with self._lock:
             draft = self._drafts[domain]
@@ -681,7 +681,7 @@ class DomainDrafts:
                         "domain": domain,
                         "version": draft.serving.number,
                         "snapshot": dict(draft.serving.weights),
-                        "taught_for": draft.serving.taught_for,
+                        "target_version": draft.serving.target_version,
                         "previous": None if draft.previous is None else tuple(draft.previous),
                     }
                     for domain, draft in self._drafts.items()
@@ -709,7 +709,7 @@ class DomainDrafts:
                 if draft is None or (learners is not None and domain not in learners):
                     draft = self._new_draft(domain)
                 draft.serving = DraftVersion(
-                    int(saved["version"]), self._placed(saved["snapshot"]), saved["taught_for"]
+                    int(saved["version"]), self._placed(saved["snapshot"]), saved["target_version"]
                 )  # fmt: skip
                 if previous is not None:
                     place = self.to_host if self._template is None else self._placed
