@@ -74,6 +74,7 @@ def _run_module(name: str, arguments: list[str], environment: Mapping[str, str],
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [name, *arguments]
+    sys.modules.pop(name, None)  # imported before, which runpy would warn of
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

@@ -34,7 +34,7 @@ from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import StoreError
 from osd_hf.proxy import recorder, upstream
 from osd_hf.proxy.app import METRICS_PATH, Proxy
-from osd_hf.proxy.companion import MIN_PAUSE_SECONDS, Companion
+from osd_hf.proxy.companion import RESTART_SECONDS, Companion
 from osd_hf.proxy.extra_fields import EventSplitter, remove_fields
 from osd_hf.proxy.recorder import AnswerWriter, AnswerWriterProcess, ProxyCounts, Recorder, Recording
 from osd_hf.proxy.upstream import DroppedConnectionError, Upstream
@@ -343,7 +343,7 @@ def test_a_target_passes_as_it_is_written(tmp_path: Path) -> None:
             assert json.loads(told)["path"].encode() == target.rstrip(b"?")
         both = {"content-length": "5", "transfer-encoding": "chunked"}
         told = asyncio.run(ask(front.app, "/echo", b"12345", headers=both))[2]
-        assert "content-length" not in dict(json.loads(told)["headers"]) and json.loads(told)["bytes"] == 5
+        assert json.loads(told)["bytes"] == 5
 
 
 @pytest.mark.parametrize("target", [
@@ -729,13 +729,13 @@ def test_a_learner_is_started_again_and_ends_with_the_proxy(caplog: Any) -> None
     last = started.get()
     learner.stop()
     assert last.ended.is_set() and started.empty() and not learner._thread.is_alive()
-    assert waited == [MIN_PAUSE_SECONDS, 2 * MIN_PAUSE_SECONDS, 4 * MIN_PAUSE_SECONDS] and len(caplog.records) == 3
+    assert waited == [RESTART_SECONDS] * 3 and len(caplog.records) == 3
 
 
 @pytest.mark.parametrize(("flags", "said"), [
     (["--share", "0"], "--share must be above 0"),
     (["--learn"], "--output-dir"),
-    (["--draft", "d"], "--draft is for --learn"),
+    (["--draft", "d"], "it is for --learn"),
     (["--learn", "--output-dir", "o", "--draft", "d"], "--draft and --target go together"),
     (["--route", "sums"], "--route must be DOMAIN=URL, got sums"),
     (["--url", "http://me:secret@host"], "is given with a user"),

@@ -71,37 +71,31 @@ class _NoEngineError(Exception):
 # --- one request ----------------------------------------------------------------------------------------------------
 
 
-class _Body:
-    """The body of a client's request, which is read once."""
+class _Client:
+    """The connection of a client: reads the body of its request, and notices when the client leaves."""
 
-    def __init__(self, receive: Callable[[], Awaitable[Message]], max_bytes: int) -> None:
-        self.has_begun = False
+    def __init__(self, receive: Callable[[], Awaitable[Message]]) -> None:
         self._receive = receive
-        self._max_bytes = max_bytes
-        self._ended = asyncio.Event()
+        self._has_body = asyncio.Event()
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        self.has_begun, size = True, 0
-        while not self._ended.is_set():
+    async def read_body(self, max_bytes: int) -> bytes:
+        """Return the body."""
+        body, has_more = bytearray(), True
+        while has_more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise _ClientLeftError
-            piece = message.get("body", b"")
-            if not message.get("more_body", False):
-                self._ended.set()
-            size += len(piece)
-            if size > self._max_bytes:
+            body += message.get("body", b"")
+            has_more = message.get("more_body", False)
+            if not has_more:
+                self._has_body.set()
+            if len(body) > max_bytes:
                 raise _BodyTooLargeError
-            if piece:
-                yield piece
-
-    async def read(self) -> bytes:
-        """Return the complete body."""
-        return b"".join([piece async for piece in self])
+        return bytes(body)
 
     async def wait_for_disconnect(self) -> None:
         """Return when the client closes its connection."""
-        await self._ended.wait()
+        await self._has_body.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -113,7 +107,6 @@ class _Request:
 
     Attributes:
         headers (`Headers`): The headers for the engine.
-        content (`bytes` or `_Body`): The complete body if the request may be sent twice, or the body as it arrives.
         parsed (`Mapping`, *optional*): The JSON of the body, if the answer is to be recorded.
     """
 
@@ -122,18 +115,13 @@ class _Request:
     target: bytes
     domain: str | None
     headers: Headers
-    content: bytes | _Body
+    body: bytes
     parsed: Mapping[str, Any] | None = None
 
     @property
     def is_repeatable(self) -> bool:
         """Whether the request may reach an engine twice."""
         return self.method in REPEATABLE_METHODS or self.path in COMPLETION_PATHS
-
-    @property
-    def is_consumed(self) -> bool:
-        """Whether the body was streamed and cannot be sent again."""
-        return isinstance(self.content, _Body) and self.content.has_begun
 
 
 @dataclass
@@ -146,7 +134,7 @@ class _Exchange:
         has_added_fields (`bool`): Whether fields are removed from the answer.
     """
 
-    content: bytes | _Body
+    body: bytes
     recording: Recording | None = None
     has_added_fields: bool = False
 
@@ -242,31 +230,31 @@ class Proxy:
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Answer a request, and stop when its client leaves."""
         self.counts.requests += 1
-        body = _Body(receive, self.max_body_bytes)
+        client = _Client(receive)
         answering = asyncio.current_task()
         assert answering is not None
         has_left = False
 
         async def cancel_on_disconnect() -> None:
             nonlocal has_left
-            await body.wait_for_disconnect()
+            await client.wait_for_disconnect()
             has_left = answering.cancel()
 
         watch = asyncio.ensure_future(cancel_on_disconnect())
         try:
-            await self._answer(scope, body, send)
+            await self._answer(scope, client, send)
         except asyncio.CancelledError:
             if not has_left or answering.uncancel():
                 raise
         finally:
             watch.cancel()
 
-    async def _answer(self, scope: Message, body: _Body, send: Any) -> None:
+    async def _answer(self, scope: Message, client: _Client, send: Any) -> None:
         if not self.allow_development and _is_development_endpoint(scope["path"]):
             await _refuse(send, 404, "The proxy passes this on only if it runs with --allow-development.")
             return
         try:
-            request = await self._read_request(scope, body)
+            request = await self._read_request(scope, client)
             upstream, response, exchange = await self._first_response(request)
             try:
                 await self._pass_on(upstream, response, exchange, send)
@@ -281,7 +269,7 @@ class Proxy:
         except _NoEngineError:
             await _refuse(send, 502, "The engine cannot be reached.")
 
-    async def _read_request(self, scope: Message, body: _Body) -> _Request:
+    async def _read_request(self, scope: Message, client: _Client) -> _Request:
         headers = dict(scope["headers"])
         size = headers.get(b"content-length", b"0")
         if size.isdigit() and int(size) > self.max_body_bytes:
@@ -294,22 +282,17 @@ class Proxy:
             target=scope["raw_path"] + (b"?" + query if query else b""),
             domain=label if label.isprintable() and 0 < len(label) <= MAX_DOMAIN_CHARACTERS else self.domain,
             headers=_end_to_end(scope["headers"], without=not_passed),
-            content=body,
+            body=await client.read_body(self.max_body_bytes),
         )
         if request.method == "POST" and request.path in COMPLETION_PATHS:
-            request.content = await body.read()
             start = time.perf_counter()
             request.parsed = self._parse_to_record(request, [v for n, v in scope["headers"] if n == COLLECT_HEADER])
             self.counts.seconds_added += time.perf_counter() - start
-        elif b"content-length" in headers and b"transfer-encoding" not in headers:  # the body is streamed
-            request.headers.append((b"content-length", size))
-        elif b"transfer-encoding" not in headers:
-            request.content = await body.read()
         return request
 
     def _parse_to_record(self, request: _Request, collect_headers: Sequence[bytes]) -> Mapping[str, Any] | None:
         """Return the JSON of a request if its answer is to be recorded."""
-        if self.recorder is None or isinstance(request.content, _Body):
+        if self.recorder is None:
             return None
         if any(value.strip().lower() not in YES for value in collect_headers):  # anything but a clear yes
             self.counts.leave_out("its client does not want it collected")
@@ -318,7 +301,7 @@ class Proxy:
         if self._share_credit < 1 or not self.recorder.is_ready:
             return None
         try:
-            parsed: Mapping[str, Any] = json.loads(request.content.decode())
+            parsed: Mapping[str, Any] = json.loads(request.body.decode())
             is_chat = COMPLETION_PATHS[request.path]
             reason = reason_not_to_record(parsed, is_chat=is_chat, num_logprobs=self.recorder.num_logprobs)
         except Exception:  # noqa: BLE001  # the engine judges malformed requests
@@ -350,7 +333,7 @@ class Proxy:
                 upstream.open_requests -= 1
                 self._count_failure(upstream, error)
                 is_dropped = isinstance(error, DroppedConnectionError) and request.is_repeatable and not was_repeated
-                if request.is_consumed or not (is_dropped or isinstance(error, NOT_CONNECTED)):
+                if not (is_dropped or isinstance(error, NOT_CONNECTED)):
                     break
                 if is_dropped:
                     was_repeated = True
@@ -364,8 +347,8 @@ class Proxy:
                 else:
                     upstream.answered()
                 self.counts.engine_errors += response.status_code >= 500
-                request.content = b""  # the memory is not needed any more
-                exchange.content = b""
+                request.body = b""  # the memory is not needed any more
+                exchange.body = b""
                 request.parsed = None
                 return upstream, response, exchange
         raise _NoEngineError
@@ -389,7 +372,7 @@ class Proxy:
         if exchange.recording is not None:  # a compressed answer could not be read
             headers = [(n, v) for n, v in headers if n != b"accept-encoding"] + [(b"accept-encoding", b"identity")]
         try:
-            response = await upstream.send(request.method, request.target, headers, exchange.content)
+            response = await upstream.send(request.method, request.target, headers, exchange.body)
         except BaseException:
             exchange.close()
             raise
@@ -400,7 +383,7 @@ class Proxy:
             await response.aread()
         finally:
             await response.aclose()
-        again = await upstream.send(request.method, request.target, request.headers, request.content)
+        again = await upstream.send(request.method, request.target, request.headers, request.body)
         self.counts.retries += 1
         if again.status_code < 400:
             assert self.recorder is not None
@@ -408,28 +391,28 @@ class Proxy:
                 f"it refuses the added fields ({_error_message(response)}); let it give "
                 f"{self.recorder.num_logprobs} log-probs (vLLM: --max-logprobs), or keep fewer"
             )
-        return again, _Exchange(request.content)
+        return again, _Exchange(request.body)
 
     def _exchange(self, upstream: Upstream, request: _Request) -> _Exchange:
-        if request.parsed is None or self.recorder is None or isinstance(request.content, _Body):
-            return _Exchange(request.content)
+        if request.parsed is None or self.recorder is None:
+            return _Exchange(request.body)
         is_chat, num_logprobs = COMPLETION_PATHS[request.path], self.recorder.num_logprobs
         needs_fields = not asks_for_all_fields(request.parsed, is_chat=is_chat, num_logprobs=num_logprobs)
         if needs_fields and not upstream.can_record:
-            return _Exchange(request.content)
+            return _Exchange(request.body)
         recording = Recording(
             self.recorder,
             request.parsed,
             request.domain,
             upstream if needs_fields else None,
-            num_bytes=len(request.content),
+            num_bytes=len(request.body),
         )
         if not recording.is_open:
-            return _Exchange(request.content)
-        content = request.content
+            return _Exchange(request.body)
+        body = request.body
         if needs_fields:
-            content = add_fields(content, request.parsed, is_chat=is_chat, num_logprobs=num_logprobs)
-        return _Exchange(content, recording, needs_fields)
+            body = add_fields(body, request.parsed, is_chat=is_chat, num_logprobs=num_logprobs)
+        return _Exchange(body, recording, needs_fields)
 
     # --- answering --------------------------------------------------------------------------------------------------
 

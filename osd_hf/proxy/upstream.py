@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import Callable
 
 import httpx2
 
@@ -71,9 +71,7 @@ class Upstream:
         self._num_unreadable = 0
         self._has_warned = False
 
-    async def send(
-        self, method: str, target: bytes, headers: Headers, content: bytes | AsyncIterable[bytes]
-    ) -> httpx2.Response:
+    async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> httpx2.Response:
         """
         Send a request and return the response with an unread body.
 
@@ -82,7 +80,7 @@ class Upstream:
             httpx2.TransportError: the request failed in another way.
         """
         extensions = {"target": self._prefix + target, "timeout": TIMEOUT}  # the path and query exactly as sent
-        request = httpx2.Request(method, self._url, headers=headers, content=content, extensions=extensions)
+        request = httpx2.Request(method, self._url, headers=headers, content=body, extensions=extensions)
         start = self._clock()
         try:
             return await self._transport.handle_async_request(request)
