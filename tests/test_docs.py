@@ -58,7 +58,7 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in found]
 
 
-# --- Python runs ----------------------------------------------------------------------------------------------------
+# --- Python runs -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_shown_output_of_the_cost_model_is_what_it_prints(page: Path) -> None:
             assert printed.getvalue() == shown
 
 
-# --- shell lines are understood -------------------------------------------------------------------------------------
+# --- shell lines parse -----------------------------------------------------------------------------------------------
 
 
 def shell_lines() -> Iterator[Any]:
@@ -154,7 +154,7 @@ def shell_lines() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("words", [*shell_lines()])
-def test_a_shell_line_is_understood(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_line_parses(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("distill.yaml").write_text(blocks(ROOT / "docs/training.md", "yaml")[0][1])
     words = list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
@@ -178,7 +178,7 @@ def test_a_shell_line_is_understood(words: list[str], tmp_path: Path, monkeypatc
             assert program in FOREIGN
 
 
-# --- links lead somewhere -------------------------------------------------------------------------------------------
+# --- links exist -----------------------------------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
@@ -188,7 +188,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", LINKING, ids=relative)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for address in re.findall(r"\]\(([^)\s]+)\)", text):
         if address.startswith(("http://", "https://")):
@@ -200,7 +200,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), address
 
 
-def test_what_a_log_is_to_hold_is_what_the_proxy_asks_for() -> None:
+def test_the_fields_for_a_log_are_those_that_the_proxy_adds() -> None:
     (_, shown), *others = blocks(ROOT / "docs/vllm.md", "json")
     assert not others
     assert json.loads(shown) == json.loads(
@@ -221,7 +221,7 @@ def test_named_files_exist(page: Path) -> None:
         assert (ROOT / name).exists(), name
 
 
-# --- figures are of this code ---------------------------------------------------------------------------------------
+# --- tables match their reports --------------------------------------------------------------------------------------
 
 
 def commits_of(names: list[str]) -> str:
@@ -250,7 +250,7 @@ def measured_tables(text: str) -> list[tuple[str | None, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_a_measured_table_names_its_report_and_what_has_changed_since(page: Path) -> None:
+def test_a_table_names_its_report_and_the_defaults_are_unchanged(page: Path) -> None:
     for comment, after in measured_tables(page.read_text()):
         assert comment is not None and comment.startswith("report: "), f"a table without its report, before: {after}"
         names = comment.removeprefix("report: ").split()
@@ -309,7 +309,7 @@ def test_planned_memory_is_what_a_plan_says() -> None:
     assert re.findall(r"\b\d+\.\d\b", text) == expected
 
 
-# --- the rest -------------------------------------------------------------------------------------------------------
+# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 def test_the_readme_begins_with_what_to_type() -> None:
@@ -361,18 +361,16 @@ def test_versions_are_those_that_the_tests_run_with() -> None:
         dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / name).read_text(), re.MULTILINE))
         for name in ("constraints.txt", "constraints-lowest.txt")
     )
-    told = f"transformers {lowest['transformers']} to {newest['transformers']}, torch {newest['torch']}"
+    expected = f"transformers {lowest['transformers']} to {newest['transformers']}, torch {newest['torch']}"
     for page in (README, ROOT / "docs/guarantees.md"):
-        assert told in page.read_text()
+        assert expected in page.read_text()
         assert f"Python {PROJECT['requires-python'].removeprefix('>=')}" in page.read_text()
 
 
-# --- containers -----------------------------------------------------------------------------------------------------
+# --- containers ------------------------------------------------------------------------------------------------------
 
 
-def test_the_containers_are_started_by_commands_that_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_containers_run_existing_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = re.sub(r"\$\{(\w+)[^}]*\}", r"\1", (ROOT / "docs/compose.yaml").read_text())
     compose = yaml.safe_load(text)

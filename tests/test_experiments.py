@@ -49,7 +49,7 @@ CASES = [
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where reports go; recipes can be imported."""
+    """Return the folder of the reports and make recipes importable."""
     monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path / "results")
@@ -58,7 +58,7 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny pairs of both kinds in folders, with one tokenizer."""
+    """Return tiny pairs of both kinds in folders, with one tokenizer."""
     causal = save_pair(tmp_path_factory.mktemp("causal"))
     t5 = tmp_path_factory.mktemp("t5")
     target = models.build("t5", vocab_size=300)
@@ -217,7 +217,7 @@ def test_the_flat_recipe_learns_what_it_was_corrected_in(results: Path) -> None:
     answered = [flat.answer(target, draft, prompt, 5, 12, set())[:2] for prompt in models.prompts(4)]
 
     def right() -> float:
-        """Share of the corrected positions at which the draft would now say what the target said."""
+        """Return the share of corrected positions at which the draft now agrees with the target."""
         said = [int(draft(ids).logits[0, at - 1].argmax()) == int(ids[0, at]) for ids, cs in answered for at, _ in cs]
         return sum(said) / len(said)
 

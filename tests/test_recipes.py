@@ -1,4 +1,4 @@
-"""Recipes of the lab pair run their smallest form on a tiny one, and that for accelerators; one on the lab pair."""
+"""Recipes run their smallest form on a tiny pair."""
 
 import asyncio
 import contextlib
@@ -48,8 +48,7 @@ SMOKES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pair and questions where the recipes look for the lab pair and its data sets; beside it, the recipes keep
-    what they record of the target: some of them serve the same requests."""
+    """Return a folder with a tiny pair and questions in place of the lab pair and its data sets."""
     folder = tmp_path_factory.mktemp("folder")
     save_pair(folder / "lab", vocab_size=4096, layers=8)
     (folder / "data").mkdir()
@@ -62,13 +61,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[str]:
-    """The address of an engine as vLLM is one."""
+    """Yield the address of an engine that behaves like vLLM."""
     with served(FakeVLLM()) as address:
         yield address
 
 
 def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The report of a recipe."""
+    """Run a recipe; return its report."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(RECIPES))
     monkeypatch.setattr(sys, "argv", [str(RECIPES / f"{name}.py"), *flags])
@@ -116,7 +115,7 @@ def test_a_recipe_serves_the_lab_pair_exactly(lab: Path, tmp_path: Path, monkeyp
     assert live["token_identical"] == live["equal_counts_by_replay_of_captured"] == live["requests"] == 2
 
 
-def test_what_accelerators_are_for_runs_in_tiny_shapes_on_the_cpu(
+def test_the_accelerator_recipe_runs_with_tiny_shapes_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = run("accelerator", ["--smoke"], tmp_path, monkeypatch)["parts"]
@@ -145,7 +144,8 @@ def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatc
 
 
 class DeployedVLLM(FakeVLLM):
-    """One that counts what it drafts and takes versions; it answers ten requests between two looks at its counters."""
+    """An engine that counts drafted tokens and loads versions. It answers ten requests between two readings of its
+    counters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class DeployedVLLM(FakeVLLM):
         await reply(send, answer.status_code, answer.content)
 
 
-def test_versions_deploy_themselves_and_a_spoilt_one_is_taken_back(
+def test_versions_are_deployed_and_a_bad_one_is_rolled_back(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
@@ -205,7 +205,7 @@ def test_versions_deploy_themselves_and_a_spoilt_one_is_taken_back(
     assert report["learned"]["requests"] == report["proxy"]["collected"] == 8
     opted_out = report["proxy"]["left_out"]["its client does not want it collected"]
     assert opted_out == report["answered"] - 8 == 4 + 20 * len(report["spoilt"])
-    # What the table says is not what the target says, and the same direct and through the proxy.
+    # The engine's table differs from the target, directly and through the proxy.
     prompts = [found["prompt"] for found in report["not_identical"]]
     assert len(set(prompts)) == len(prompts) == report["answered"]
 
