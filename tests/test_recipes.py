@@ -30,7 +30,6 @@ SMOKES = {
     "break_even": ["--requests", "9", "--datasets", "spider", "--no-compile"],
     "batches": [
         *("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4"),
-        *("--batches", "10"),
     ],
     "rollouts": [
         *("--pair", "lab", "--steps", "2", "--prompts", "2", "--generations", "2", "--dataset", "4", "--asked", "2"),
