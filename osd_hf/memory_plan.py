@@ -29,15 +29,8 @@ LOGITS_COPIES = 4  # logits, log-probs, and the gradients of both
 
 @dataclass(frozen=True)
 class Part:
-    """
-    Memory for one purpose.
-
-    Args:
-        name (`str`): The purpose.
-        bytes (`int`): Size.
-        when (`str`): `"always"`; `"step"`, during a learning step; `"trial"`, while the gate tries a version.
-        place (`str`): `"device"` of the models, `"learner"`, another accelerator that learns, or `"host"`.
-    """
+    """Memory for one purpose: always, during a learning step, or while the gate tries a version; on the device of the
+    models, another accelerator that learns, or the host."""
 
     name: str
     bytes: int
@@ -47,14 +40,8 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """
-    The memory that a pair needs, without the CUDA context, captured graphs, and unused memory of the allocator.
-
-    Args:
-        parts (`tuple[Part, ...]`): Sizes by purpose.
-        draft_parameters (`int`), learned_parameters (`int`): Parameters of the draft; those that learn.
-        learn_tokens (`int`): Tokens of the largest micro-batch, prompts included.
-    """
+    """The memory that a pair needs, without the CUDA context, captured graphs, and unused memory of the allocator.
+    `learned_parameters` of the draft's parameters are trained, on up to `learn_tokens` tokens in a micro-batch."""
 
     parts: tuple[Part, ...]
     draft_parameters: int
@@ -111,9 +98,12 @@ def memory_plan(
     large, small = empty_model(target, target_dtype), empty_model(draft, draft_dtype)
     learner = small if peft_config is None else adapted(empty_model(draft, draft_dtype), peft_config, "default", 0)
     learned, count = trainable_parameters(learner), _numel(small.parameters())
-    learns, in_muon = _numel(learned.values()), _numel(hidden_matrices(learner, learned))
+    learns = _numel(learned.values())
+    in_muon = _numel(hidden_matrices(learner, learned)) if config.optimizer == "muon" else 0
     is_whole, on_cpu = peft_config is None, device_type == "cpu"
-    place = _learner_place(config)
+    place: Any = "device"
+    if config.learner_device is not None:
+        place = "host" if torch.device(config.learner_device).type == "cpu" else "learner"
     served = compute_module_sizes(small)[""]
     is_half = small.dtype in (torch.float16, torch.bfloat16)
     adapter = 0 if is_whole else learns * FP32_BYTES
@@ -216,12 +206,6 @@ def _quantized_bits(quantization: Any) -> float | None:
     if bits is None:
         raise UnsupportedModelError("The quantization names no bits per weight. Pass `target_bytes`, or leave it out.")
     return float(bits + (16 + bits) / group if group > 0 else bits)
-
-
-def _learner_place(config: OnlineConfig) -> Literal["device", "learner", "host"]:
-    if config.learner_device is None:
-        return "device"
-    return "host" if torch.device(config.learner_device).type == "cpu" else "learner"
 
 
 def _numel(parameters: Iterable[torch.Tensor]) -> int:

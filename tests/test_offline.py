@@ -25,13 +25,13 @@ from transformers import TrainerCallback, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces, replay
-from osd_hf import chunked_loss as offline_loss
 from osd_hf import models as pairs
 from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
 from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill, last_checkpoint
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.learning import loss as offline_loss
 from osd_hf.losses import DIVERGENCES
 from osd_hf.models import prompt_room
 from osd_hf.replay import check_head, completion_logits
