@@ -29,12 +29,12 @@ from table_engine import GROUP, VOCAB, FakeVLLM, Wire, reply, served
 
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
+from osd_hf.cli.proxy import RESTART_SECONDS, LearnProcess
 from osd_hf.engines.collect import LogReader, collect_log
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import StoreError
 from osd_hf.proxy import recorder, upstream
 from osd_hf.proxy.app import METRICS_PATH, Proxy
-from osd_hf.proxy.companion import RESTART_SECONDS, Companion
 from osd_hf.proxy.extra_fields import EventSplitter, remove_fields
 from osd_hf.proxy.recorder import AnswerWriter, AnswerWriterProcess, ProxyCounts, Recorder, Recording
 from osd_hf.proxy.upstream import DroppedConnectionError, Upstream
@@ -719,7 +719,7 @@ def test_a_learner_is_started_again_and_ends_with_the_proxy(caplog: Any) -> None
             self.code = 0
             self.ended.set()
 
-    learner = Companion("learn", ["learn", "x"], start=Process)
+    learner = LearnProcess("learn", ["learn", "x"], start=Process)
     learner._stopping.wait = lambda pause: waited.append(pause) or learner._stopping.is_set()  # type: ignore[assignment,func-returns-value]
     waited = list[float]()
     for _ in range(3):

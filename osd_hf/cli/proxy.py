@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import logging
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,11 +19,15 @@ from osd_hf.cli.collect import StoreSettings
 from osd_hf.cli.settings import CommandParser, flag
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
-from osd_hf.proxy.companion import Companion
 from osd_hf.proxy.recorder import AnswerWriterProcess, ProxyCounts, Recorder
 from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.metrics import metrics_route, proxy_metrics
 from osd_hf.utils.report import provenance
+
+RESTART_SECONDS = 30.0  # before a restart
+STOP_SECONDS = 60.0  # to save a session
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +111,7 @@ def proxy_command(settings: ProxySettings) -> int:
         max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
-    learner = Companion("osd-hf learn", settings.learn_command()) if settings.learn else None
+    learner = LearnProcess("osd-hf learn", settings.learn_command()) if settings.learn else None
     try:
         running.run(
             app, shutdown_seconds=settings.shutdown_seconds,
@@ -123,7 +131,7 @@ def proxy_command(settings: ProxySettings) -> int:
     return FAILED if failed else 0
 
 
-def _close(recorder: Recorder, learner: Companion | None, writer: AnswerWriterProcess) -> bool:
+def _close(recorder: Recorder, learner: LearnProcess | None, writer: AnswerWriterProcess) -> bool:
     """Store pending answers and end the learner; returns whether that failed."""
     recorder.close()
     if learner is not None:
@@ -134,3 +142,57 @@ def _close(recorder: Recorder, learner: Companion | None, writer: AnswerWriterPr
         print(f"osd-hf: error: {error}", file=sys.stderr)
         return True
     return False
+
+
+class LearnProcess:
+    """
+    The command that learns next to the proxy, restarted half a minute after it fails.
+
+    Args:
+        name (`str`): Name for the log.
+        command (`Sequence[str]`): The command and its arguments.
+        start (`Callable`, *optional*, defaults to `subprocess.Popen`): Starts the command.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, start: Callable[[Sequence[str]], Any] = subprocess.Popen
+    ) -> None:
+        self._name = name
+        self._command = command
+        self._start = start
+        self._process: Any = None
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"osd_hf-{name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            code = None
+            try:
+                with self._lock:
+                    if self._stopping.is_set():
+                        return
+                    self._process = self._start(self._command)
+                code = self._process.wait()
+            except OSError as error:
+                logger.warning("%s cannot be started: %s.", self._name, error.strerror)
+            if code == 0 or self._stopping.is_set():
+                return
+            logger.warning("%s ended with code %s; it is started again in %.0f s.", self._name, code, RESTART_SECONDS)
+            if self._stopping.wait(RESTART_SECONDS):
+                return
+
+    def stop(self) -> None:
+        """Terminate the command and wait until it has ended; kill it after a minute."""
+        self._stopping.set()
+        with self._lock:
+            process = self._process
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(OSError):
+                    process.kill()
+        self._thread.join()

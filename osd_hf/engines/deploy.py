@@ -28,7 +28,6 @@ from osd_hf.engines.completions import parse_address, vllm_counters
 from osd_hf.engines.versions import JOURNAL, PublishedVersion, VersionFolder
 from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
 from osd_hf.learning.gate import GateDecision
-from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import json_text
 
 __all__ = [
@@ -48,8 +47,6 @@ PAUSE_SECONDS = 1.0  # between two attempts at an engine that is not ready
 IDLE_SECONDS = 600.0  # without a request, after which the roll-out does not wait for an engine's counters
 MIN_POLL_SECONDS = 0.1
 MAX_LOAD_FAILURES = 3  # of a new version in an engine that had another one, after which it is rolled back
-MAX_JOURNAL_LINES = 1000  # kept when a process begins, in addition to decisions and the last line of each kind
-DECISIONS = ("kept", "rolled back")
 METHOD = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
 EXTENSION_HINT = (
     " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload; its log "
@@ -244,7 +241,6 @@ class Engine:
         self._retry_at = -math.inf
         self._is_known = True  # the engine surely serves `digest`, or what it started with
         self._window_start: DraftCounts | None = None
-        self._counts_while_unknown: DraftCounts | None = None
         self._has_own_history = True  # the counts since the engine's start are of what it serves
         self._last_request_at = clock()
         self._num_requests = 0.0
@@ -285,7 +281,6 @@ class Engine:
             self._window_start = None
             self._has_own_history = False
             self._may_have_restarted()
-        self._counts_while_unknown = None if self._is_known else now
         if self._is_known:
             self._add_counts(now)
 
@@ -393,8 +388,6 @@ class Engine:
                 self.earlier_windows = []
         elif not has_changed:  # the engine had not restarted
             self._is_known = True
-            if self._counts_while_unknown is not None:
-                self._add_counts(self._counts_while_unknown)
             return False
         self.set_version(version.digest)
         self._window_start = self._read_counters()
@@ -795,7 +788,7 @@ class Deployer:
             raise failure
 
     def _read_journal(self) -> None:
-        """Restore the state from the journal, and shorten it; raises OSError."""
+        """Restore the state from the journal; raises OSError."""
         journal, lines = self.versions.path / JOURNAL, list[dict[str, Any]]()
         for text in journal.read_text(errors="replace").splitlines() if journal.is_file() else ():
             with contextlib.suppress(ValueError, TypeError):  # half a line
@@ -814,13 +807,6 @@ class Deployer:
             reason = "it was rolled back before"
             decision = GateDecision("rolled back", newest.number, serving.number, self.domain, reason)
             self._unwritten_rejections.append(decision)
-        if len(lines) > MAX_JOURNAL_LINES:
-            last = {id(line) for line in {(line["event"], line.get("engine")): line for line in lines}.values()}
-            kept = [line for line in lines[:-MAX_JOURNAL_LINES] if id(line) in last or line["event"] in DECISIONS]
-            kept = [line if id(line) in last else {**line, "windows": {}} for line in kept]
-            text = "".join(json_text(line) + "\n" for line in kept + lines[-MAX_JOURNAL_LINES:])
-            with contextlib.suppress(OSError):
-                write_whole(journal, text.encode(), private=False)
         self._has_read_journal = True
         self._pin()
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from osd_hf.engines.collect import CollectionReport
@@ -42,6 +42,7 @@ UNWRITABLE = "Answers cannot be stored now, and are dropped"
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class ProxyCounts:
     """
     Counts of a proxy.
@@ -55,15 +56,16 @@ class ProxyCounts:
         seconds_added (`float`): Time to read requests and to remove fields from responses.
     """
 
-    def __init__(self) -> None:
-        self.requests = 0
-        self.bytes = 0
-        self.collected = 0
-        self.tokens = 0
-        self.dropped = 0
-        self.engine_errors = 0
-        self.retries = 0
-        self.seconds_added = 0.0
+    requests: int = 0
+    bytes: int = 0
+    collected: int = 0
+    tokens: int = 0
+    dropped: int = 0
+    engine_errors: int = 0
+    retries: int = 0
+    seconds_added: float = 0.0
+
+    def __post_init__(self) -> None:
         self._report = CollectionReport()
         self._lock = threading.Lock()
 
@@ -79,9 +81,8 @@ class ProxyCounts:
 
     def to_dict(self) -> dict[str, float | Mapping[str, float]]:
         """Return the counts by name, with `left_out` by reason."""
-        names = ("requests", "bytes", "collected", "tokens", "dropped", "engine_errors", "retries", "seconds_added")
         with self._lock:
-            return {name: getattr(self, name) for name in names} | {"left_out": dict(self._report.skipped)}
+            return {**asdict(self), "left_out": dict(self._report.skipped)}
 
 
 # --- an answer ------------------------------------------------------------------------------------------------------
