@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.plots import alpha_figure
 
-MAX_REQUESTS = 1024  # newest requests whose counts are kept individually
+MAX_REQUESTS = 1024  # newest requests with individual counts
 MAX_DOMAINS = 1024  # domains with counts of their own, as labels may come from strangers
 UNTIMED = (0.0, 0.0, 0.0, 0.0)
 NORMAL_QUANTILE = 1.959964  # of a 95% interval, in standard errors
@@ -54,8 +54,8 @@ class AcceptanceStats:
         text_drafted, text_examined, text_accepted (`int` or `float`, *optional*, default to 0):
             The same counts for candidates copied from earlier text, which the counts of the draft do not include.
         timed (`tuple[float, ...]` of length 4, *optional*):
-            Of timed rounds: emitted tokens, and seconds. Of those after the cost of a target forward became known:
-            seconds, and the estimated seconds of the target alone. Comparison with `==` ignores them.
+            Emitted tokens and seconds of timed rounds; seconds, and estimated seconds of the target alone, of timed
+            rounds after the cost of a target forward became known. Comparison with `==` ignores them.
     """
 
     drafted: float = 0

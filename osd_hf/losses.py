@@ -2,7 +2,7 @@
 Divergences between the target's stored distribution p and the draft's q, on K kept tokens and a tail.
 
 A row of log-probs has K + 1 outcomes: the kept tokens, then the mass of all others (the tail). No divergence exceeds
-the one over the whole vocabulary, and both are equal if all tokens are kept.
+the one over the vocabulary, and both are equal if all tokens are kept.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def misshapen(trace: Trace) -> str | None:
         return f"a round's from_text must be a bool for each drafted token, got {', '.join(wrong)}"
     if kept.ndim != 2 or len(kept) != count or trace.top_ids.shape not in (kept.shape, (count, 0)):
         shapes = f"{kept.shape} and {trace.top_ids.shape}"
-        return f"a trace of {count} emitted tokens needs as many rows of logits and ids, got {shapes}"
+        return f"a trace of {count} emitted tokens needs the same number of rows of logits and ids, got {shapes}"
     if tail.shape != (count,):
         return f"tail_logprob must have shape ({count},), got {tail.shape}"
     if kept.dtype != np.float16 or tail.dtype != np.float32 or trace.top_ids.dtype.kind not in "iu":

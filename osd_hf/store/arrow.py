@@ -16,7 +16,7 @@ from osd_hf.utils.report import plain
 
 __all__ = ["SCHEMA", "split_by_bytes", "table_to_traces", "traces_to_table"]
 
-TABLE_BYTES = 1 << 30  # array data in one record batch, whose list offsets have 32 bits
+TABLE_BYTES = 1 << 30  # array data in a record batch: list offsets have 32 bits
 
 
 def _list_of(kind: Any) -> Any:
@@ -137,7 +137,7 @@ def _buffers(lengths: Sequence[int] | NDArray[np.int64], missing: Sequence[bool]
 
 
 def _nest(lengths: Sequence[int] | NDArray[np.int64], values: Any, missing: Sequence[bool] = ()) -> Any:
-    """Return an Arrow list array whose element `i` has the next `lengths[i]` values, or is null if `missing[i]`."""
+    """Return an Arrow list array. Element `i` has the next `lengths[i]` values, or is null if `missing[i]`."""
     return pa.Array.from_buffers(_list_of(values.type), len(lengths), _buffers(lengths, missing), children=[values])
 
 
@@ -197,7 +197,7 @@ def _traces_to_batch(traces: Sequence[Trace]) -> Any:
 
 
 class _Lists:
-    """NumPy views of an Arrow list array, whose element `i` is `values[offsets[i]:offsets[i + 1]]`."""
+    """NumPy views of an Arrow list array. Element `i` is `values[offsets[i]:offsets[i + 1]]`."""
 
     def __init__(self, column: Any) -> None:
         self.offsets: list[int] = _view(column.offsets).tolist()

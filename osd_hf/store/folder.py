@@ -49,7 +49,7 @@ SHARD = re.compile(r"shard-\d{6,}\.parquet")
 UNFINISHED = re.compile(r"\.shard-\d{6,}-[0-9a-f]+\.tmp")
 GROUP_BYTES = 1 << 20  # array data in one row group, the unit that `sample` reads and caches
 CACHE_BYTES = 64 << 20
-MAX_ATTEMPTS = 5  # a follower skips a shard that it could not read so many times
+MAX_ATTEMPTS = 5  # to read a shard, before a follower skips it
 
 
 @contextlib.contextmanager
@@ -95,7 +95,7 @@ def list_shards(store: Path) -> list[str]:
 
 
 def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
-    """Return the result of `extract` on a shard's file, or `None` if the shard was deleted meanwhile."""
+    """Return the result of `extract` on a shard's file, or `None` if the shard is deleted."""
     try:
         with open(path, "rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
             if missing := [name for name in SCHEMA.names if name not in (*file.schema_arrow.names, *OPTIONAL_COLUMNS)]:
@@ -192,7 +192,7 @@ class Folder:
         return read_from(path, extract)
 
     def read(self, shard: Shard, row: int) -> Trace | None:
-        """Return one trace, or `None` if its shard was deleted meanwhile."""
+        """Return one trace, or `None` if its shard is deleted."""
         group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
         key = (shard.path, group)
         with self.cache_lock:

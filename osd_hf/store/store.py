@@ -1,4 +1,4 @@
-"""The store of traces: in memory, or in a folder of Parquet shards that many processes write and read at once."""
+"""The store of traces: in memory, or in a folder of Parquet shards that several processes write and read."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ OF_DEFAULT_DTYPE = (_ATEN.empty, _ATEN.zeros, _ATEN.ones, _ATEN.rand, _ATEN.rand
 @contextmanager
 def neutral_context() -> Iterator[None]:
     """
-    Compute without the caller's autocast, and create tensors on the CPU by default.
+    Disable the caller's autocast, and create tensors on the CPU by default.
 
-    Entered around our own computations, never around the target's forward, its processors, or its criteria. The grad
-    mode and the inference mode stay as they are. The default dtype is shared by all threads and is not changed: code
-    inside names the dtype of each tensor that it creates.
+    This is for computations of this package, not for the target's forwards, processors, and criteria. The gradient and
+    inference modes do not change. The default dtype, which all threads share, does not change either: code inside
+    names the dtype of each tensor that it creates.
     """
     accelerator = torch.accelerator.current_accelerator()
     device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
@@ -45,7 +45,7 @@ def neutral_context() -> Iterator[None]:
 
 
 def default_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Create tensors on this device where the caller has set another default device than this one and the CPU."""
+    """Create tensors on this device if the caller has set another default device than this one and the CPU."""
     return nullcontext() if torch.get_default_device() in (device, torch.device("cpu")) else device
 
 
@@ -58,7 +58,7 @@ def choose_threads(
 ) -> tuple[int, dict[str, float]]:  # fmt: skip
     """
     Set the number of torch's threads to 1, unless all cores are clearly faster. Several threads wait for each other in
-    each small operation, which takes many times as long beside another busy process.
+    each small operation, which takes many times as long if another process is busy.
 
     Args:
         model (`PreTrainedModel`): The model that will serve; on an accelerator, torch's own number stays.
@@ -123,7 +123,7 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_generator(func: Any) -> Any:
-    """Return the overload of a random operator that takes a generator beside the same arguments, or `None`."""
+    """Return the overload of a random operator that takes the same arguments and a generator, or `None`."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     names = {argument.name for argument in func._schema.arguments} | {"generator"}

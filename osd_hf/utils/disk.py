@@ -9,10 +9,9 @@ import os
 import secrets
 import stat
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import filelock
 from filelock import FileLock
@@ -20,8 +19,8 @@ from filelock import FileLock
 from osd_hf.errors import ConfigError
 
 __all__ = [
-    "FileLock", "hold_lock", "in_child", "is_open_to_others", "make_private_folder", "new_private_file",
-    "open_privately", "renewing", "sync_folder", "sync_tree", "wait_for_lock", "write_whole",
+    "FileLock", "hold_lock", "is_open_to_others", "make_private_folder", "new_private_file",
+    "open_privately", "sync_folder", "sync_tree", "wait_for_lock", "write_whole",
 ]  # fmt: skip
 
 LOG_WAIT_SECONDS = 1.0
@@ -29,37 +28,6 @@ NO_SYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems t
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)  # of file systems without locks
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-# --- forks ----------------------------------------------------------------------------------------------------------
-
-_living: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-
-
-def in_child(owner: T, renew: Callable[[T], None]) -> None:
-    """Call `renew` with `owner`, which is held weakly, in each child that this process forks, before anything else
-    there. The child has one thread; what others were in the middle of stays half done."""
-    _living[owner] = renew
-
-
-def renewing(**kinds: Callable[[], Any]) -> Callable[[Any], None]:
-    """A function that makes these attributes of an object anew, such as `_lock=threading.Lock`. The old values stay
-    as they are, so that a block that the forking thread is in ends as it began."""
-
-    def renew(owner: Any) -> None:
-        for name, kind in kinds.items():
-            setattr(owner, name, kind())
-
-    return renew
-
-
-def _renew_all() -> None:
-    for owner, renew in list(_living.items()):
-        renew(owner)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_all)
 
 # --- files ----------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Figures: how they look, and the curve of acceptance; the one module that plots."""
+"""Figures with matplotlib: their style, and the curve of acceptance."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 __all__ = ["CEILING", "COLORS", "FROZEN", "LEARNING", "alpha_figure", "new_figure", "pooled", "rolling_window", "svg"]
 
-# Colors that stay apart for color-blind readers (Okabe and Ito).
+# Colors for color-blind readers (Okabe and Ito).
 LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
 COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure of so many inches and its panels, row by row."""
+    """Create a figure of `width` x `height` inches, and return it with its panels row by row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Without pyplot: no global state, no window system.
+    # pyplot would need global state and a window system.
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel().tolist()
@@ -33,13 +33,13 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[An
 
 
 def rolling_window(requests: int) -> int:
-    """Requests pooled in a point of a run of this length: enough to be steady, few enough to show the learning."""
+    """Return the number of requests that each point of a run of this length averages."""
     return max(8, min(50, requests // 8))
 
 
 def pooled(requests: NDArray[Any], window: int) -> NDArray[np.float64]:
-    """Alpha of requests, `(requests, 2)`, examined and accepted, pooled over the last `window` ones, at each request;
-    over fewer at the beginning. Shape `(requests,)`; `nan` where nothing was examined."""
+    """Return alpha over the last `window` requests at each request, or `nan` if no token was examined, from examined
+    and accepted tokens of each request, `(requests, 2)`."""
     sums = np.concatenate([np.zeros((1, 2)), requests.cumsum(0)])
     ends = np.arange(1, len(requests) + 1)
     examined, accepted = (sums[ends] - sums[np.maximum(ends - window, 0)]).T
@@ -49,7 +49,7 @@ def pooled(requests: NDArray[Any], window: int) -> NDArray[np.float64]:
 
 
 def alpha_figure(requests: NDArray[Any], window: int | None, *, last: int) -> Any:
-    """The curve of alpha over requests, as [`pooled`] takes them, of which the newest is number `last`."""
+    """Plot alpha over requests, as [`pooled`] takes them. The newest request has the number `last`."""
     window = window or rolling_window(len(requests))
     figure, (axes,) = new_figure(1, 1, 7.0, 2.8)
     axes.plot(np.arange(last - len(requests) + 1, last + 1), pooled(requests, window), color=LEARNING, lw=2)
@@ -61,7 +61,7 @@ def alpha_figure(requests: NDArray[Any], window: int | None, *, last: int) -> An
 
 
 def svg(figure: Any) -> str:
-    """The figure as an element of a page."""
+    """Return the figure as an SVG element."""
     written = io.StringIO()
     figure.savefig(written, format="svg")
     return written.getvalue()[written.getvalue().index("<svg") :]

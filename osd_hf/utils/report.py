@@ -1,4 +1,4 @@
-"""Reports: the folder and the JSON that they are written to, and where a result came from."""
+"""Reports: output folders, JSON files, and the provenance of results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from osd_hf.errors import ConfigError, first_line, without_credentials, without_
 __all__ = ["installed", "json_text", "make_folder", "plain", "provenance", "read_config", "write_report"]
 
 PACKAGES = ("torch", "transformers", "osd_hf")
-# Paths inside an argument, such as `a=/x/y,/z`; neither the path of a URL nor the slash of `owner/name`.
+# Paths inside an argument, such as `a=/x/y,/z`, but not the path of a URL or `owner/name`.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
 
 
 def make_folder(folder: Path) -> None:
-    """Make an output folder where it is missing; raises ConfigError where nothing can be written there."""
+    """Create an output folder if it is missing; raises ConfigError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_writable = os.access(folder, os.W_OK | os.X_OK)
@@ -40,12 +40,12 @@ def make_folder(folder: Path) -> None:
 
 
 def json_text(data: Any, indent: int | None = None) -> str:
-    """What `json.dumps` returns, with `null` in place of what JSON has no number for: NaN and infinities."""
+    """Return `json.dumps(data)` with `null` in place of NaN and infinities."""
     return json.dumps(_finite(data), indent=indent, allow_nan=False)
 
 
 def write_report(path: Path, report: Any) -> None:
-    """Write a report as indented JSON, as [`json_text`] makes it."""
+    """Write a report as indented JSON."""
     path.write_text(json_text(report, indent=1) + "\n")
 
 
@@ -58,8 +58,8 @@ def _finite(data: Any) -> Any:
 
 
 def plain(value: Any, text: Callable[[str], str] = str) -> Any:
-    """A value as JSON can hold it, its texts passed through a function. Values that JSON does not know become texts,
-    and dicts with other keys than strings become pairs, as `sequence_bias` of transformers may."""
+    """Convert a value to types that JSON supports, and apply `text` to its strings. Other values become strings. Dicts
+    with keys that are not strings, such as `sequence_bias` of transformers, become pairs."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: plain(item, text) for key, item in value.items()}
@@ -75,18 +75,18 @@ def plain(value: Any, text: Callable[[str], str] = str) -> Any:
 
 def provenance(**extra: Any) -> dict[str, Any]:
     """
-    What a result file needs so that someone else can make it again. Ready for JSON, light (no torch is imported), and
-    silent about secrets and the machine's folders: tokens, keys, and what lets others in by an address are left out,
-    and paths are cut to what lies below the working directory, or to their last part.
+    Return what is needed to reproduce a result, ready for JSON and without importing torch.
+
+    Secrets and folders of the machine are left out: tokens, keys, and credentials in addresses are removed, and paths
+    are relative to the working directory or only their last part.
 
     Args:
-        extra:
-            Entries to add, such as `seed` or `device`. Values that JSON does not know are written as strings.
+        extra: Entries to add, such as `seed` or `device`.
 
     Returns:
-        `dict[str, Any]`: `command`, `commit` (`None` outside a git checkout of the package; ends in `-dirty` where
-        its Python files differ, new ones included), `date` (UTC, ISO 8601), `python`, one version per package
-        (`None` where it is not installed), `processor`, `cpu_count`, and the extra entries.
+        `dict[str, Any]`: `command`, `commit` (`None` outside a git checkout of the package; ends in `-dirty` if its
+        Python files differ), `date` (UTC, ISO 8601), `python`, the version of each package, `processor`, `cpu_count`,
+        and the extra entries.
     """
     program, *arguments = sys.argv or [""]
     shown = [_without_folders(argument, Path.cwd()) for argument in without_secrets(arguments)]
@@ -117,14 +117,14 @@ def _cut(path: str, folder: Path) -> str:
     return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else whole.name
 
 
-# What this process runs was imported once, so it is looked up once: a learner may publish a version every few seconds.
+# Cached, because a learner may publish a version every few seconds.
 @functools.cache
 def _own_commit() -> str | None:
     return _commit(Path(__file__).resolve().parent)
 
 
 def _commit(folder: Path) -> str | None:
-    """The commit of the checkout that `folder` is tracked in; an environment inside some checkout is not its code."""
+    """Return the commit of the checkout that tracks `folder`; `None` for an environment inside another checkout."""
     if not _git(folder, "ls-files", "."):
         return None
     commit = _git(folder, "rev-parse", "--short", "HEAD")
@@ -160,7 +160,7 @@ def _processor() -> str:
 
 
 def process_peak_bytes() -> int | None:
-    """Largest resident memory of this process so far; `None` where the system does not say."""
+    """Return the maximum resident memory of this process so far, if the system provides it."""
     if sys.platform == "win32":
         return None
     import resource
@@ -170,7 +170,7 @@ def process_peak_bytes() -> int | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The names and values in a JSON file or, by any other suffix, a YAML file; raises ConfigError."""
+    """Read names and values from a JSON file, or a YAML file if the suffix is not `.json`; raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         read = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""An answer while it grows: the tokens of each round, their text, and how it is stopped."""
+"""Streaming of an answer: the tokens of each round, their text, and the end of the answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
-MOST_PENDING = 4  # tokens of one character, which has four bytes at most
+INCOMPLETE = "\ufffd"  # decoded from an incomplete character
+MAX_PENDING = 4  # tokens of one character, which has at most four bytes
 
 
 class Rounds(BaseStreamer):
-    """Hands on the tokens of each round as the loop emits them, and tells when the last one has been."""
+    """Calls a function with the tokens of each round, and another one after the last round."""
 
     def __init__(self, take: Callable[[list[int]], object], ended: Callable[[], object] = lambda: None) -> None:
         self._take, self._ended = take, ended
@@ -32,9 +32,9 @@ class Rounds(BaseStreamer):
 
 
 class Stop(StoppingCriteria):
-    """Ends an answer that nobody waits for any more."""
+    """Ends an answer when an event is set."""
 
-    is_stateless = True  # a stop that comes while the criterion is checked would pass for its memory
+    is_stateless = True  # does not depend on previous calls
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -44,29 +44,32 @@ class Stop(StoppingCriteria):
 
 
 class Pieces:
-    """Decodes an answer token by token, without special tokens; the pieces joined are the text of the whole. A token
-    that ends in the middle of a character shows nothing, and the one that completes it shows the whole character. What
-    no character can come of any more is shown a few tokens later."""
+    """
+    Decodes an answer token by token, without special tokens. The joined pieces are the text of the answer.
+
+    A token that ends within a character has an empty piece, and the token that completes the character has all of it.
+    Bytes that cannot become a character are shown a few tokens later.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # Decoding begins at a token that was shown already: what a token looks like depends on the one before it.
+        # Decoding begins one token earlier, because the text of a token depends on the previous token.
         self._begin = self._shown = 0
         self.texts: list[str] = []
 
     def push(self, ids: Iterable[int]) -> None:
-        """The next tokens of the answer."""
+        """Add the next tokens of the answer."""
         for token in ids:
             self._ids.append(token)
             before = self._decode(self._ids[self._begin : self._shown])
             now = self._decode(self._ids[self._begin :])
-            # Decoding does not begin at a token that shows nothing, such as a special one.
+            # Decoding does not begin at a token without text, such as a special token.
             end = len(self._ids)
             if now == before or now.endswith(INCOMPLETE):
-                end = max(end - MOST_PENDING, self._shown)
+                end = max(end - MAX_PENDING, self._shown)
                 settled = self._decode(self._ids[self._begin : end])
-                # It stays so where it is followed by more: a character that it ends in the middle of is none then.
+                # The text before the last tokens is final if more text follows it.
                 if not (len(before) < len(settled) < len(now) and now.startswith(settled)):
                     self.texts.append("")
                     continue
@@ -76,7 +79,7 @@ class Pieces:
 
     @property
     def unfinished(self) -> str:
-        """What the answer shows besides the pieces if it ends here, in the middle of a character."""
+        """Text after the pieces if the answer ends here, within a character."""
         before = self._decode(self._ids[self._begin : self._shown])
         return self._decode(self._ids[self._begin :])[len(before) :]
 
@@ -85,5 +88,5 @@ class Pieces:
 
 
 def text_of(tokenizer: Any, ids: Iterable[int]) -> str:
-    """The text of one token, or a few, by themselves; special tokens by their names."""
+    """Return the text of some tokens, including special tokens."""
     return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
