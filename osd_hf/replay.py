@@ -147,8 +147,8 @@ def raw_rows(
     draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the raw logits of the draft in parts: index of the trace, position of the first row, and rows `(positions,
-    vocab)`, the parts of each trace in order. Parts have at most `CHUNK_LOGITS` elements, or all rows of a trace if the
-    output head cannot be called alone."""
+    vocab)`, the parts of each trace in order. Parts have at most `CHUNK_LOGITS` elements, or all rows of a trace if
+    the output head cannot be called alone."""
     with evaluating(draft):
         for batch in batches(traces, vocab_size_of(draft), batch_size):
             chosen = [traces[i] for i in batch]
