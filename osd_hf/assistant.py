@@ -19,9 +19,15 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.checks import answered_alone, check_request, needed_tokenizer, setting
+from osd_hf.decoding.checks import (
+    answered_alone,
+    check_request,
+    drop_adapter_hooks,
+    log_once,
+    needed_tokenizer,
+    setting,
+)
 from osd_hf.decoding.draft_length import DraftingPlan
-from osd_hf.decoding.exactness import drop_adapter_hooks, log_once
 from osd_hf.decoding.forward import CompiledTarget
 from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.decoding.hook import bind

@@ -32,7 +32,7 @@ from waiting import LONG
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf import models as pairs
 from osd_hf.errors import ConfigError, LearnerError, VocabularyMismatchError
-from osd_hf.evaluation.evaluate import evaluate
+from osd_hf.evaluation.compare import evaluate
 from osd_hf.learning.gate import GateDecision
 
 TEMPLATE = (

@@ -15,9 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Sto
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from osd_hf.decoding.checks import undrafted
-from osd_hf.decoding.draft_length import MAX_K, READS_PROMPT_TOKENS, BatchPace, BatchRound, RoundTime
-from osd_hf.decoding.exactness import (
+from osd_hf.decoding.checks import (
     ASSISTED_ONLY,
     difference,
     given_arguments,
@@ -28,7 +26,9 @@ from osd_hf.decoding.exactness import (
     of_row,
     plain_answer,
     text_arguments,
+    undrafted,
 )
+from osd_hf.decoding.draft_length import MAX_K, READS_PROMPT_TOKENS, BatchPace, BatchRound, RoundTime
 from osd_hf.decoding.forward import AHEAD, MASKED_ATTENTION
 from osd_hf.decoding.generator import Clock, LeanDrafting
 from osd_hf.decoding.request import (

@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.exactness import KNOWN_ARGUMENTS, difference
+from osd_hf.decoding.checks import KNOWN_ARGUMENTS, difference
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import num_positions, vocab_size_of
 from osd_hf.utils.kernels import fast_kernels

@@ -17,8 +17,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from osd_hf.decoding.checks import UNLIMITED, Limits, log_failed_draft, log_once
 from osd_hf.decoding.draft_length import DRAFT, READS_PROMPT_TOKENS, FixedPace, Pace, Pacer, RoundTime
-from osd_hf.decoding.exactness import UNLIMITED, Limits, log_failed_draft, log_once
 from osd_hf.decoding.forward import CompiledDraft, DraftForward
 from osd_hf.decoding.text import Guess, RequestText, TextIndex
 from osd_hf.decoding.vocabulary import RestrictedDraft

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from osd_hf.decoding.batch import BatchRequest
-from osd_hf.decoding.checks import check_generation
-from osd_hf.decoding.exactness import StandIn, log_once
+from osd_hf.decoding.checks import StandIn, check_generation, log_once
 from osd_hf.decoding.request import (
     NO_WARPING,
     Binding,

@@ -29,17 +29,20 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from osd_hf.decoding.checks import is_stateless, not_watched, undrafted, unknown_criterion
-from osd_hf.decoding.draft_length import Pace, RoundTime
-from osd_hf.decoding.exactness import (
+from osd_hf.decoding.checks import (
     ASSISTED_ONLY,
     UNLIMITED,
     Limits,
     foreign_arguments,
+    is_stateless,
     limits_of,
     log_failed_draft,
     log_once,
+    not_watched,
+    undrafted,
+    unknown_criterion,
 )
+from osd_hf.decoding.draft_length import Pace, RoundTime
 from osd_hf.decoding.forward import CompiledTarget, Verification
 from osd_hf.decoding.generator import LeanCandidateGenerator, LeanDrafting, without_padding
 from osd_hf.decoding.text import TextIndex
