@@ -61,12 +61,7 @@ class AccessMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        is_public: bool,
-        has_login: bool = False,
-        has_room: Callable[[str], bool] | None = None,
+        self, app: ASGIApp, *, is_public: bool, has_login: bool = False, has_room: Callable[[str], bool] | None = None
     ) -> None:
         self._app = app
         self._has_room = has_room

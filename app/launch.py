@@ -102,12 +102,7 @@ def serve(
     # Answers are scheduled by the service, not by Gradio.
     page.queue(default_concurrency_limit=None, max_size=MAX_WAITING, api_open=False)
     limits: dict[str, Any] = {"has_room": limit_queue(page)} if service.is_public else {}
-    access: Any = Middleware(
-        AccessMiddleware,
-        is_public=service.is_public,
-        has_login=login is not None,
-        **limits,
-    )
+    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=login is not None, **limits)
     closed: dict[str, Any] = {"mcp_server": False, "pwa": False, "enable_monitoring": False, "allowed_paths": []}
     page.launch(
         server_name=host,

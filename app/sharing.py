@@ -7,9 +7,9 @@ import ipaddress
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 MARGIN_SECONDS = 0.03  # a running answer yields to a visitor who has used this much less time
 MAX_CREDIT_SECONDS = 0.03  # the most by which a returning visitor is ahead of the others
@@ -107,13 +107,12 @@ class RateLimit:
 
 @dataclass(eq=False)
 class Slot:
-    """One request in a [`FairQueue`]: it waits, runs, and may be interrupted by others."""
+    """One request in a [`FairQueue`]."""
 
     queue: FairQueue
     visitor: str | None
     on_position: Callable[[int], object]
     is_alone: bool
-    may_run: threading.Event = field(default_factory=threading.Event)
     has_started: bool = False
     counted_until: float = 0.0  # work of the running thread at the last count
     position: int | None = None
@@ -130,21 +129,20 @@ class FairQueue:
     """
     Give visitors equal shares of the models, even within an answer. One slot runs at a time.
 
-    The visitor with the least used time runs first. Time that a visitor uses while no other waits does not count
-    against that visitor. Slots of equal visitors, and of trusted ones (`None`), run in the order of arrival. This is
-    start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996).
+    The visitor with the least used time runs first. Time used while no other visitor waits is free. Equal visitors,
+    and trusted ones (`None`), run in the order of arrival. This is start-time fair queueing (Goyal, Vin and Cheng,
+    SIGCOMM 1996).
 
     Args:
         work (`Callable[[], float]`, *optional*, defaults to `time.thread_time`):
-            Returns the seconds that the calling thread has worked, so that time lost to other processes does not
-            count. The time that a thread sleeps while it waits for a GPU is not counted either.
+            Returns the seconds that the calling thread has worked. Time lost to other processes does not count.
     """
 
     def __init__(self, work: Callable[[], float] = time.thread_time) -> None:
         self.max_started = MAX_STARTED  # answers in progress; each visitor has a share of them
         self._work = work
-        self._lock = threading.Lock()
-        self._slots: deque[Slot] = deque()  # in the order of arrival; includes the running one
+        self._changed = threading.Condition()
+        self._slots: list[Slot] = []  # in the order of arrival; includes the running one
         self._running: Slot | None = None
         self._floor = 0.0  # time that each waiting visitor is considered to have used
         self._used: dict[str, float] = {}  # seconds of each waiting or recent visitor
@@ -159,7 +157,7 @@ class FairQueue:
         on_position: Callable[[int], object] = lambda position: None,
         *,
         visitor: str | None = None,
-        is_gone: Callable[[], bool] | None = None,
+        is_gone: Callable[[], bool] = lambda: False,
         alone: bool = False,
     ) -> Iterator[Slot | None]:
         """
@@ -167,68 +165,60 @@ class FairQueue:
 
         Args:
             on_position (`Callable[[int], object]`, *optional*):
-                Called with the number of slots ahead, first on arrival and then after each change. Must be quick and
-                not raise.
+                Called with the number of slots ahead, on arrival and after each change. Must be quick and not raise.
             visitor (`str`, *optional*):
                 The visitor whose used time increases.
             is_gone (`Callable[[], bool]`, *optional*):
                 Returns whether the visitor has left. Called from time to time while the slot waits.
             alone (`bool`, *optional*, defaults to `False`):
-                Whether started answers must end first, and later ones may not start before.
+                Started answers must end first, and later ones may not start before.
         """
         slot = Slot(self, visitor, on_position, alone)
-        with self._lock:
+        with self._changed:
             if visitor is not None:
                 # New visitors start at the floor and not at zero, because addresses are cheap.
                 used = self._used.get(visitor, self._floor)
                 self._used[visitor] = max(used, self._floor - MAX_CREDIT_SECONDS)
             self._slots.append(slot)
-            self._start_next()
-        while not slot.may_run.wait(None if is_gone is None else LOOK_SECONDS):
-            with self._lock:
-                if not slot.may_run.is_set() and is_gone is not None and is_gone():
-                    self._slots.remove(slot)
-                    self._start_next()
-                    break
-        if not slot.may_run.is_set():
+            self._report_positions()
+            while not (runs := self._try_to_run(slot)) and not is_gone():
+                self._changed.wait(LOOK_SECONDS)
+            if not runs:
+                self._remove(slot)
+        if not runs:
             yield None
             return
         try:
-            slot.counted_until = self._work()
             yield slot
         finally:
-            with self._lock:
+            with self._changed:
                 self._count(slot)
-                self._slots.remove(slot)
-                self._raise_floor()
                 self._running = None
-                self._start_next()
+                self._remove(slot)
 
     def reschedule(self, slot: Slot) -> None:
-        """Let a visitor who has used less time run first, and wait for the next opportunity."""
-        with self._lock:
+        """Let a visitor who has used less time run first, and wait until the slot may run again."""
+        with self._changed:
             self._count(slot)
-            self._raise_floor()
             best = self._best([other for other in self._slots if other is not slot])
-            if best is None or self._used_by(best) + MARGIN_SECONDS >= self._used_by(slot):
-                return
-            slot.may_run.clear()
-            self._start(best)
-            self._report_positions()
-        slot.may_run.wait()
-        slot.counted_until = self._work()
+            if best is not None and self._used_by(best) + MARGIN_SECONDS < self._used_by(slot):
+                self._running = None
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._try_to_run(slot))
 
-    def _start_next(self) -> None:
-        if self._running is None and self._slots:
-            best = self._best(list(self._slots))
-            assert best is not None
-            self._start(best)
-        self._report_positions()
-
-    def _start(self, slot: Slot) -> None:
+    def _try_to_run(self, slot: Slot) -> bool:
+        if self._running is not None or self._best(self._slots) is not slot:
+            return False
         self._running = slot
         slot.has_started = True
-        slot.may_run.set()
+        slot.counted_until = self._work()
+        self._report_positions()
+        return True
+
+    def _remove(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._report_positions()
+        self._changed.notify_all()
 
     def _best(self, slots: list[Slot]) -> Slot | None:
         """Return which of these slots should run next; `None` if none of them may run."""
@@ -239,38 +229,37 @@ class FairQueue:
                 break
         held = Counter(slot.visitor for slot in started)
         is_full = len(started) >= self.max_started
-        ready = [
-            slot
-            for slot in slots
-            if slot.has_started or (not is_full and may_take(held, slot.visitor, self.max_started))
-        ]
+
+        def may_run(slot: Slot) -> bool:
+            return slot.has_started or (not is_full and may_take(held, slot.visitor, self.max_started))
+
+        ready = [slot for slot in slots if may_run(slot)]
         if others := [slot for slot in ready if not slot.is_alone]:
             return min(others, key=self._used_by)
         return next((slot for slot in ready if all(other is slot for other in started)), None)
 
     def _report_positions(self) -> None:
-        waiting = sorted((slot for slot in self._slots if slot is not self._running), key=self._used_by)
-        for position, slot in enumerate(waiting if self._running is None else [self._running, *waiting]):
+        for position, slot in enumerate(sorted(self._slots, key=self._order)):
             if slot.position != position:
                 slot.position = position
                 slot.on_position(position)
+
+    def _order(self, slot: Slot) -> tuple[bool, float]:
+        return slot is not self._running, self._used_by(slot)
 
     def _used_by(self, slot: Slot) -> float:
         return -math.inf if slot.visitor is None else self._used[slot.visitor]
 
     def _count(self, slot: Slot) -> None:
-        """Add the work that the calling thread has done for its slot since the last count."""
+        """Add the work of a running slot since the last count, and raise the floor.
+
+        The floor is the least used time of the visitors who have started. If it depended on those who may not start
+        yet, a stream of new visitors would always run before the others.
+        """
         work = self._work()
         if slot.visitor is not None:
             self._used[slot.visitor] += work - slot.counted_until
         slot.counted_until = work
-
-    def _raise_floor(self) -> None:
-        """Raise the floor to the least used time of the visitors who have started.
-
-        Visitors who may not start yet do not hold it back. Otherwise a stream of new visitors would always run before
-        those who have started.
-        """
         started = [self._used_by(slot) for slot in self._slots if slot.has_started and slot.visitor is not None]
         self._floor = max(self._floor, min(started, default=0.0))
         waiting = {slot.visitor for slot in self._slots}
