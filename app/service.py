@@ -253,7 +253,7 @@ class Service:
                 is_stopped()
 
             # Until all is measured, the served drafts stay the same and times are comparable.
-            with self.sessions.learning_paused():
+            with self.sessions.learning_paused(workspace):
                 started = time.perf_counter()
                 output = self._generate(session, workspace, ids, answer, after_round, traces.append)
                 answer.seconds = time.perf_counter() - started - slot.waited_seconds

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -250,7 +250,6 @@ class Sessions:
         self.shared = shared
         self.by_id: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self.private: OrderedDict[str, Session] = OrderedDict()  # those with a private workspace, in the same order
-        self._being_made: list[Session] = []  # those whose private workspace is being created
         self._private_rate = RateLimit(*PRIVATE_RATE)
         self._jobs = Quota(MAX_JOBS)
         self._paused = 0
@@ -285,8 +284,6 @@ class Sessions:
     def _check_idle(self, session: Session) -> None:
         if session.job is not None:
             raise ConfigError("This chat is still being answered. Wait for the end, or stop it.")
-        if session in self._being_made:
-            raise ConfigError("Your private draft is still being created. Try again in a moment.")
 
     def clear(self, session: Session) -> None:
         """Delete the content of a chat. Raises ConfigError while it is being answered."""
@@ -338,42 +335,25 @@ class Sessions:
     def set_private(self, session: Session, is_private: bool) -> None:
         """Give a chat a private workspace, or discard it and share again.
 
-        At most `MAX_PRIVATE` exist, including those being created. Raises ConfigError during an answer, while this
-        chat's workspace is being created, if no place is free, and if the visitor has created too many recently.
+        Raises ConfigError during an answer, if no place is free, and if the visitor has created too many recently.
         """
         with self._lock:
             if is_private == session.is_private:
                 return
             self._check_idle(session)
-            closing = self._make_private_room(session.visitor) if is_private else [self._leave(session, None)]
             if is_private:
-                self._being_made.append(session)
-            shared = self.shared
-        if not is_private:
-            _close(closing)
-            return
-        workspace: Workspace | None = None
-        try:
-            _close(closing)  # first, because memory is limited
-            workspace = Workspace(shared.pair, shared.config)  # slow, so the lock is not held
-            with self._lock:
-                if shared is not self.shared:
-                    raise ConfigError("The models were changed meanwhile. Tick the box again.")
-                if self.by_id.get(session.id) is session:
-                    self.private[session.id] = session
-                    session.move(workspace, is_private=True)
-                    if self._paused:
-                        workspace.assistant.pause()
-                    workspace = None
-        finally:
-            with self._lock:
-                self._being_made.remove(session)
-            _close([] if workspace is None else [workspace])
+                closing = self._make_private_room(session.visitor)
+                self.private[session.id] = session
+                # Its assistant is created later, without this lock.
+                session.move(Workspace(self.shared.pair, self.shared.config, is_lazy=True), is_private=True)
+            else:
+                closing = [self._leave(session, None)]
+        _close(closing)
 
     def _make_private_room(self, visitor: str | None) -> list[Workspace]:
         """Return the workspaces to close before one more is created."""
         capacity = MAX_PRIVATE if self.shared.pair.per_domain else 1
-        removed = self._to_remove(self.private, capacity, visitor, ALL_IN_USE, being_made=self._being_made)
+        removed = self._to_remove(self.private, capacity, visitor, ALL_IN_USE)
         if visitor is not None and not self._private_rate.allow(visitor):
             raise ConfigError("Too many private drafts were created recently. Try again in a minute.")
         return [self._leave(other, PRIVATE_REMOVED) for other in removed]
@@ -385,7 +365,6 @@ class Sessions:
         visitor: str | None,
         error: str,
         *,
-        being_made: Sequence[Session] = (),
         from_largest: bool = False,
     ) -> list[Session]:
         """Return the sessions that must be removed so that a visitor can have one more.
@@ -394,11 +373,11 @@ class Sessions:
         places, then replaces own ones, empty chats first. If no place is free, an old one is removed, or with
         `from_largest` one of the visitor who holds most. Raises ConfigError if none can be removed.
         """
-        held = Counter(session.visitor for session in (*kept.values(), *being_made))
+        held = Counter(session.visitor for session in kept.values())
         free = capacity - held.total()
         if held[visitor] < free if visitor is not None else free > 0:
             return []
-        idle = [s for s in kept.values() if s.job is None and s not in self._being_made]
+        idle = [session for session in kept.values() if session.job is None]
         candidates = idle
         if visitor is not None:
             candidates = [session for session in idle if session.visitor == visitor]
@@ -420,19 +399,25 @@ class Sessions:
         return workspace
 
     @contextlib.contextmanager
-    def learning_paused(self) -> Iterator[None]:
-        """Pause learning in all workspaces inside the `with` block, which several threads may enter."""
+    def learning_paused(self, workspace: Workspace) -> Iterator[None]:
+        """Pause learning in all workspaces, including this one, inside the `with` block.
+
+        Several threads may be inside.
+        """
+        workspace.assistant.pause()  # may create it, so the lock is not held
         with self._lock:
             self._paused += 1
-            for workspace in self._workspaces():
-                workspace.assistant.pause()
+            for other in self._workspaces():
+                if other.has_assistant:
+                    other.assistant.pause()
         try:
             yield
         finally:
             with self._lock:
                 self._paused -= 1
-                for workspace in [] if self._paused else self._workspaces():
-                    workspace.assistant.resume()
+                for other in [] if self._paused else self._workspaces():
+                    if other.has_assistant:
+                        other.assistant.resume()
 
     def _workspaces(self) -> list[Workspace]:
         return [self.shared, *(session.workspace for session in self.private.values())]

@@ -42,21 +42,40 @@ class Workspace:
         pair (`ServedPair`): The models.
         config (`OnlineConfig`): Settings of the assistant.
         state (`Path`, *optional*): A saved session to continue.
+        is_lazy (`bool`, *optional*, defaults to `False`): Create the assistant at its first use.
     """
 
-    def __init__(self, pair: ServedPair, config: OnlineConfig, state: Path | None = None) -> None:
+    def __init__(
+        self, pair: ServedPair, config: OnlineConfig, state: Path | None = None, *, is_lazy: bool = False
+    ) -> None:
         self.pair = pair
         self.config = config
         self.records: list[Record] = []
         self.count = 0
         self._lock = threading.Lock()
-        self.assistant = self._new_assistant()
+        self._creation_lock = threading.Lock()
+        self._assistant = None if is_lazy else self._new_assistant()
+        self._is_closed = False
         if state is not None:
             try:
                 self.assistant.load_state(state)
             except BaseException:
-                self.assistant.close()
+                self.close()
                 raise
+
+    @property
+    def assistant(self) -> OnlineAssistant:
+        """The assistant. It is created now if it does not exist."""
+        with self._creation_lock:
+            if self._assistant is None:
+                self._assistant = self._new_assistant()
+                if self._is_closed:  # a page still showed this workspace
+                    self._assistant.close()
+            return self._assistant
+
+    @property
+    def has_assistant(self) -> bool:
+        return self._assistant is not None
 
     def _new_assistant(self) -> OnlineAssistant:
         router = LabelRouter() if self.pair.per_domain else None
@@ -72,7 +91,7 @@ class Workspace:
     def reset(self) -> None:
         """Discard what was learned and recorded. Call it only while no request of this workspace runs."""
         old = self.assistant
-        self.assistant = self._new_assistant()
+        self._assistant = self._new_assistant()
         with contextlib.suppress(LearnerError):
             old.close()
         with self._lock:
@@ -81,8 +100,10 @@ class Workspace:
 
     def close(self) -> None:
         """Stop learning. A failure of the learner was logged before."""
-        with contextlib.suppress(LearnerError):
-            self.assistant.close()
+        with self._creation_lock, contextlib.suppress(LearnerError):
+            self._is_closed = True
+            if self._assistant is not None:
+                self._assistant.close()
 
     def snapshot(self, domain: str | None = None) -> list[Record]:
         """Return the records of all domains, or of one."""

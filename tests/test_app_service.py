@@ -27,7 +27,6 @@ from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import MAX_CHARACTERS, Service
 from osd_hf_app.sessions import Answer, Batch, Session, Settings
 from osd_hf_app.sharing import FairQueue
-from osd_hf_app.workspace import Workspace
 
 PATIENCE = LONG
 SHORT = Settings(domain="sql", max_new_tokens=16)
@@ -468,6 +467,7 @@ def test_a_visitor_can_have_a_draft_of_their_own(service: Service) -> None:
 def test_learning_is_paused_during_an_answer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     session, other = service.sessions.open(None), service.sessions.open(None)
     service.sessions.set_private(other, True)
+    asked(service, other, "two")
     paused, seen = set[OnlineAssistant](), list[set[OnlineAssistant]]()
     pause, resume = OnlineAssistant.pause, OnlineAssistant.resume
     monkeypatch.setattr(OnlineAssistant, "pause", lambda self: (paused.add(self), pause(self))[1])
@@ -721,12 +721,20 @@ def test_a_batch_learns_between_its_prompts(pair: ServedPair, monkeypatch: pytes
         service.close()
 
 
-def test_a_closed_service_leaves_no_thread(pair: ServedPair) -> None:
+def test_closed_workspaces_leave_no_thread(pair: ServedPair) -> None:
     before = set(threading.enumerate())
     service = Service(pair, config={"update_strategy": "idle"}, threads=1)
-    service.sessions.set_private(service.sessions.open(None), True)
-    assert len(set(threading.enumerate()) - before) == 2
+    first, second = service.sessions.open(None), service.sessions.open(None)
+    for session in (first, second):
+        service.sessions.set_private(session, True)
+    workspace = second.workspace
+    assert first.workspace.assistant is not workspace.assistant
+    assert len(set(threading.enumerate()) - before) == 3
+    service.sessions.set_private(first, False)
+    service.sessions.set_private(first, True)
+    late = first.workspace
     service.close()
+    assert late.assistant.learning_error is None  # a page that still shows it starts no learner
     assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
 
 
@@ -803,76 +811,6 @@ def test_prompts_for_a_private_draft_teach_no_other_when_the_models_are_changed(
     assert "no draft learns from them" in (session.notice or "")
     assert {call["owner"]: call["learn"] for call in calls} == {session.owner: False, begun.owner: True}
     assert workspace.count == 0
-
-
-def test_a_private_draft_of_models_that_went_meanwhile_does_not_serve(
-    service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, made = service.sessions.open(None), []
-
-    def late(*args: Any, **kwargs: Any) -> Workspace:
-        workspace = Workspace(*args, **kwargs)
-        if not made:
-            made.append(workspace)
-            service.load(str(folder / "target"), str(folder / "draft"))
-        return workspace
-
-    monkeypatch.setattr(sessions_module, "Workspace", late)
-    with pytest.raises(ConfigError, match="The models were changed meanwhile"):
-        service.sessions.set_private(session, True)
-    assert not session.is_private
-    assert session.workspace is service.sessions.shared
-    assert not service.sessions.private
-
-
-def test_many_who_want_drafts_of_their_own_at_once_get_no_more_copies_than_there_are_places(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions_module, "MAX_PRIVATE", 2)
-    copies, most, go_on = [0], [0], threading.Event()
-    lock, under_way = threading.Lock(), threading.Semaphore(0)
-
-    class Counted(Workspace):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with lock:
-                copies[0] += 1
-                most[0] = max(most[0], copies[0])
-            under_way.release()
-            assert go_on.wait(PATIENCE)
-            super().__init__(*args, **kwargs)
-
-        def close(self) -> None:
-            super().close()
-            with lock:
-                copies[0] -= 1
-
-    monkeypatch.setattr(sessions_module, "Workspace", Counted)
-    refused = []
-
-    def toggle(session: Session) -> None:
-        try:
-            service.sessions.set_private(session, True)
-        except ConfigError as error:
-            refused.append(str(error))
-
-    one = service.sessions.open(None)
-    first = [threading.Thread(target=toggle, args=(session,)) for session in (one, service.sessions.open(None))]
-    for thread in first:
-        thread.start()
-        assert under_way.acquire(timeout=PATIENCE)
-    toggle(one)  # a second click meanwhile
-    for _ in range(50):
-        toggle(service.sessions.open(None))
-    assert len(refused) == 51
-    with pytest.raises(ConfigError, match="still being created"):
-        service.ask(one, "one", SHORT)
-    go_on.set()
-    for thread in first:
-        thread.join(PATIENCE)
-    assert most == [2]
-    assert len(service.sessions.private) == 2
-    service.sessions.set_private(service.sessions.open(None), True)  # one makes workspace before the new one is made
-    assert most == [2]
 
 
 def test_a_stranger_takes_no_draft_from_another_and_makes_few(
