@@ -151,34 +151,6 @@ def test_each_request_is_taken_once_in_its_writer_s_order(data: st.DataObject) -
         writers.close()
 
 
-def test_a_limit_is_filled_across_shards_and_writers(writers: Writers) -> None:
-    for writer in writers.stores:
-        writers.write(writer, 3)
-    follower = follow(writers)
-    assert [len(follower.take(5)) for _ in range(4)] == [5, 5, 2, 0]
-
-
-def test_writers_take_turns_shard_by_shard(writers: Writers) -> None:
-    first, second, *_ = writers.stores
-    for _ in range(2):
-        for writer in (first, second):
-            writers.write(writer, 2)
-    found = follow(writers).take(99)
-    assert sorted(named(found[:4])) == [(first, 0), (first, 1), (second, 0), (second, 1)]
-
-
-def test_what_was_taken_is_taken_on_from_there_at_any_place(writers: Writers) -> None:
-    for writer in [*writers.stores, *writers.stores]:
-        writers.write(writer, 2)
-    whole = follow(writers).take(99)
-    assert len(whole) == 16
-    for count in range(1, 17):
-        before = follow(writers)
-        first = before.take(count)
-        assert named(first + drained(follow(writers, before.state_dict()))) == named(whole)
-        assert before.state_dict() == json.loads(json.dumps(before.state_dict()))
-
-
 def test_stores_in_another_order_are_the_same_stores(tmp_path: Path) -> None:
     writers = Writers(tmp_path / "x" / "store", each=1)
     others = Writers(tmp_path / "y" / "store", each=1)
@@ -194,12 +166,6 @@ def test_stores_in_another_order_are_the_same_stores(tmp_path: Path) -> None:
     others.close()
 
 
-def test_a_store_that_is_named_twice_is_followed_once(writers: Writers, tmp_path: Path) -> None:
-    writers.write("a-0", 2)
-    follower = StoreFollower([tmp_path / "a", tmp_path / "b" / ".." / "a", tmp_path / "a"][::2])
-    assert named(follower.take(9)) == [("a-0", 0), ("a-0", 1)]
-
-
 def test_a_store_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
     follower = StoreFollower([tmp_path / "new"])
     assert follower.take(3) == []
@@ -210,14 +176,6 @@ def test_a_store_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
     (tmp_path / "photos" / "one.png").touch()
     with pytest.raises(StoreError, match="is not a store"):
         StoreFollower([tmp_path / "photos"])
-
-
-def test_a_tail_that_is_not_written_is_not_taken(writers: Writers) -> None:
-    writers.stores["a-0"].append(make_trace("a-0", 0))
-    follower = follow(writers)
-    assert follower.take(3) == []
-    writers.stores["a-0"].flush()
-    assert named(follower.take(3)) == [("a-0", 0)]
 
 
 def torn(shard: Path) -> None:
@@ -304,15 +262,6 @@ def test_a_shard_that_can_be_read_a_moment_later_is_not_left_out(writers: Writer
     first.write_bytes(whole)
     assert numbers(follower.take(9), "a-0") == [0, 1, 2, 3]
     assert not follower.is_waiting
-
-
-def test_unfinished_files_are_no_shards(writers: Writers, caplog: pytest.LogCaptureFixture) -> None:
-    writers.write("a-0", 2)
-    (writers.folder("a-0") / ".shard-000002-abcd.tmp").write_text("half")
-    (writers.folder("a-0") / ".shard-000003.parquet").write_text("half")
-    (writers.folder("a-0") / "notes.txt").write_text("mine")
-    assert len(drained(follow(writers))) == 2
-    assert not caplog.records
 
 
 def test_shards_that_were_deleted_are_passed_over(writers: Writers) -> None:
@@ -475,21 +424,6 @@ def test_a_publisher_that_is_killed_leaves_whole_versions(
     again.close()
 
 
-def test_a_version_that_was_killed_before_the_pointer_followed_is_pointed_at(
-    versions: VersionFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions.publish(writing("one"), {"text": "one"})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", at_call(1, os.replace, Killed, after=True))
-        patch.setattr(module, "_remove", lambda path: None)  # who is killed removes nothing
-        with pytest.raises(Killed):
-            versions.publish(writing("two"), {"text": "two"})
-    assert latest(versions.path) == "one"
-    versions.close()
-    VersionFolder(versions.path).close()
-    assert latest(versions.path) == "two"
-
-
 @pytest.mark.parametrize(("place", "home"), PLACES, ids=[place for place, _ in PLACES])
 def test_a_full_disk_leaves_the_version_before(
     versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, place: str, home: Any
@@ -525,17 +459,6 @@ def test_what_writers_of_weights_raise_is_told_as_a_state_error(versions: Versio
         versions.publish(lambda folder: (_ for _ in ()).throw(KeyboardInterrupt), {})
     assert published(versions.path) == []
     assert not [entry for entry in versions.path.iterdir() if entry.name.endswith(".tmp")]
-
-
-def test_versions_without_a_pointer_do_not_pile_up(versions: VersionFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions.publish(writing("one"), {"text": "one"})
-    for _ in range(9):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "symlink", at_call(1, os.symlink, OSError, after=False))
-            with pytest.raises(StateError):
-                versions.publish(writing("more"), {"text": "more"})
-    assert latest(versions.path) == "one"
-    assert len(published(versions.path)) <= 1 + versions.keep
 
 
 # Forks publishers, one after the other, each killed at some moment; says what the pointer names behind each.
@@ -623,22 +546,6 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(writers: Writers, tmp_p
     with pytest.raises(StoreError):
         for _ in range(module_of_following.MAX_ATTEMPTS):
             follower.take(9)
-
-
-def test_a_pointer_that_was_set_back_by_hand_stays_until_the_next_version(versions: VersionFolder) -> None:
-    for text in ("one", "two", "three"):
-        versions.publish(writing(text), {"text": text})
-    (versions.path / "latest").unlink()
-    os.symlink("v000001", versions.path / "latest")
-    versions.close()
-    again = VersionFolder(versions.path)
-    assert latest(again.path) == "one"
-    again.publish(writing("four"), {"text": "four"})
-    assert latest(again.path) == "four"
-    again.close()
-    (again.path / "latest").unlink()
-    VersionFolder(again.path).close()
-    assert latest(again.path) == "four"
 
 
 def test_a_version_that_is_pointed_at_stays_where_syncing_fails(
