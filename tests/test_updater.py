@@ -17,7 +17,7 @@ from osd_hf.learning import loss as loss_module
 from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.updater import EMBEDDING_RATE, Updater, _learned_mask, make_optimizers
+from osd_hf.learning.updater import EMBEDDING_RATE, Float32Muon, Updater, _learned_mask, make_optimizers
 
 CONFIG = OnlineConfig(
     num_assistant_tokens=5,
@@ -552,3 +552,20 @@ def test_muon_steps_matrices_inside_the_layers_alone() -> None:
     assert adamw.param_groups[0]["lr"] == 1e-2 * EMBEDDING_RATE
     (alone,) = make_optimizers(model, dict(model.named_parameters()), OnlineConfig(optimizer="adamw"))
     assert alone.param_groups[0]["lr"] == OnlineConfig().learning_rate
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+def test_float32_muon_steps_as_torch_s_own(shape: tuple[int, int]) -> None:
+    start = torch.randn(shape)
+    parameters = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    settings: dict[str, Any] = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = [
+        kind([p], 0.01, **settings) for kind, p in zip((Float32Muon, torch.optim.Muon), parameters, strict=True)
+    ]
+    for _ in range(4):
+        gradient = torch.randn(shape)
+        for p, optimizer in zip(parameters, optimizers, strict=True):
+            p.grad = gradient.clone()
+            optimizer.step()
+    ours, theirs = (p.detach() for p in parameters)
+    assert float((ours - theirs).norm()) < 0.03 * float((ours - start).norm())  # theirs is in bfloat16

@@ -300,7 +300,7 @@ class Effort:
         if self._price is None or self._undecided < EARLY_REQUESTS:
             return False
         newest = (possible[-EARLY_REQUESTS:], possible[-self._undecided :])
-        return max(x.mean() - SAVING_ERRORS * x.std() / math.sqrt(len(x)) for x in newest) > self._price
+        return bool(max(x.mean() - SAVING_ERRORS * x.std() / math.sqrt(len(x)) for x in newest) > self._price)
 
     def _adapt(self, gains: NDArray[np.float64], saved: NDArray[np.float64]) -> None:
         """Double or halve the share by the rise of the gain and its cost."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import traceback
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -560,6 +561,39 @@ def hidden_matrices(model: PreTrainedModel, parameters: Mapping[str, torch.nn.Pa
     return [p for p in parameters.values() if p.ndim == 2 and id(p) not in excluded]
 
 
+class Float32Muon(torch.optim.Muon):
+    """
+    Run Muon in float32, on CPUs.
+
+    `torch.optim.Muon` iterates in bfloat16. On a CPU without instructions for it, a step for the bundled draft took
+    172 ms instead of 11 ms, with the same acceptance. Can go once torch lets users choose the dtype.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update all matrices that have a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                direction = self._orthogonalized(p.grad.lerp(buffer, group["momentum"]), group)
+                p.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+    @staticmethod
+    def _orthogonalized(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Move the singular values close to 1 by Newton-Schulz iterations."""
+        a, b, c = group["ns_coefficients"]
+        is_tall = matrix.shape[0] > matrix.shape[1]
+        x = matrix.T if is_tall else matrix
+        x = x / x.norm().clamp(min=group["eps"])
+        for _ in range(group["ns_steps"]):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
+
+
 def make_optimizers(
     model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter], config: OnlineConfig
 ) -> list[torch.optim.Optimizer]:
@@ -570,8 +604,9 @@ def make_optimizers(
     others = [p for p in parameters.values() if id(p) not in hidden]
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
+        muon = Float32Muon if matrices[0].device.type == "cpu" else torch.optim.Muon
         optimizers.append(
-            torch.optim.Muon(
+            muon(
                 matrices,
                 config.learning_rate,
                 weight_decay=0.0,
