@@ -78,12 +78,6 @@ def test_a_trace_counts_as_its_rounds_and_a_target_only_one_takes_a_forward_a_to
     assert math.isnan(alone.alpha) and alone.num_requests == 1
 
 
-def test_without_requests_the_ratios_are_nan():
-    stats = AcceptanceStats()
-    assert stats.num_requests == 0
-    assert all(math.isnan(x) for x in (stats.alpha, stats.block_efficiency, *stats.alpha_interval))
-
-
 def test_expectations_may_be_fractions():
     half = AcceptanceStats.from_counts(
         drafted=5, examined=2.5, accepted=1.75, emitted=2.75, target_forwards=1, accepted_length_histogram={1: 0.5}

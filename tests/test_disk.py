@@ -147,16 +147,6 @@ def test_a_folder_of_the_users_keeps_its_mode_and_what_is_put_there_is_private(
 
 
 @posix
-def test_a_journal_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
-    write_run(tmp_path / "run", [])
-    journal = tmp_path / "run" / "journal.jsonl"
-    journal.chmod(0o644)
-    with open(journal, "a", opener=module.open_privately):
-        pass
-    assert stat.S_IMODE(journal.stat().st_mode) == 0o600
-
-
-@posix
 def test_evaluation_prompts_are_private_and_published_files_are_ordinary(umask: int, tmp_path: Path) -> None:
     EvaluationSet("own", (Prompt(0, "one"), Prompt(1, "zwei, ü"))).write(tmp_path / "prompts.jsonl")
     assert modes(tmp_path)["prompts.jsonl"] == 0o600

@@ -74,19 +74,6 @@ def test_outcomes_and_their_gradient_are_those_of_the_dense_reference(k):
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-def test_outcomes_sum_to_one_and_keep_the_precision_of_the_logits():
-    for dtype, out in [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-    ]:
-        logits = random_logits(4, 30, seed=3).to(dtype)
-        for ids in (logits.topk(5).indices, None):
-            q = outcome_logprobs(logits, ids)
-            assert q.dtype == out
-            torch.testing.assert_close(q.exp().sum(-1), torch.ones(4, dtype=out))
-
-
 def test_half_precision_logits_get_a_gradient_of_their_own_type():
     logits = random_logits(4, 30, seed=3).bfloat16()
     loss, grad = value_and_grad(logits, **stored_rows(random_logits(4, 30, seed=4), 5))
@@ -124,24 +111,14 @@ def test_nothing_cut_gives_an_empty_tail_and_the_loss_of_whole_rows():
 # --- against TRL
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("name", "beta"), [("forward_kl", 0), ("jsd", 0.5), ("reverse_kl", 1)])
-def test_agrees_with_the_generalized_jsd_of_trl(trl_loss, name, beta, whole):
-    target, draft = random_logits(20, 64, seed=8), random_logits(20, 64, seed=9)
-    rows = whole_rows(target) if whole else stored_rows(target, 64)
-    loss, grad = value_and_grad(draft, divergence=name, **rows)
-    student = draft.clone().requires_grad_()
-    expected = trl_loss(student, target, beta=beta)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(grad, student.grad, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("beta", [0, 0.1, 0.5, 0.8, 1])
-def test_each_beta_is_trls(trl_loss, beta):
-    target, draft = random_logits(20, 64, seed=8), random_logits(20, 64, seed=9)
+def test_agrees_with_the_generalized_jsd_of_trl(trl_loss, beta):
+    target, draft = random_logits(20, 64, seed=8), random_logits(20, 64, seed=9).requires_grad_()
     expected = trl_loss(draft, target, beta=beta, reduction="none").sum(-1)
-    torch.testing.assert_close(generalized_jsd(target.log_softmax(-1), draft.log_softmax(-1), beta), expected)
+    loss = generalized_jsd(target.log_softmax(-1), draft.log_softmax(-1), beta)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
+    grads = (torch.autograd.grad(x.mean(), draft)[0] for x in (loss, expected))
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
 
 # --- laws
@@ -230,25 +207,14 @@ def test_gradients_in_float64(name, k):
     assert torch.autograd.gradcheck(f, draft.requires_grad_())
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_descending_the_gradient_reaches_the_target(name):
-    target, draft = random_logits(2, 8, seed=12, scale=1.5), random_logits(2, 8, seed=13, scale=1.5)
-    before = overlap(target.log_softmax(-1), draft.log_softmax(-1))
-    for _ in range(400):
-        draft = draft - 0.5 * value_and_grad(draft, divergence=name, **whole_rows(target))[1]
-    after = overlap(target.log_softmax(-1), draft.log_softmax(-1))
-    assert (draft.argmax(-1) == target.argmax(-1)).all() if name == "hard_label" else (after > before).all()
-
-
 # --- impossible tokens, weights, nothing at all
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("where", ["target", "both", "draft"])
-def test_impossible_tokens_leave_value_and_gradient_finite(name, dtype, whole, where):
-    target, draft = (random_logits(4, 20, seed=i, dtype=dtype) for i in (14, 15))
+def test_impossible_tokens_leave_value_and_gradient_finite(name, whole, where):
+    target, draft = (random_logits(4, 20, seed=i, dtype=torch.float32) for i in (14, 15))
     if where != "draft":
         target[:, 3:15] = -torch.inf  # as top-k sampling leaves it
     if where != "target":

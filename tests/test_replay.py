@@ -89,14 +89,6 @@ def test_redrafted_rounds_are_the_live_ones(settings: dict[str, Any]) -> None:
             assert mine.drafted_ids[examined].tolist() == live_round.drafted_ids[examined].tolist()
 
 
-def test_the_rest_of_a_trace_stays_as_it_was() -> None:
-    target, draft = models.pair()
-    (trace,) = live(target, draft, [models.prompt()])
-    (again,) = redraft(models.draft_of(target, seed=9), [trace], 2)
-    for name in ("prompt_ids", "completion_ids", "top_logits", "top_ids", "tail_logprob", "sampling", "vocab_size"):
-        assert getattr(again, name) is getattr(trace, name)
-
-
 def test_a_draft_ends_with_the_token_that_meets_a_criterion() -> None:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -274,20 +266,6 @@ def test_batches_do_not_change_the_counts(monkeypatch: pytest.MonkeyPatch) -> No
         assert replay(draft, traces, batch_size=batch_size) == whole
     monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "MAX_LOGITS", 64 * 25)
     assert replay(draft, traces) == whole
-
-
-def test_the_draft_is_left_as_it_was() -> None:
-    target, draft = models.pair()
-    traces = live(target, draft, [models.prompt()])
-    draft.train()
-    before = {name: p.clone() for name, p in draft.named_parameters()}
-    replay(draft, traces)
-    assert draft.training
-    assert all(torch.equal(before[name], p) and p.grad is None for name, p in draft.named_parameters())
-
-
-def test_nothing_replayed_is_nothing_counted() -> None:
-    assert replay(models.build(), []) == AcceptanceStats()
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:

@@ -1,4 +1,3 @@
-import contextlib
 import errno
 import functools
 import inspect
@@ -168,30 +167,6 @@ def test_a_folder_keeps_every_bit(tmp_path_factory: pytest.TempPathFactory, trac
     assert bits(tuple(CorrectionStore(path))) == bits(tuple(traces))
 
 
-def test_traces_own_their_writable_arrays() -> None:
-    for trace in table_to_traces(traces_to_table([make_trace(i) for i in range(3)])):
-        for array in [
-            trace.prompt_ids,
-            trace.top_logits,
-            trace.top_ids,
-            trace.tail_logprob,
-            trace.rounds[1].drafted_ids,
-        ]:
-            owner = array if array.base is None else array.base
-            assert isinstance(owner, np.ndarray)
-            assert owner.base is None
-            assert owner.nbytes == array.nbytes
-            assert array.flags.writeable
-
-
-def test_a_table_is_cut_into_batches_that_arrow_can_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces = [make_trace(i) for i in range(10)]
-    monkeypatch.setattr(tables, "TABLE_BYTES", 3 * traces[0].nbytes)
-    table = traces_to_table(traces)
-    assert [batch.num_rows for batch in table.to_batches()] == [3, 3, 3, 1]
-    assert bits(tuple(table_to_traces(table))) == bits(tuple(traces))
-
-
 def test_settings_that_json_does_not_know_are_written_as_what_it_knows() -> None:
     trace = make_trace(1)
     sampling = {"ids": np.array([1, 2]), "bias": {(1, 2): np.float32(0.5)}, "stop": {"a"}, "type": np.float32}
@@ -228,17 +203,6 @@ def test_iterates_oldest_first_and_counts(path: Path | None) -> None:
     assert len(store) == 8
     store.flush()
     assert versions(store) == [1, 2, 3, 4, 5, 7, 8, 9]
-
-
-def test_traces_of_one_moment_stay_in_the_order_of_appending(path: Path | None) -> None:
-    store = CorrectionStore(path, flush_every=3)
-    for i in range(8):
-        store.append(make_trace(i + 0.5))
-    same_time = [Trace(**{**{n: getattr(t, n) for n in names(t)}, "created_at_seconds": 1.0}) for t in store]
-    store = CorrectionStore(path and path.with_name("same"), flush_every=3)
-    for trace in same_time:
-        store.append(trace)
-    assert versions(store) == list(range(8))
 
 
 def test_a_sample_has_different_traces_evenly(path: Path | None) -> None:
@@ -365,8 +329,7 @@ def test_a_folder_stays_within_its_bytes_and_keeps_the_newest(tmp_path: Path) ->
     store = CorrectionStore(tmp_path, max_bytes=max_bytes, flush_every=5)
     for i in range(120):
         store.append(make_trace(i, kept=32))
-        assert bytes_on_disk(tmp_path) + store.nbytes - store._folder.nbytes <= max_bytes  # type: ignore[union-attr]
-        assert store.nbytes <= max_bytes
+        assert bytes_on_disk(tmp_path) <= store.nbytes <= max_bytes
     kept = versions(store)
     assert kept == list(range(kept[0], 120))
     assert kept[0] > 0
@@ -493,28 +456,12 @@ def test_closing_flushes_and_ends_appending_but_not_reading(path: Path | None) -
     assert versions(store) == [1]
 
 
-def test_a_relative_path_outlives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    store = CorrectionStore("store")
-    monkeypatch.chdir("/")
-    store.append(make_trace(1))
-    store.flush()
-    assert len(shards(tmp_path / "store")) == 1
-
-
 def test_closing_quietly_reports_what_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = CorrectionStore(tmp_path / "store")
     store.append(make_trace(1))
     shutil.rmtree(tmp_path / "store")
     del store
     assert "1 traces were lost: cannot write" in caplog.text
-
-
-def test_a_forgotten_store_is_flushed(tmp_path: Path) -> None:
-    store = CorrectionStore(tmp_path)
-    store.append(make_trace(1))
-    del store
-    assert versions(CorrectionStore(tmp_path)) == [1]
 
 
 # Children start sooner without the rest of the package and of this file.
@@ -571,19 +518,6 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert versions(store) == [0, 1, 2, 3, 4]
 
 
-def test_a_full_disk_does_not_break_the_byte_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = make_trace(0).nbytes
-    store = CorrectionStore(tmp_path, max_bytes=10 * size, flush_every=1000)
-    monkeypatch.setattr(folder_module, "write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    for i in range(30):
-        with contextlib.suppress(StoreError):
-            store.append(make_trace(i))
-        assert store.nbytes <= 10 * size
-    assert versions(store) == list(range(30 - len(store), 30))
-    assert len(store) >= 9
-    monkeypatch.undo()
-
-
 # Many writers, many readers
 
 
@@ -605,15 +539,11 @@ def test_reading_survives_shards_that_vanish(tmp_path: Path) -> None:
         for i in range(8):
             store.append(make_trace(i))
     reader = CorrectionStore(tmp_path)
-    snapshot, iterator = reader._snapshot(), iter(reader)
+    iterator = iter(reader)
     shards(tmp_path)[1].unlink()
-    assert versions(iterator) == [0, 1, 4, 5, 6, 7]
-    assert snapshot.load(2) is None
-    reader._snapshot = lambda: snapshot  # type: ignore[method-assign]
-    assert sorted(versions(reader.sample(6))) == [0, 1, 4, 5, 6, 7]
+    assert versions(iterator) == versions(reader) == [0, 1, 4, 5, 6, 7]
+    assert sorted(versions(reader.sample(8))) == [0, 1, 4, 5, 6, 7]
     assert reader.to_dataset()["draft_version"] == [0, 1, 4, 5, 6, 7]
-    del reader._snapshot
-    assert versions(reader) == [0, 1, 4, 5, 6, 7]
 
 
 def test_threads_append_and_read_at_once(path: Path | None) -> None:
@@ -883,14 +813,6 @@ def test_damaged_rows_are_noticed_on_reading(tmp_path: Path) -> None:
         list(store)
     with pytest.raises(StoreError, match=f"the shard {shard} cannot be read"):
         store.to_dataset()
-
-
-def test_files_that_are_no_shards_are_ignored(tmp_path: Path) -> None:
-    with CorrectionStore(tmp_path) as store:
-        store.append(make_trace(0))
-    (shards(tmp_path)[0].parent / ".hidden.parquet").write_text("torn")
-    (tmp_path / "notes.txt").write_text("mine")
-    assert versions(CorrectionStore(tmp_path)) == [0]
 
 
 @posix
