@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: `make docs`."""
+"""Configure Sphinx for `make docs`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ myst_fence_as_directive = ["mermaid"]
 myst_links_external_new_tab = False
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the docstrings say the types, with their shapes
+autodoc_typehints = "none"  # the docstrings contain the types
 autodoc_inherit_docstrings = False
-default_role = "code"  # a name in single backticks, as docstrings of Hugging Face's libraries have it
+default_role = "code"  # names in single backticks, as in docstrings of Hugging Face libraries
 
-# A link of these docstrings: [`OnlineConfig`], [`~OnlineAssistant.generate`].
+# Links in docstrings: [`OnlineConfig`], [`~OnlineAssistant.generate`].
 LINK = re.compile(r"\[`~?([\w.]+)`\]")
 
 
 def link(match: re.Match[str]) -> str:
-    """The same in reStructuredText: a link where the reference has the name, plain code elsewhere."""
+    """Convert a link to reStructuredText, or to code if the reference does not have the name."""
     value: Any = osd_hf
     name = match[1].removeprefix("osd_hf.")
     for part in name.split("."):
@@ -50,7 +50,7 @@ def link(match: re.Match[str]) -> str:
 
 
 def mend(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Links and fenced code of a docstring, as Markdown has them, in reStructuredText."""
+    """Convert Markdown links and fenced code of a docstring to reStructuredText."""
     made, code = list[str](), None
     for line in LINK.sub(link, "\n".join(lines)).split("\n"):
         if fence := re.match(r"( *)```(\w*)$", line):
@@ -62,7 +62,7 @@ def mend(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str
 
 
 class Commands(Directive):
-    """The help of each command, as its parser prints it."""
+    """Directive that shows the help of each command."""
 
     def run(self) -> list[nodes.Node]:
         os.environ["COLUMNS"] = "92"

@@ -32,8 +32,8 @@ MAX_WORKERS = 8  # each loads torch and the bundled pair
 # The longest files, longest first. They start first, so that no worker waits for one at the end.
 LONG_FILES = (
     "browser verification generation_config lossless recipes app_strangers hook store_learning faults draft_forward "
-    "learner offline batches hub server proxy experiments replay memory_plan pairs text draft_vocabulary docs "
-    "assistant benchmark drafting serving pacing effort"
+    "learner offline batches hub server proxy experiments replay memory_plan models text draft_vocabulary docs "
+    "assistant benchmark drafting serving"
 ).split()
 
 

@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -394,3 +395,8 @@ def test_the_containers_run_existing_commands(tmp_path: Path, monkeypatch: pytes
     assert set(scraped) <= set(services)
     assert f"learner:{parse(services['learner']['command'][1:])[1][0].metrics_port}" in scraped["learner"]
     assert set(re.findall(r"http://(\w+):\d+", text)) - {"localhost"} <= set(services)
+
+
+def test_the_tables_of_models_are_made_from_the_code() -> None:
+    module = runpy.run_path(str(ROOT / "docs/models_tables.py"))
+    assert module["tables"]() in (ROOT / "docs/models.md").read_text(), "run `python docs/models_tables.py`"
