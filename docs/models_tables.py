@@ -1,4 +1,4 @@
-"""Write the tables of settings and model families of models.md from the data of the code: `python docs/models_tables.py`."""
+"""Write the tables of settings and model families in models.md: `python docs/models_tables.py`."""
 
 from __future__ import annotations
 
