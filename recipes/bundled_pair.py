@@ -1,7 +1,7 @@
 """Make the bundled pair: tokenizer, target, draft, and the scores in its README.
 
     python recipes/bundled_pair.py                      # everything, in two hours on two cores
-    python recipes/bundled_pair.py --stage draft        # one stage of tokenizer, target, grow, prune, draft, score
+    python recipes/bundled_pair.py --stage draft        # one stage: prompts, tokenizer, target, grow, ...
     python recipes/bundled_pair.py --stage grow --minutes 30    # deepens the target, or continues its training
     python recipes/bundled_pair.py --max-steps 2 --out /some/folder   # a smoke run
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 import transformers
-from bundled_prompts import DOMAINS, check_answer, first_examples, stream_examples
+from bundled_prompts import DOMAINS, check_answer, first_examples, shipped_lines, stream_examples
 from bundled_prompts.small_talk import make as small_talk
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm.auto import tqdm
@@ -44,7 +44,7 @@ from transformers import (
 )
 
 SEED = 0
-STAGES = ("tokenizer", "target", "grow", "prune", "draft", "score")
+STAGES = ("prompts", "tokenizer", "target", "grow", "prune", "draft", "score")
 VOCAB_SIZE = 2048
 SPECIALS = ["<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -574,6 +574,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = str(options.out.resolve())
     stages = STAGES if options.stage == "all" else (options.stage,)
+    if "prompts" in stages:
+        options.out.mkdir(parents=True, exist_ok=True)
+        Path(f"{folder}/prompts.jsonl").write_text("\n".join(shipped_lines()) + "\n")
     if "tokenizer" in stages:
         make_tokenizer().save_pretrained(f"{folder}/target")
     for stage in [stage for stage in ("target", "grow") if stage in stages]:

@@ -17,7 +17,7 @@ FOLDER = Path(bundled.__file__).parent
 RECIPES = FOLDER.parents[1] / "recipes"
 sys.path.append(str(RECIPES))
 
-from bundled_prompts import check_answer, first_examples, write  # noqa: E402
+from bundled_prompts import check_answer, first_examples, shipped_lines  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_prompts_are_distinct_and_begin_alike(domain):
 
 
 def test_the_shipped_prompts_are_those_of_the_recipe():
-    assert write.lines() == write.FILE.read_text().splitlines()
+    assert shipped_lines() == (FOLDER / "prompts.jsonl").read_text().splitlines()
 
 
 @pytest.mark.parametrize("domain", DOMAINS)

@@ -1,10 +1,10 @@
 """Generate the prompts of the bundled pair, with reference answers and checkers, without files, network, or torch.
 
-    python recipes/bundled_prompts/write.py    # writes osd_hf/bundled/prompts.jsonl
-
-`bundled_pair.py` trains both models on the `train` split. The package ships the first prompts of the `serve` split.
+`bundled_pair.py` trains both models on the `train` split. The package ships the first prompts of the `serve` split
+(`bundled_pair.py --stage prompts`).
 """
 
+import json
 import random
 import zlib
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ DOMAINS: tuple[str, ...] = ("sql", "math", "python", "finance")
 SPLITS: tuple[str, ...] = ("train", "serve")
 
 _MODULES = {"sql": sql, "math": math_words, "python": python_functions, "finance": finance}
+SHIPPED_PROMPTS = 1000  # per domain
 _SERVE_SHARE = 8  # one problem in eight belongs to the serve split
 
 
@@ -69,3 +70,15 @@ def check_answer(example: Example, answer: str) -> bool:
         answer (`str`): the answer, without special tokens.
     """
     return bool(_MODULES[example.domain].check(example, answer))
+
+
+def shipped_lines() -> list[str]:
+    """Return the lines of `osd_hf/bundled/prompts.jsonl`. `problem` numbers the problems of a domain."""
+    lines = []
+    for domain in DOMAINS:
+        problems: dict[str, int] = {}
+        for example in first_examples(domain, SHIPPED_PROMPTS):
+            number = problems.setdefault(example.content, len(problems))
+            row = {"domain": domain, "problem": number, "prompt": example.prompt, "answer": example.answer}
+            lines.append(json.dumps(row))
+    return lines
