@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import string
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -20,7 +15,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator, debug_launcher
+from accelerate import debug_launcher
 from transformers import TrainerCallback, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
@@ -29,7 +24,7 @@ from osd_hf import models as pairs
 from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
-from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill, last_checkpoint
+from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.learning import loss as offline_loss
 from osd_hf.losses import DIVERGENCES
@@ -180,12 +175,6 @@ def test_a_draft_gets_closer_to_its_target(tmp_path: Any, architecture: str, sou
     assert not result.draft.training
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_every_divergence_is_lowered(tmp_path: Any, pair: Any, divergence: str) -> None:
-    result = run(pair, tmp_path, ANSWERED, divergence=divergence, per_device_train_batch_size=12, max_steps=4)
-    assert losses(result)[-1] < losses(result)[0]
-
-
 def test_recorded_requests_need_no_target(tmp_path: Any, pair: Any) -> None:
     store = CorrectionStore()
     for trace in recorded(pair[0], 12, num_logprobs=16):
@@ -258,13 +247,6 @@ def test_nothing_is_left_on_the_models(tmp_path: Any, pair: Any) -> None:
     assert settings.to_dict() == before
 
 
-def test_a_draft_in_training_mode_is_trained(tmp_path: Any) -> None:
-    target, draft = models.pair("t5", noise=0.5, dropout_rate=0.1)
-    draft.train()
-    assert len(losses(run((target, draft), tmp_path, max_steps=1))) == 1
-    assert draft.training
-
-
 def test_a_live_assistant_goes_on_learning(tmp_path: Any, pair: Any) -> None:
     target, draft = copy.deepcopy(pair)
     learner = OnlineConfig(update_strategy="manual", steps_per_update=2)
@@ -294,22 +276,6 @@ def half_lora(draft: Any) -> Any:
 
 
 @peft_warns
-def test_the_adapters_of_a_draft_learn_in_full_precision(tmp_path: Any, pair: Any) -> None:
-    target, draft = pair[0], half_lora(pair[1])
-    kept: set[torch.dtype] = set()
-
-    class Look(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
-            kept.update(p.dtype for p in model.parameters() if p.requires_grad)
-
-    result = run((target, draft), tmp_path, callbacks=[Look()], learning_rate=1e-2)
-    assert kept == {torch.float32}
-    assert type(result.draft) is type(pair[1])
-    assert result.draft.dtype == torch.bfloat16
-    assert not torch.equal(result.draft.lm_head.weight, pair[1].lm_head.weight.bfloat16())
-
-
-@peft_warns
 def test_adapters_that_cannot_learn_or_be_merged_are_refused(tmp_path: Any, pair: Any) -> None:
     from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
@@ -329,14 +295,6 @@ def test_adapters_that_cannot_learn_or_be_merged_are_refused(tmp_path: Any, pair
     refused = pytest.raises(ConfigError, match="ties its output head to its input embeddings")
     with refused, pytest.warns(UserWarning, match="tied layer"):
         run(tied, tmp_path, peft_config=LoraConfig(target_modules=["lm_head"]))
-
-
-@pytest.mark.parametrize("gathered", [{}, None])
-def test_a_process_without_the_weights_keeps_the_draft(
-    tmp_path: Any, pair: Any, gathered: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Accelerator, "get_state_dict", lambda *args, **kwargs: gathered)
-    assert torch.equal(weights(run(pair, tmp_path, max_steps=1).draft), weights(pair[1]))
 
 
 # --- what the loss counts -------------------------------------------------------------------------------------------
@@ -405,17 +363,6 @@ def test_no_logits_of_a_whole_batch_exist(architecture: str, monkeypatch: pytest
     assert largest.elements == 48 * 4097  # a chunk, and the tail; of 360 positions
 
 
-@pytest.mark.slow
-def test_a_step_takes_less_than_a_quarter_of_two_dense_logits(tmp_path: Any) -> None:
-    folder = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, str(folder / "distilled_memory.py"), str(tmp_path)], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) < 2 * (8 * 512 * 150_000 * 4) / 4
-
-
 def test_logits_that_a_model_changes_behind_its_head_are_known_or_refused() -> None:
     capped = models.build("gemma3")
     capped.config.final_logit_softcapping = 2.0
@@ -477,16 +424,6 @@ def test_mix_token_draws_each_token_from_one_model() -> None:
     assert drafts.any(1).mean() > 0.9  # and in nearly every request
     assert (sampled("mix_token", share=0.0) == 4).all()
     assert (sampled("mix_token", share=1.0) == 5).all()
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5", "bart"])
-def test_a_mix_of_only_the_draft_is_what_the_draft_says(architecture: str) -> None:
-    target, draft = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
-    prompts = [unanswered(t) for t in recorded(target)]
-    sampler = Sampler("mix_token", 1.0, 1.0, 8, 0)
-    mixed = sampler.complete(prompts, range(6), 0, target=target, draft=draft)
-    alone = replace(sampler, source="student").complete(prompts, range(6), 0, target=target, draft=draft)
-    assert [t.completion_ids.tolist() for t in mixed] == [t.completion_ids.tolist() for t in alone]
 
 
 @pytest.mark.parametrize("source", SAMPLE_SOURCES)
@@ -624,26 +561,6 @@ def test_recomputed_activations_make_no_difference(tmp_path: Any, architecture: 
     assert recomputed.alpha == plain.alpha
 
 
-@peft_warns
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("adapters", [False, True])
-def test_the_selection_of_what_is_recomputed_makes_no_difference(
-    tmp_path: Any, adapters: bool, in_double: None
-) -> None:
-    from peft import LoraConfig
-
-    pair = tuple(map(models.double, models.pair(noise=0.5, num_hidden_layers=1)))
-
-    def learned(**settings: Any) -> torch.Tensor:
-        lora = LoraConfig(target_modules=["q_proj"], r=2) if adapters else None
-        return weights(run(pair, tmp_path, max_steps=2, peft_config=lora, **settings).draft)
-
-    plain = learned()
-    for selective in (False, True):
-        chosen = learned(gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": selective})
-        torch.testing.assert_close(chosen, plain, atol=1e-10, rtol=0)
-
-
 def test_judging_does_not_change_what_is_learned(tmp_path: Any, pair: Any) -> None:
     silent = run(pair, tmp_path, sample_source="mix_token", max_steps=2)
     judged = run(
@@ -713,19 +630,6 @@ def test_the_best_checkpoint_is_best_by_alpha(
     assert result.state.best_model_checkpoint.endswith("checkpoint-2")
     best = type(pair[1]).from_pretrained(tmp_path / "checkpoint-2")
     assert torch.equal(weights(result.draft), weights(best))
-
-
-def test_a_run_stops_when_alpha_rises_no_more(tmp_path: Any, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted_alphas(monkeypatch, [10, 20, 40, 30, 35, 50])
-    result = run(
-        pair, tmp_path, eval_dataset=HELD_OUT, eval_strategy="steps", eval_steps=1, max_steps=9,
-        early_stopping_patience=2,
-    )  # fmt: skip
-    assert result.state.global_step == 4
-
-
-def test_without_an_eval_strategy_alpha_is_measured_before_and_after(tmp_path: Any, pair: Any) -> None:
-    assert set(run(pair, tmp_path, eval_dataset=HELD_OUT).alpha) == {0, 3}
 
 
 # --- what is read ---------------------------------------------------------------------------------------------------
@@ -868,13 +772,6 @@ def test_a_stream_that_breaks_is_told_in_one_line() -> None:
         read(broken())
 
 
-def test_content_of_several_parts_is_read_as_its_text_in_chats() -> None:
-    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
-    rows = [{"messages": [{**USER, "content": parts}, {**ANSWER, "content": parts[:1]}]}]
-    expected = [{"messages": [{**USER, "content": "abc"}, {**ANSWER, "content": "ab"}]}]
-    assert read(rows, chat_tokenizer()) == read(expected, chat_tokenizer())
-
-
 def test_tools_and_settings_of_a_row_reach_the_chat_template() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template += "{% for tool in tools or [] %}{{ tool['x'] }}{% endfor %}{{ mark }}"
@@ -915,11 +812,6 @@ def test_text_without_a_tokenizer_is_refused(t5_pair: Any, tmp_path: Any) -> Non
     assert len(losses(ids)) == 1
 
 
-def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match="Pass `tokenizer=`"):
-        distill(target=pair[0], draft=pair[1], dataset=ROWS, config=config(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -958,14 +850,6 @@ def test_a_causal_draft_without_a_tokenizer_is_refused(pair: Any, tmp_path: Any)
 def test_settings_outside_their_range_are_refused(tmp_path: Any, changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(tmp_path, **changes)
-
-
-def test_numbers_of_all_kinds_are_settings(tmp_path: Any) -> None:
-    settings = config(
-        tmp_path, learning_rate=1, max_steps=np.int64(3), temperature=np.float32(0.5), eval_strategy="steps",
-        eval_steps=2, early_stopping_patience=2, metric_for_best_model="eval_block_efficiency",
-    )  # fmt: skip
-    assert settings.metric_for_best_model == "eval_block_efficiency"
 
 
 def test_the_target_s_tokenizer_reads_and_must_be_the_draft_s(
@@ -1037,11 +921,6 @@ def test_a_target_that_would_answer_under_processors_is_refused(tmp_path: Any, p
     assert run((target, draft), tmp_path, ANSWERED, eval_dataset=recorded(pair[0]), max_steps=1).alpha
 
 
-def test_an_unknown_setting_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(TypeError, match="learning_speed"):
-        config(tmp_path, learning_speed=1)
-
-
 def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Any, pair: Any) -> None:
     target, draft = pair
     with pytest.raises(ConfigError, match="`target` must be given"):
@@ -1075,11 +954,3 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Any, pair: Any) ->
         run(pair, tmp_path, [unanswered(recorded(target, 1)[0])])
     with pytest.raises(DataError, match="no request with a token"):
         run(pair, tmp_path, CorrectionStore())
-
-
-def test_a_copy_of_a_checkpoint_by_another_name_is_not_gone_on_from(tmp_path: Path) -> None:
-    for name in ("checkpoint-3", "checkpoint-best", "checkpoint-12-copy"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "trainer_state.json").write_text("{}")
-    config = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=True)
-    assert last_checkpoint(config) == str(tmp_path / "checkpoint-3")

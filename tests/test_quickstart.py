@@ -119,12 +119,6 @@ def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
     assert "12 DIFFER" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["learn_requests", "timed_requests"])
-def test_a_size_that_is_too_small_is_refused(pair, tmp_path, name, capsys):
-    assert main(arguments(pair, tmp_path / "out", **{name: 0})) == 2
-    assert f"`{name}` must be at least" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -143,11 +137,6 @@ def test_bad_input_is_one_line_and_exits_with_2(pair, tmp_path, capsys, more, me
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
-
-
-def test_half_a_pair_is_refused(pair, capsys):
-    assert main(["quickstart", "--target", str(pair / "target")]) == 2
-    assert "--target and --draft go together" in capsys.readouterr().err
 
 
 def test_later_prompts_pose_other_problems_than_those_learned_from():
