@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections import deque
@@ -292,7 +291,10 @@ def _bundled_prompts(settings: BenchSettings, tokenizer: PreTrainedTokenizerBase
     count = settings.num_requests or NUM_REQUESTS
     sizes = QuickstartSizes(max(settings.learn_requests, 2), max(count, 2), timed_requests=1)
     learned, later = split_prompts(sizes, settings.seed)
-    encode = functools.partial(encode_turn, tokenizer, **settings.chat)
+
+    def encode(text: str) -> list[int]:
+        return encode_turn(tokenizer, text, **settings.chat)
+
     stream = [(e.domain, encode(e.prompt)) for e in learned] if settings.learn_requests else []
     asked = {domain: [e.prompt for e in later if e.domain == domain][:count] for domain in DOMAINS}
     return stream, {domain: [*map(encode, texts)] for domain, texts in asked.items()}
@@ -449,7 +451,7 @@ def _compare(settings: BenchSettings) -> int:
     """Compare drafts on new answers of the target; returns the exit code."""
     if len(settings.prompts or ()) > 1:
         raise ConfigError("--compare takes one source of --prompts.")
-    location, count = (settings.prompts or [None])[0], settings.num_requests or NUM_COMPARED_REQUESTS
+    location, count = settings.prompts[0] if settings.prompts else None, settings.num_requests or NUM_COMPARED_REQUESTS
     dataset = evaluation_set(settings, location, count, settings.max_new_tokens, settings.domain_column)
     folder = settings.output_dir
     if folder is not None:

@@ -120,8 +120,8 @@ class CollectSettings(Prompts):
                 return key
             raise ConfigError(f"The file {self.api_key_file} holds no key.")
         if self.api_key_env is not None:
-            if key := os.environ.get(self.api_key_env):
-                return key
+            if os.environ.get(self.api_key_env):
+                return os.environ[self.api_key_env]
             raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set in the environment.")
         address, user, password = parse_address(str(self.url))
         if self.api_key or user or password:

@@ -31,7 +31,7 @@ WITHOUT_EFFECT = ("text_scope", "compile_draft", "compile_target", "divergence",
 class EnvSettings(Versions, Reporting):
     """Flags of `osd-hf env`."""
 
-    models: list[str] | None = flag("target and draft whose memory is planned from their configurations", None,
+    models: list[str] | None = flag("target and draft of a memory plan, from their configurations", None,
                                     positional=True, metavar="MODEL")  # fmt: skip
     target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto")
     draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto")

@@ -126,7 +126,7 @@ def _completion_script(shell: str) -> str:
         raise ConfigError("Completion needs shtab: pip install 'osd-hf[completion]'.") from error
     if shell not in shtab.SUPPORTED_SHELLS:
         raise ConfigError(f"--print-completion takes {', '.join(shtab.SUPPORTED_SHELLS)}, got {shell!r}.")
-    parser = argparse.ArgumentParser(prog="osd-hf")
+    parser: Any = argparse.ArgumentParser(prog="osd-hf")
     commands = parser.add_subparsers(parser_class=lambda *, parser, **_: parser)
     for name, help in COMMANDS.items():
         made = command_module(name).make_parser([], prog=f"osd-hf {name}")

@@ -47,7 +47,7 @@ class ProxySettings(StoreSettings):
     max_body_bytes: int = flag("maximum size of a request body", 64 << 20, metavar="N")
     allow_development: bool = flag("forward requests to vLLM's development endpoints, which control it", False)
     shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, metavar="S")
-    learn: bool = flag("also run osd-hf learn on the store, in a process of its own", False)
+    learn: bool = flag("also run osd-hf learn on the store, in a separate process", False)
     draft: str | None = flag("with --learn, the draft to start from; by default the bundled one", None,
                              metavar="ID|PATH")  # fmt: skip
     output_dir: Path | None = flag("with --learn, folder of the versions", None, metavar="DIR")

@@ -69,7 +69,7 @@ class PushSettings(Rows, Loading, Reporting):
         if self.draft_revision is not None and Path(self.draft).exists():
             raise ConfigError(f"--draft-revision is for a draft on the Hub, and {self.draft} is local. Leave it out.")
         if self.bundled and (given := self.changed("target", "before", "before_revision")):
-            raise ConfigError(f"--bundled names the models beside the draft: leave out {given[0]}.")
+            raise ConfigError(f"--bundled names the other models: leave out {given[0]}.")
         if self.export is not None:
             self.check_unused("--export only writes the draft", "repo_id", *EVALUATION_FLAGS)
             return

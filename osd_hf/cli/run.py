@@ -263,7 +263,7 @@ def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) ->
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
         shown = "; ".join(f"{name} was {earlier.get(name)!r}, is {current.get(name)!r}" for name in differing)
-        raise StateError(f"The run in {folder} has other settings: {shown}. Resume with the same, or start anew.")
+        raise StateError(f"The run in {folder} has other settings: {shown}. Resume with the same, or start a new run.")
 
 
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -410,7 +410,7 @@ def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serve
         check_pointer(state)
         if not has_session(state):
             if journal.exists():
-                logger.warning("Nothing was saved in %s before that run ended; it starts anew.", state)
+                logger.warning("Nothing was saved in %s before that run ended; it starts again.", state)
             journal.unlink(missing_ok=True)
             return []
         assistant.load_state(state)
@@ -419,9 +419,9 @@ def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serve
         lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
         served = [Served.from_line(line) for line in lines[:count] if line.endswith("\n")]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start anew.") from error
+        raise StateError(f"The journal {journal} cannot be read: {first_line(error)}. Start a new run.") from error
     if count is not None and len(served) < count:
-        raise StateError(f"The journal {journal} has {len(served)} of the {count} saved requests. Start anew.")
+        raise StateError(f"The journal {journal} has {len(served)} of the {count} saved requests. Start a new run.")
     if len(served) < len(lines):
         write_whole(journal, "".join(lines[: len(served)]).encode())
     return served

@@ -1,4 +1,4 @@
-"""The command `osd-hf serve`: an OpenAI-compatible server whose draft learns while it serves."""
+"""The command `osd-hf serve`: an OpenAI-compatible server with a draft that learns."""
 
 from __future__ import annotations
 

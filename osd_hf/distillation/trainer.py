@@ -237,7 +237,7 @@ def last_checkpoint(config: Any) -> str | None:
     found = [path.parent for path in Path(config.output_dir).glob("checkpoint-*/trainer_state.json")]
     whole = [path for path in found if re.fullmatch(r"checkpoint-\d+", path.name)]  # not a copy by another name
     if not whole:
-        raise StateError(f"There is no checkpoint in {config.output_dir} to resume from. Leave it out to begin anew.")
+        raise StateError(f"There is no checkpoint in {config.output_dir} to resume from. Leave it out to start again.")
     return str(max(whole, key=lambda path: int(path.name.removeprefix("checkpoint-"))))
 
 
