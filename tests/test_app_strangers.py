@@ -247,39 +247,38 @@ def test_pages_of_other_sites_and_names_that_point_here_do_not(headers: dict[str
         assert opened(access, JOIN, "POST", b"{}", **headers) == 403
 
 
-def test_who_logs_in_may_use_any_name() -> None:
+EVIL = {"host": "app.example", "origin": "https://evil.example"}
+FORGED = {**EVIL, "x_forwarded_host": "evil.example"}
+LINK = {"host": "app.example", "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+PROXIED = {"host": "10.0.0.1:7860", "origin": "https://app.example"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
+    [
+        ("POST", "/login", {"host": "app.example", "origin": "https://app.example"}, 200),
+        ("POST", "/login", {**PROXIED, "x_forwarded_host": "app.example"}, 200),
+        ("POST", "/login", {**PROXIED, "sec_fetch_site": "same-origin"}, 200),  # set by the browser, not by a page
+        ("POST", API + "call/chat", {**FORGED, "sec_fetch_site": "cross-site"}, 403),
+        ("POST", API + "call/chat", {**FORGED, "sec_fetch_site": "same-site"}, 403),
+        *[("OPTIONS", path, EVIL, 403) for path in ("/", API + "call/chat", API + "queue/join")],
+        *[("GET", path, EVIL, 403) for path in ("/", "/config", API + "token")],
+        *[("GET", path, {**LINK, "sec_fetch_mode": "cors"}, 403) for path in ("/", "/config", API + "token")],
+        ("GET", "/", LINK, 200),
+        ("GET", "/logout", LINK, 403),
+    ],
+)
+def test_a_page_with_a_login_has_any_name_and_is_closed_to_pages_of_other_sites(
+    method: str, path: str, headers: dict[str, str], status: int
+) -> None:
     access = AccessMiddleware(welcome, is_public=False, has_login=True)
-    named = {"host": "app.example", "origin": "https://app.example"}
-    assert opened(access, "/login", "POST", b"{}", **named) == 200
-    behind = {"host": "10.0.0.1:7860", "origin": "https://app.example", "x_forwarded_host": "app.example"}
-    assert opened(access, "/login", "POST", b"{}", **behind) == 200
-    # A browser says so itself, whatever a proxy has made of the host.
-    rewritten = {"host": "10.0.0.1:7860", "origin": "https://app.example", "sec_fetch_site": "same-origin"}
-    assert opened(access, "/login", "POST", b"{}", **rewritten) == 200
-    assert opened(AccessMiddleware(welcome, is_public=True), "/login", "POST", b"{}") == 404
+    assert opened(access, path, method, b"{}" if method == "POST" else b"", **headers) == status
 
 
-def test_no_page_of_another_site_passes_for_ours_by_a_header_that_it_sets() -> None:
-    access = AccessMiddleware(welcome, is_public=False, has_login=True)
-    invented = {"host": "app.example", "origin": "https://evil.example", "x_forwarded_host": "evil.example"}
-    for site in ("cross-site", "same-site"):
-        assert opened(access, API + "call/chat", "POST", b"{}", **invented, sec_fetch_site=site) == 403
-    for path in ("/", API + "call/chat", API + "queue/join"):  # without leave no header comes
-        assert opened(access, path, "OPTIONS", host="app.example", origin="https://evil.example") == 403
-    assert (
-        opened(AccessMiddleware(welcome, is_public=True), API + "call/chat", "OPTIONS", origin="https://a.example")
-        == 200
-    )
-
-
-def test_a_page_of_another_site_reads_nothing_and_may_link_here() -> None:
-    access = AccessMiddleware(welcome, is_public=False, has_login=True)
-    for path in (API + "token", "/config", "/"):
-        assert opened(access, path, host="app.example", origin="https://evil.example") == 403
-        assert opened(access, path, host="app.example", sec_fetch_site="cross-site", sec_fetch_mode="cors") == 403
-    link = {"host": "app.example", "sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
-    assert opened(access, "/", **link) == 200
-    assert opened(access, "/logout", **link) == 403
+def test_a_public_page_has_no_login_and_may_be_called_from_any_site() -> None:
+    access = AccessMiddleware(welcome, is_public=True)
+    assert opened(access, "/login", "POST", b"{}") == 404
+    assert opened(access, API + "call/chat", "OPTIONS", origin="https://a.example") == 200
 
 
 @pytest.mark.parametrize("is_public", [False, True])
@@ -349,10 +348,17 @@ def test_a_visitors_events_are_bounded(page: gr.Blocks) -> None:
     assert joined(page, "other", "192.0.2.2")[0]
 
 
-def test_what_nobody_reads_is_bounded_and_thrown_away(page: gr.Blocks) -> None:
+def test_unread_messages_are_bounded_and_deleted(page: gr.Blocks) -> None:
     now = [0.0]
     limit_queue(page, clock=lambda: now[0])
     queue = page._queue
+    event = queue.event_ids_to_events[joined(page, "mine", "192.0.2.1")[1]]
+    messages = queue.pending_messages_per_session["mine"]
+    for _ in range(10 * MAX_UNREAD_OF_PAGE):  # a page that reads gets all
+        while not messages.empty():
+            messages.get_nowait()
+        queue.send_message(event, queueing.ProcessStartsMessage())
+    assert event.alive
     for i in range(3000):
         success, event_id, _ = joined(page, f"page {i}", "192.0.2.1")
         if not success:
@@ -361,26 +367,13 @@ def test_what_nobody_reads_is_bounded_and_thrown_away(page: gr.Blocks) -> None:
         queue.event_queue_per_concurrency_id[event.concurrency_id].queue.clear()
         for _ in range(2 * MAX_UNREAD_OF_PAGE):
             queue.send_message(event, queueing.ProcessStartsMessage())
-        assert not event.alive  # as one whose page has gone
+        assert not event.alive  # as if its page was closed
     assert not success
-    kept = sum(messages.qsize() for messages in queue.pending_messages_per_session.values())
-    assert kept <= MAX_UNREAD
+    assert sum(messages.qsize() for messages in queue.pending_messages_per_session.values()) <= MAX_UNREAD
     assert joined(page, "reads", "192.0.2.2")[0]
     now[0] = UNREAD_SECONDS + 1
     assert joined(page, "reads", "192.0.2.1")[0]
-    assert set(queue.pending_messages_per_session) == set(queue.pending_event_ids_session) == {"reads"}
-
-
-def test_a_page_that_reads_is_told_all(page: gr.Blocks) -> None:
-    limit_queue(page)
-    event = page._queue.event_ids_to_events[joined(page, "mine", "192.0.2.1")[1]]
-    messages = page._queue.pending_messages_per_session["mine"]
-    while not messages.empty():
-        messages.get_nowait()
-    for _ in range(10 * MAX_UNREAD_OF_PAGE):
-        page._queue.send_message(event, queueing.ProcessStartsMessage())
-        messages.get_nowait()
-    assert event.alive
+    assert set(queue.pending_messages_per_session) == {"mine", "reads"}  # events of both are still waiting
 
 
 def test_the_state_of_a_page_holds_no_copy_of_it(

@@ -168,14 +168,6 @@ def test_the_table_shows_any_text_as_text(domain: str) -> None:
     assert f"{domain}10.750.75" in read.text
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_hostile_text_is_shown_everywhere(text: str) -> None:
-    assert text in Read(view.transcript(session_of(*[text] * 6))).text
-    assert text in Read(view.corrections(Counter({(text, "x"): 1}))).text.replace("⏎", "\n")
-    assert text in Read(view.learner_state(room_of(text, text), True)).text
-    assert text in Read(view.domain_table(room_of(text, text))).text
-
-
 def test_a_page_with_nothing_yet_reads() -> None:
     chat = Read(view.transcript(Session("id", ROOM)))
     assert "Ask something" in chat.inside("osd-hint")

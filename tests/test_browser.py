@@ -15,11 +15,6 @@ import pytest
 from app_server import app_server
 from held_app import ANSWERS
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
 from waiting import LONG
 
 pytestmark = pytest.mark.browser
@@ -251,19 +246,14 @@ def test_markup_in_a_prompt_is_text(page: Page) -> None:
 
 
 def test_models_that_do_not_fit_leave_the_old_pair(page: Page, tmp_path: Path) -> None:
-    models.build("llama").save_pretrained(tmp_path / "tiny")
-    models.tokenizer().save_pretrained(tmp_path / "tiny")
+    models.build("llama").save_pretrained(tmp_path)
+    models.tokenizer().save_pretrained(tmp_path)
     unfold(page, "#models", "#load")
-    for target, draft, shown in (
-        ("no/such-model", "no/such-draft", "cannot be loaded"),
-        (str(tmp_path / "tiny"), "", "name a target and a draft"),
-        (str(tmp_path / "tiny"), str(Path(models.__file__).parent.parent / "osd_hf/bundled/draft"), "tokenizer"),
-    ):
-        page.fill("#target textarea", target)
-        page.fill("#draft textarea", draft)
-        page.locator("#load").click()
-        expect(page.locator("#loaded")).to_contain_text(shown)
-        expect(page.locator("#loaded")).to_contain_text("Still serving the bundled pair")
+    page.fill("#target textarea", str(tmp_path))
+    page.fill("#draft textarea", str(Path(models.__file__).parent.parent / "osd_hf/bundled/draft"))
+    page.locator("#load").click()
+    expect(page.locator("#loaded")).to_contain_text("tokenizer")
+    expect(page.locator("#loaded")).to_contain_text("Still serving the bundled pair")
     ask(page, "What is 3 + 4?")
 
 
@@ -340,47 +330,6 @@ def test_two_visitors_at_once(page: Page, other_page: Page) -> None:
         expect(page.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("6")
     ends = [page.locator("#curves polyline.osd-learning").get_attribute("points") for page in pages]
     assert ends[0] == ends[1]
-
-
-# --- a model that says markup ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def markup_pair(tmp_path: Path) -> Path:
-    """Models whose every token is markup that would run."""
-    words = [f"<img src=x onerror=window.hacked={i}><script>window.hacked={i}</script>" for i in range(models.VOCAB)]
-    words[:3] = ["<pad>", "<s>", "</s>"]
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[3]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = Whitespace(), Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    for name, model in zip(("target", "draft"), models.pair(), strict=True):
-        model.save_pretrained(tmp_path / name)
-        fast.save_pretrained(tmp_path / name)
-    return tmp_path
-
-
-@pytest.fixture
-def markup_page(open_page: Page, markup_pair: Path) -> Iterator[Page]:
-    """One whose app serves these models meanwhile."""
-
-    def load(target: str, draft: str, shown: str) -> None:
-        unfold(open_page, "#models", "#load")
-        open_page.fill("#target textarea", target)
-        open_page.fill("#draft textarea", draft)
-        open_page.locator("#load").click()
-        expect(open_page.locator("#loaded")).to_contain_text(f"Serving {shown}")
-
-    load(str(markup_pair / "target"), str(markup_pair / "draft"), str(markup_pair))
-    yield cleared(open_page)
-    load("", "", "the bundled pair")
-
-
-def test_markup_in_an_answer_is_text(markup_page: Page) -> None:
-    ask(markup_page, "say something")
-    assert "<script>window.hacked" in markup_page.locator("#chat .osd-answer").inner_text()
-    expect(markup_page.locator("#corrections")).to_contain_text("onerror")
-    assert markup_page.evaluate("window.hacked") is None
-    assert markup_page.locator("#chat img, #chat script, #corrections img, #corrections script").count() == 0
 
 
 # --- programs -------------------------------------------------------------------------------------------------------
