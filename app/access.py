@@ -20,7 +20,7 @@ TOO_OFTEN = 429, "Too many requests from your address. Try again in a few second
 TOO_LARGE = 413, f"A request may have at most {MAX_BODY_BYTES:,} bytes."
 BODY_SECONDS = 30.0  # until the body must be complete
 MAX_OPEN = 200  # open requests of untrusted visitors, including streams
-CALL_RATE = (120, 2.0)  # requests of untrusted visitors that cost work, in so many seconds
+CALL_RATE = (120, 2.0)  # requests of untrusted visitors that cost work, and seconds
 FILE_RATE = (1200, 2.0)  # the same for static files; a page loads about a hundred
 
 # What the page and programs need. All other paths of Gradio (uploads, files, proxies, monitoring, app editing) are
@@ -48,16 +48,13 @@ class AccessMiddleware:
     An ASGI middleware in front of Gradio's app.
 
     Args:
-        app (`ASGIApp`):
-            The app to protect.
-        is_public (`bool`):
-            Serve untrusted visitors: each has a share of all requests, and pages of other sites may call.
+        app (`ASGIApp`): The app to protect.
+        is_public (`bool`): Serve untrusted visitors: requests are limited for each, and other sites may call.
         has_login (`bool`, *optional*, defaults to `False`):
             All visitors must log in. Otherwise, unless public, only requests to names of this machine are accepted:
             a page of another site could point its own name to this machine.
         has_room (`Callable[[str], bool]`, *optional*):
-            Returns whether the queue would accept another event of a visitor. If not, the event is refused before
-            its body is read.
+            Returns whether the queue accepts another event of a visitor. If not, its body is not read.
     """
 
     def __init__(
@@ -192,7 +189,7 @@ def _hostname(netloc: str) -> str:
 def _response(status: int, text: str) -> JSONResponse:
     headers = {}
     if status in (408, 413):
-        headers["connection"] = "close"  # do not wait for the rest of the body
+        headers["connection"] = "close"  # do not wait for the remaining body
     if status in (429, 503):
         headers["retry-after"] = "2"
     return JSONResponse({"detail": text, "error": text}, status, headers)

@@ -45,13 +45,7 @@ def theme() -> gr.themes.Base:
 
 
 def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) -> str | None:
-    """Return why other machines can reach a page at this address, or `None` if they cannot.
-
-    Args:
-        host (`str`): The address or name that the server binds to.
-        environment (`Mapping[str, str]`): The environment variables of the process.
-        share (`bool`, *optional*, defaults to `False`): Gradio gives the page a public address.
-    """
+    """Return why other machines can reach a page at this address, or `None` if they cannot."""
     if environment.get("SPACE_ID"):
         return "this is a Space"
     if share:
@@ -85,50 +79,30 @@ def serve(
     share: bool = False,
     login: tuple[str, str] | None = None,
 ) -> gr.Blocks:
-    """
-    Launch the page with all limits, by default at the first free port.
+    """Launch the page with all limits, by default at the first free port.
 
-    Args:
-        service (`Service`): Answers the prompts.
-        host (`str`), port (`int`, *optional*): Where to listen.
-        output_dir (`Path`): Where the page saves.
-        share (`bool`, *optional*, defaults to `False`): Get a public address from Gradio.
-        login (`tuple[str, str]`, *optional*): Name and password that all visitors must enter.
-
-    Raises:
-        ConfigError: other machines can reach the page, and it is neither public nor protected by a login.
+    `login` is the name and password that all visitors must enter. Raises ConfigError if other machines can reach the
+    page, and it is neither public nor protected by a login.
     """
     page = build(service, output_dir=output_dir)
     # Answers are scheduled by the service, not by Gradio.
     page.queue(default_concurrency_limit=None, max_size=MAX_WAITING, api_open=False)
-    limits: dict[str, Any] = {"has_room": limit_queue(page)} if service.is_public else {}
-    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=login is not None, **limits)
+    has_room = limit_queue(page) if service.is_public else None
+    has_login = login is not None
+    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=has_login, has_room=has_room)
+    address: dict[str, Any] = {"server_name": host, "server_port": port, "share": share, "auth": login}
     closed: dict[str, Any] = {"mcp_server": False, "pwa": False, "enable_monitoring": False, "allowed_paths": []}
-    page.launch(
-        server_name=host,
-        server_port=port,
-        share=share,
-        auth=login,
-        css=CSS,
-        theme=theme(),
-        ssr_mode=False,
-        prevent_thread_lock=True,
-        quiet=True,
-        show_error=True,
-        max_threads=MAX_THREADS,
-        state_session_capacity=MAX_PAGE_STATES,
-        max_file_size=1,
-        footer_links=["api", "settings"],
-        app_kwargs={"middleware": [access]},
-        **closed,
-    )
+    limits = {"max_threads": MAX_THREADS, "state_session_capacity": MAX_PAGE_STATES, "max_file_size": 1}
+    style: dict[str, Any] = {"css": CSS, "theme": theme(), "ssr_mode": False, "footer_links": ["api", "settings"]}
+    console = {"prevent_thread_lock": True, "quiet": True, "show_error": True}
+    page.launch(**address, **closed, **limits, **style, **console, app_kwargs={"middleware": [access]})
     limit_states(page)
     # Moved before Gradio's own middlewares, one of which grants other sites what they ask for.
     page.app.user_middleware.remove(access)
     page.app.user_middleware.insert(0, access)
     page.app.middleware_stack = page.app.build_middleware_stack()
     addresses = [str(s.getsockname()[0]) for server in page.server.servers for s in server.sockets]
-    if not service.is_public and login is None and not all(map(is_loopback, addresses)):
+    if not service.is_public and not has_login and not all(map(is_loopback, addresses)):
         page.close()
         raise ConfigError(
             f"Other machines can reach the page at {', '.join(addresses)}. Use --public, --login, or --host 127.0.0.1."

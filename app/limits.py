@@ -26,7 +26,7 @@ UNREAD_SECONDS = 45.0  # after which unread messages are deleted
 MAX_NAME_CHARACTERS = 64  # of a page session
 QUEUE_FULL = "Too many requests at the moment. Try again in a few seconds."
 
-FAILURE_RATE = (30, 60.0)  # failures logged in so many seconds
+FAILURE_RATE = (30, 60.0)  # logged failures, and seconds
 LOGGERS = ("uvicorn.error", "asyncio", "osd_hf_app.service", "osd_hf_app.page")
 # Parameters of glibc's `mallopt`, as numbered in malloc.h.
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
@@ -58,9 +58,9 @@ def _visitor(request: Any) -> str:
 
 
 def limit_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) -> Callable[[str], bool]:
-    """Limit the events of each visitor in the queue of a page, and the messages that nobody reads.
+    """Limit the events of each visitor in the queue of a page, and the unread messages.
 
-    Call it before the launch. The queue's own statistics are disabled, because nobody sees them. Returns a function
+    Call it before the launch. The queue's own statistics are disabled, because they are not shown. Returns a function
     that tells whether another event of a visitor would be accepted.
     """
     queue = page._queue

@@ -44,12 +44,9 @@ class ServedPair:
     A target, a draft, and their tokenizer, loaded and checked.
 
     Args:
-        target, draft (`str`, *optional*):
-            Hub ids or folders; the bundled pair by default.
-        smollm2 (`Pair`, *optional*):
-            The SmolLM2 pair, already loaded; a repetition penalty is set for its target.
-        loading (`Any`):
-            Further arguments of `load_pair`, whose errors are raised.
+        target, draft (`str`, *optional*): Hub ids or folders; the bundled pair by default.
+        smollm2 (`Pair`, *optional*): The SmolLM2 pair, already loaded; its target gets a repetition penalty.
+        loading (`Any`): Further arguments of `load_pair`, which also raises its errors.
     """
 
     def __init__(

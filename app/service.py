@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 REPLAY_K = 5  # tokens per round at which both drafts are compared
 MAX_CHARACTERS = 20_000  # of a prompt
-MAX_STARTED_BUNDLED = 16  # answers in progress with the bundled pair, whose caches are small
+MAX_STARTED_BUNDLED = 16  # answers in progress with the bundled pair, which has small caches
 MAX_PUBLIC_NEW_TOKENS = 192
 STOP_SECONDS = 0.2  # within which a waiting batch reacts to a stop
 LEARNING_SECONDS = 30.0  # that a batch waits at most for learning between two prompts
@@ -44,19 +44,12 @@ class Service:
     Answer the prompts of all visitors. One answer is generated at a time.
 
     Args:
-        pair (`ServedPair`):
-            The models.
-        state (`Path`, *optional*):
-            A saved session that the shared workspace continues.
-        config (`dict[str, Any]`, *optional*):
-            Settings of `OnlineConfig` that replace those of the app. Learning is paused during requests, so
-            `"interval"` never learns.
-        is_public (`bool`, *optional*, defaults to `False`):
-            Serve untrusted visitors: answers are shorter, and stop after their visitor has left.
-        threads (`int`, *optional*):
-            Threads of torch; by default one, unless all cores are clearly faster.
-        loading (`Any`):
-            `dtype` and `device` of pairs that are loaded later.
+        pair (`ServedPair`): The models.
+        state (`Path`, *optional*): A saved session that the shared workspace continues.
+        config (`dict[str, Any]`, *optional*): Settings of `OnlineConfig` that replace those of the app.
+        is_public (`bool`, *optional*, defaults to `False`): Serve untrusted visitors, with limits for each.
+        threads (`int`, *optional*): Threads of torch; by default one, unless all cores are clearly faster.
+        loading (`Any`): `dtype` and `device` of pairs that are loaded later.
     """
 
     def __init__(
@@ -125,20 +118,11 @@ class Service:
         self.sessions.close()
 
     def ask(self, session: Session, prompt: str, settings: Settings, *, wants_private: bool | None = None) -> Answer:
-        """
-        Start to answer a prompt. The answer is generated even if nobody watches.
+        """Start to answer a prompt.
 
-        Args:
-            session (`Session`): The chat.
-            prompt (`str`): The prompt; control characters are removed.
-            settings (`Settings`): How to answer.
-            wants_private (`bool`, *optional*):
-                The visitor expects a private draft. If it was removed, the prompt is refused, so that no other draft
-                learns from it.
-
-        Raises:
-            ConfigError: an empty or too long prompt, an unknown domain, a chat that is still being answered, too many
-                waiting prompts, or a private draft that was removed.
+        With `wants_private`, the prompt is refused if the visitor's private draft was removed, so that no other draft
+        learns from it. Raises ConfigError then, and for an empty or too long prompt, an unknown domain, a chat that is
+        still being answered, or too many waiting prompts.
         """
         text = self._clean(prompt, settings)
         # The classifier reads the typed words only, and not the template or earlier turns.
@@ -175,7 +159,7 @@ class Service:
     ) -> Batch:
         """Start to answer sample prompts of a domain one after the other.
 
-        Between two prompts, the draft learns what is due while nobody else asks. Raises ConfigError as `ask` does.
+        Between two prompts, the draft learns while no other visitor asks. Raises ConfigError as `ask` does.
         """
         if domain not in (self.pair.domains or (NO_DOMAIN,)):
             known = ", ".join(self.pair.domains) or "no particular domain"

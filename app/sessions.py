@@ -27,7 +27,7 @@ MAX_SESSIONS = 500
 MAX_KEPT_BYTES = 64 * 2**20  # estimated size of all chats
 MAX_PRIVATE = 4  # private workspaces; one for a pair that was loaded by name
 MAX_JOBS = 32  # waiting or running at the same time
-PRIVATE_RATE = (8, 60.0)  # private workspaces that untrusted visitors may create in so many seconds
+PRIVATE_RATE = (8, 60.0)  # private workspaces that untrusted visitors may create, and seconds
 ACTIVE_SECONDS = 600.0  # after its last use, a chat or private draft may be removed for another visitor
 PRIVATE_REMOVED = "Your private draft was removed to make room for other visitors. You now use the shared draft."
 PAIR_CHANGED = "The models were changed; your private draft was removed."
@@ -37,7 +37,7 @@ TOO_MANY_VISITORS = "There are too many visitors at the moment. Try again in a f
 
 @dataclass(frozen=True)
 class Settings:
-    """How a prompt is answered. Raises ConfigError with the setting, the rule, and the value."""
+    """Settings of one prompt. Raises ConfigError with the setting, the rule, and the value."""
 
     domain: str | None = None  # `None`: found from the words of the prompt
     learn: bool = True  # `False`: nothing of the request is kept or learned from
@@ -157,7 +157,7 @@ class Session:
     id: str
     workspace: Workspace
     is_private: bool = False
-    # Whose earlier text may be proposed. A different value than `id`, and a new one after the chat is cleared.
+    # Owner of the text that may be proposed again; not the `id`, and new after the chat is cleared.
     owner: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     entries: list[Answer | Batch] = field(default_factory=list)
     corrections: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -351,7 +351,7 @@ class Sessions:
         _close(closing)
 
     def _make_private_room(self, visitor: str | None) -> list[Workspace]:
-        """Return the workspaces to close before one more is created."""
+        """Return the workspaces to close before another is created."""
         capacity = MAX_PRIVATE if self.shared.pair.per_domain else 1
         removed = self._to_remove(self.private, capacity, visitor, ALL_IN_USE)
         if visitor is not None and not self._private_rate.allow(visitor):
@@ -367,10 +367,10 @@ class Sessions:
         *,
         from_largest: bool = False,
     ) -> list[Session]:
-        """Return the sessions that must be removed so that a visitor can have one more.
+        """Return the sessions that must be removed so that a visitor can have another.
 
-        A trusted visitor replaces the least recently used. An untrusted visitor may hold as many as there are free
-        places, then replaces own ones, empty chats first. If no place is free, an old one is removed, or with
+        A trusted visitor replaces the least recently used. An untrusted visitor may hold no more than there are free
+        places, and then replaces own ones, empty chats first. If no place is free, an old one is removed, or with
         `from_largest` one of the visitor who holds most. Raises ConfigError if none can be removed.
         """
         held = Counter(session.visitor for session in kept.values())

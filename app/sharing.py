@@ -15,7 +15,7 @@ MARGIN_SECONDS = 0.03  # a running answer yields to a visitor who has used this 
 MAX_CREDIT_SECONDS = 0.03  # the most by which a returning visitor is ahead of the others
 MAX_STARTED = 3  # answers in progress at the same time: each holds its caches
 LOOK_SECONDS = 0.25  # between two checks whether a waiting visitor has left
-MAX_VISITORS = 256  # visitors whose used time is remembered
+MAX_VISITORS = 256  # remembered visitors
 
 
 def visitor_id(host: str | None) -> str:
@@ -38,7 +38,7 @@ def visitor_id(host: str | None) -> str:
 def may_take(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
     """Return whether a visitor may take another place.
 
-    A visitor may hold as many places as are still free, so a single visitor leaves half of them. A first place is
+    A visitor may hold no more places than are free, so a single visitor leaves half of them. A first place is
     available until twice the capacity is taken. `None` is a trusted visitor, limited by the capacity only.
     """
     total = held.total()
@@ -76,8 +76,8 @@ class Quota:
 class RateLimit:
     """Allow `capacity` actions per period of `seconds`.
 
-    Visitors share the capacity: each gets an equal part, as if one more visitor came than in the period before. If
-    many come together, at most twice the capacity is allowed.
+    Each visitor gets an equal part, calculated for the visitors of the previous period and an additional one. If many
+    come together, at most twice the capacity is allowed.
     """
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -166,12 +166,9 @@ class FairQueue:
         Args:
             on_position (`Callable[[int], object]`, *optional*):
                 Called with the number of slots ahead, on arrival and after each change. Must be quick and not raise.
-            visitor (`str`, *optional*):
-                The visitor whose used time increases.
-            is_gone (`Callable[[], bool]`, *optional*):
-                Returns whether the visitor has left. Called from time to time while the slot waits.
-            alone (`bool`, *optional*, defaults to `False`):
-                Started answers must end first, and later ones may not start before.
+            visitor (`str`, *optional*): The visitor to charge.
+            is_gone (`Callable[[], bool]`, *optional*): Returns whether the visitor has left; called while waiting.
+            alone (`bool`, *optional*, defaults to `False`): Wait for started answers, and let no later one start.
         """
         slot = Slot(self, visitor, on_position, alone)
         with self._changed:
