@@ -117,12 +117,20 @@ class OnlineAssistant:
     """
 
     def __init__(
-        self, target: Any, draft: Any, tokenizer: Any = None, config: OnlineConfig | None = None, *,
+        self,
+        target: Any,
+        draft: Any,
+        tokenizer: Any = None,
+        config: OnlineConfig | None = None,
+        *,
         store: CorrectionStore | str | os.PathLike[str] | None = None,
-        router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None,
-        autosave: str | os.PathLike[str] | None = None, report_to: str | Sequence[str] | None = None,
-        on_update: Callable[[GateDecision], object] | None = None, **model_kwargs: Any,
-    ) -> None:  # fmt: skip
+        router: Router | Callable[[str], str | None] | None = None,
+        peft_config: Any = None,
+        autosave: str | os.PathLike[str] | None = None,
+        report_to: str | Sequence[str] | None = None,
+        on_update: Callable[[GateDecision], object] | None = None,
+        **model_kwargs: Any,
+    ) -> None:
         self.target, source = load_named(target, draft, **model_kwargs)
         source = uncompiled(source)
         check_pair(unwrap(self.target), unwrap(source))
@@ -144,17 +152,23 @@ class OnlineAssistant:
         compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
         self._live = LiveLearning(
             self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target), self._on_update
-        )  # fmt: skip
+        )
         weakref.finalize(self, self._live.stop)
         warn_of_target(source, self.target)
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def generate(
-        self, inputs: Any = None, *, domain: str | None = None, learn: bool = True,
-        num_assistant_tokens: int | str | None = None, owner: str | None = None,
-        on_trace: Callable[[Trace], object] | None = None, **generate_kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        inputs: Any = None,
+        *,
+        domain: str | None = None,
+        learn: bool = True,
+        num_assistant_tokens: int | str | None = None,
+        owner: str | None = None,
+        on_trace: Callable[[Trace], object] | None = None,
+        **generate_kwargs: Any,
+    ) -> Any:
         """
         Return what `target.generate` returns for these arguments, faster.
 
@@ -219,9 +233,13 @@ class OnlineAssistant:
         return output
 
     def chat(
-        self, messages: str | Sequence[Mapping[str, Any]], *, chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool | None = None, **generate_kwargs: Any,
-    ) -> str:  # fmt: skip
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+        **generate_kwargs: Any,
+    ) -> str:
         """
         Return the text of the target's answer to a chat, without special tokens.
 
@@ -270,9 +288,13 @@ class OnlineAssistant:
         try:
             with neutral_context():  # the ids must not be created on the meta device
                 prompt = tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=not is_continued, continue_final_message=is_continued,
-                    return_dict=True, return_tensors="pt", **template_kwargs,
-                )  # fmt: skip
+                    list(messages),
+                    add_generation_prompt=not is_continued,
+                    continue_final_message=is_continued,
+                    return_dict=True,
+                    return_tensors="pt",
+                    **template_kwargs,
+                )
         except Exception as error:  # templates raise errors of any type
             raise ConfigError(f"The chat template cannot take these messages: {first_line(error)}.") from error
         ids = prompt["input_ids"]
@@ -448,11 +470,19 @@ class OnlineAssistant:
         if config.learner_device is not None and torch.empty(0, device=config.learner_device).device == base.device:
             config = replace(config, learner_device=None)
         return memory_plan(
-            target.config, base.config, config, peft_config=self._peft_config, target_dtype=target.dtype,
-            draft_dtype=base.dtype, target_bytes=sum(t.nbytes for t in (*target.parameters(), *target.buffers())),
-            prompt_tokens=prompt_tokens, new_tokens=new_tokens, rows=rows,
-            drafts=max(len(self._drafts.domains), 1), device_type=base.device.type,
-        )  # fmt: skip
+            target.config,
+            base.config,
+            config,
+            peft_config=self._peft_config,
+            target_dtype=target.dtype,
+            draft_dtype=base.dtype,
+            target_bytes=sum(t.nbytes for t in (*target.parameters(), *target.buffers())),
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            rows=rows,
+            drafts=max(len(self._drafts.domains), 1),
+            device_type=base.device.type,
+        )
 
     @property
     def drafts(self) -> DomainDrafts:

@@ -156,10 +156,15 @@ class LiveLearning:
     """
 
     def __init__(
-        self, learner: Learner, router: Router | None = None, tokenizer: Any = None, autosave: Path | None = None,
-        compiled: CompiledTarget | None = None, target: PreTrainedModel | None = None,
+        self,
+        learner: Learner,
+        router: Router | None = None,
+        tokenizer: Any = None,
+        autosave: Path | None = None,
+        compiled: CompiledTarget | None = None,
+        target: PreTrainedModel | None = None,
         on_update: Callable[[GateDecision], object] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.learner = learner
         self.drafts = learner.drafts
         self.config = learner.config
@@ -195,9 +200,16 @@ class LiveLearning:
             yield
 
     def binding(
-        self, domain: str | None, learn: bool, store: CorrectionStore | None, *, owner: str | None = None,
-        is_begun: bool = False, k: int | str | None = None, seen: list[Trace] | None = None,
-    ) -> Binding:  # fmt: skip
+        self,
+        domain: str | None,
+        learn: bool,
+        store: CorrectionStore | None,
+        *,
+        owner: str | None = None,
+        is_begun: bool = False,
+        k: int | str | None = None,
+        seen: list[Trace] | None = None,
+    ) -> Binding:
         """
         Return what captures and serves requests of a label.
 
@@ -240,9 +252,14 @@ class LiveLearning:
         return None
 
     def take_in(
-        self, traces: Sequence[Trace], *, learn: bool, store: CorrectionStore | None, owner: str | None,
+        self,
+        traces: Sequence[Trace],
+        *,
+        learn: bool,
+        store: CorrectionStore | None,
+        owner: str | None,
         seen: list[Trace] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count a finished request, or those of a batch, and with `learn` log them and learn."""
         if seen is not None:
             seen += traces

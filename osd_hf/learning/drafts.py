@@ -215,9 +215,13 @@ class DomainDrafts:
     """
 
     def __init__(
-        self, draft: PreTrainedModel, config: OnlineConfig | None = None, *, peft_config: Any = None,
+        self,
+        draft: PreTrainedModel,
+        config: OnlineConfig | None = None,
+        *,
+        peft_config: Any = None,
         per_domain: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config or OnlineConfig()
         self.peft_config = peft_config
         self.per_domain = per_domain
@@ -710,7 +714,7 @@ class DomainDrafts:
                     draft = self._new_draft(domain)
                 draft.serving = DraftVersion(
                     int(saved["version"]), self._placed(saved["snapshot"]), saved["target_version"]
-                )  # fmt: skip
+                )
                 if previous is not None:
                     place = self.to_host if self._template is None else self._placed
                     previous = DraftVersion(previous[0], place(previous[1]), *previous[2:])

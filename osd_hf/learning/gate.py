@@ -79,9 +79,13 @@ class GateDecision:
 
 
 def judge(
-    version: int, serving: int, domain: str | None,
-    held_back: Sequence[Trace], before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats],
-) -> GateDecision:  # fmt: skip
+    version: int,
+    serving: int,
+    domain: str | None,
+    held_back: Sequence[Trace],
+    before: Sequence[AcceptanceStats],
+    after: Sequence[AcceptanceStats],
+) -> GateDecision:
     """
     Decide whether a version may replace the serving one, from the replay of both (`after`, `before`) on the held-back
     requests.
@@ -115,9 +119,12 @@ def judge(
 
 
 def regressed(
-    version: int, previous: int, domain: str | None,
-    before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats],
-) -> GateDecision | None:  # fmt: skip
+    version: int,
+    previous: int,
+    domain: str | None,
+    before: Sequence[AcceptanceStats],
+    after: Sequence[AcceptanceStats],
+) -> GateDecision | None:
     """
     Decide whether the serving version is rolled back to `previous` (0: the original draft); `None` if it stays.
 
@@ -133,9 +140,7 @@ def regressed(
     reason = (
         f"served acceptance is {-gain:.3f} below that of version {previous}, more than {limit:.1f} standard errors"
     )
-    return GateDecision(
-        "rolled back", version, previous, domain, reason, len(after), *_figures(before, after, error)
-    )  # fmt: skip
+    return GateDecision("rolled back", version, previous, domain, reason, len(after), *_figures(before, after, error))
 
 
 def _figures(
@@ -252,9 +257,13 @@ class Effort:
         self._price: float | None = None  # seconds of learning per request, when no draft could have repaid them
 
     def add(
-        self, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None = None,
-        num_requests: int = 1, possible_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        original: AcceptanceStats,
+        learned: AcceptanceStats,
+        saved_seconds: float | None = None,
+        num_requests: int = 1,
+        possible_seconds: float | None = None,
+    ) -> None:
         """
         Add a compared request and adapt the share.
 

@@ -50,9 +50,14 @@ class Learner:
     """
 
     def __init__(
-        self, drafts: DomainDrafts, config: OnlineConfig, accelerator: Accelerator | None = None, *,
-        timer: Callable[[], float] = time.perf_counter, chooses: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        drafts: DomainDrafts,
+        config: OnlineConfig,
+        accelerator: Accelerator | None = None,
+        *,
+        timer: Callable[[], float] = time.perf_counter,
+        chooses: bool = True,
+    ) -> None:
         self.drafts = drafts
         self.config = config
         self._timer = timer
@@ -344,9 +349,7 @@ class Learner:
         self.unreported.append(decision)
         level = logging.WARNING if decision.outcome == "rolled back" else logging.INFO
         of_domain = "" if decision.domain is None else f" of {decision.domain!r}"
-        logger.log(
-            level, "Draft version %d%s %s: %s.", decision.version, of_domain, decision.outcome, decision.reason
-        )  # fmt: skip
+        logger.log(level, "Draft version %d%s %s: %s.", decision.version, of_domain, decision.outcome, decision.reason)
 
     def _judge(
         self, requests: DraftRequests, version: int, snapshot: Snapshot

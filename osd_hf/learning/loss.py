@@ -51,9 +51,13 @@ TargetRows = Callable[[slice], tuple[Tensor | None, Tensor]]
 
 
 def divergence_sum(
-    draft: PreTrainedModel, traces: Sequence[Trace], rows: TargetRows, divergence: Callable[[Tensor, Tensor], Tensor],
-    where: Tensor | None = None, tail: SampledTail | None = None,
-) -> Tensor:  # fmt: skip
+    draft: PreTrainedModel,
+    traces: Sequence[Trace],
+    rows: TargetRows,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+    where: Tensor | None = None,
+    tail: SampledTail | None = None,
+) -> Tensor:
     """
     Sum a divergence over all completion positions of a batch.
 
@@ -239,9 +243,7 @@ def recomputed_layers(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in _layers(model):
             stack.callback(_restore_forward, layer, vars(layer).get("forward"))
-            layer.forward = functools.partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )  # fmt: skip
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         yield
 
 

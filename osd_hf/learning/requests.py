@@ -329,9 +329,13 @@ class DraftRequests:
     """
 
     def __init__(
-        self, domain: str | None = None, config: OnlineConfig | None = None, *, target_lag: int = 0,
+        self,
+        domain: str | None = None,
+        config: OnlineConfig | None = None,
+        *,
+        target_lag: int = 0,
         min_effort: float = MIN_EFFORT,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.domain = domain
         self.config = config or OnlineConfig()
         self.target_lag = target_lag
@@ -516,9 +520,14 @@ class DraftRequests:
             return taken
 
     def compare(
-        self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats, saved_seconds: float | None,
-        num_requests: int = 1, possible_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        trace: Trace,
+        original: AcceptanceStats,
+        learned: AcceptanceStats,
+        saved_seconds: float | None,
+        num_requests: int = 1,
+        possible_seconds: float | None = None,
+    ) -> None:
         """Add the scores of both drafts on an arrived request; see [`Effort.add`]."""
         with self.lock:
             if self.is_current(trace):

@@ -47,9 +47,13 @@ class FolderBusyError(StateError):
 
 
 def save_session(
-    directory: Path, learner: dict[str, Any], facts: dict[str, Any], router: dict[str, Any] | None = None, *,
+    directory: Path,
+    learner: dict[str, Any],
+    facts: dict[str, Any],
+    router: dict[str, Any] | None = None,
+    *,
     patience_seconds: float | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """
     Save the state of a learner that is not working.
 
@@ -238,7 +242,7 @@ def _read_state(directory: Path, folder: Path) -> dict[str, Any]:
         traces = table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet"))
         saved["traces"] = {
             group: [traces.pop(0) for _ in range(count)] for group, count in saved.pop("counts").items()
-        }  # fmt: skip
+        }
         saved["updater"] = torch.load(folder / f"learner-{number:03d}.pt", map_location="cpu", weights_only=True)
     # Loaded to the CPU: the device that it was saved from may not exist.
     return {**state, **torch.load(folder / "drafts.pt", map_location="cpu", weights_only=True)}

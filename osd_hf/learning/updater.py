@@ -125,10 +125,16 @@ class Updater:
     """
 
     def __init__(
-        self, draft: PreTrainedModel, config: OnlineConfig, *, adapter: str | None = None,
-        requests: DraftRequests | None = None, dtype: torch.dtype | None = None, frozen: Container[str] = (),
+        self,
+        draft: PreTrainedModel,
+        config: OnlineConfig,
+        *,
+        adapter: str | None = None,
+        requests: DraftRequests | None = None,
+        dtype: torch.dtype | None = None,
+        frozen: Container[str] = (),
         tail: SampledTail | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.adapter = adapter
         self.tail = tail or SampledTail.for_draft(draft, config.seed)
