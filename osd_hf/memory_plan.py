@@ -144,7 +144,7 @@ def memory_plan(
         Part("gate: logits", MAX_LOGITS * FP32_BYTES * config.gate, "trial"),
         Part("replay buffer", drafts * config.buffer_size * stored, place="host"),
         Part("past text", EARLIER_TEXT_BYTES * config.reads_text, place="host"),
-    ]  # fmt: skip
+    ]
     parts = [replace(part, place=place) if part.name.startswith("learner:") else part for part in parts if part.bytes]
     return MemoryPlan(tuple(parts), count, learns, requests * length)
 

@@ -211,7 +211,7 @@ def test_a_fixed_k_is_predicted_by_the_cost_model():
         (("a", "stock", object(), "auto"), 'Only a lean system drafts "auto"'),
         (("a", "stock", object(), 5, True), "Only a lean system"),
         (("a", "lean", object(), 0), "at least 1, got 0"),
-        (("a", "lean", object(), 5, False, False, "both", (), None, True), "by itself, got `kernels` for 'a'"),
+        (("a", "lean", object(), 5, False, False, "both", (), None, True), "leave out `kernels` for 'a'"),
     ],
 )
 def test_a_system_that_cannot_be_is_refused(arguments, message):

@@ -29,8 +29,9 @@ class AppSettings(Loading):
     port: int | None = flag("port to listen at; by default the first free one from 7860", None)
     share: bool = flag("also serve at a public address of Gradio's; implies --public", False)
     public: bool = flag("serve strangers, who may not load models, save, push or reset what is shared", False)
-    login: bool = flag("give all controls to the user `owner`, by the password in OSD_HF_APP_PASSWORD or a printed "
-                       "one", False)  # fmt: skip
+    login: bool = flag(
+        "give all controls to the user `owner`, by the password in OSD_HF_APP_PASSWORD or a printed one", False
+    )
     output_dir: Path = flag("folder where the page saves", Path("osd_hf_app"))
     state_dir: Path | None = flag("resume from a state that the page saved (its folder session)", None, metavar="DIR")
 

@@ -19,7 +19,7 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.settings import (
     THREADS,
-    ChatRows,
+    ChatRowSettings,
     CommandParser,
     Loading,
     Reporting,
@@ -64,17 +64,18 @@ REPLAY_BATCH = 64  # requests between two steps of the progress bar
 # Flags that have no meaning in a mode.
 OF_SHAPES = ("target_shape", "draft_shape", "prompt_tokens")
 OF_COMPARISON = ("store", "cost", "domain", "domain_column")
-OF_SYSTEMS = ("draft", "learn_requests", "watched_requests", "compile_draft", "chat_template", "chat_template_kwargs",
-              "threads", "seed")  # fmt: skip
-OF_NAMED_MODELS = ("target", "draft", "prompts", "split", "subset", "column", "prompt_template", "chat_template",
-                   "chat_template_kwargs", "learn_requests", "attn_implementation", "device_map", "quantization",
-                   "revision", "draft_revision", "trust_remote_code")  # fmt: skip
-OF_LIVE_ANSWERS = ("target", "prompts", "split", "subset", "column", "prompt_template", "domain_column",
-                   "max_new_tokens")  # fmt: skip
+OF_SYSTEMS = (
+    "draft learn_requests watched_requests compile_draft chat_template chat_template_kwargs threads seed"
+).split()
+OF_NAMED_MODELS = (
+    "target draft prompts split subset column prompt_template chat_template chat_template_kwargs learn_requests "
+    "attn_implementation device_map quantization revision draft_revision trust_remote_code"
+).split()
+OF_LIVE_ANSWERS = ("target prompts split subset column prompt_template domain_column max_new_tokens").split()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(ChatRows, Loading, Reporting):
+class BenchSettings(ChatRowSettings, Loading, Reporting):
     """Flags of `osd-hf bench`."""
 
     _argument_group_name: ClassVar[str] = "bench"
@@ -84,29 +85,36 @@ class BenchSettings(ChatRows, Loading, Reporting):
     num_assistant_tokens: str = flag("tokens drafted per round (k), one or several", "5", metavar="N[,N...]")
     compile_draft: bool = flag("also time drafting with the draft compiled", False)
     prompts: list[str] | None = flag("data sets or files in place of the bundled domains", None, metavar="ID|FILE")
-    num_requests: int | None = flag("requests per data set; by default 16, 64 to compare drafts, all of a store",
-                                    None, metavar="N")  # fmt: skip
+    num_requests: int | None = flag(
+        "requests per data set; by default 16, 64 to compare drafts, all of a store", None, metavar="N"
+    )
     watched_requests: int = flag("requests per data set answered again to time the parts of a round", 3, metavar="N")
-    learn_requests: int = flag("requests per data set that the learned draft learns from; 0 = no such draft", 50,
-                               metavar="N")  # fmt: skip
+    learn_requests: int = flag(
+        "requests per data set that the learned draft learns from; 0 = no such draft", 50, metavar="N"
+    )
     max_new_tokens: int = flag("maximum tokens of an answer", 96, metavar="N")
     seed: int = flag("seed of prompts, learning and random weights", 0)
     threads: int | None = flag(THREADS, None, metavar="N")
-    compare: list[str] | None = flag("only compare these drafts, by replay of the target's answers and measured costs",
-                                     None, metavar="DRAFT")  # fmt: skip
+    compare: list[str] | None = flag(
+        "only compare these drafts, by replay of the target's answers and measured costs", None, metavar="DRAFT"
+    )
     domain_column: str | None = flag("column of each prompt's label, for --compare", None, metavar="COLUMN")
     store: str | None = flag("captured requests that --compare replays in place of new answers", None, metavar="DIR")
     domain: str | None = flag("requests of the store with this label only", None, metavar="NAME")
-    cost: float | None = flag("cost of a draft forward over a target forward, for the expected speed-up with --store",
-                              None, metavar="C")  # fmt: skip
-    controlled: str | None = flag("time random weights whose proposals are right with this probability", None,
-                                  metavar="ALPHA[,ALPHA...]")  # fmt: skip
-    target_shape: str | None = flag(f"shape of the target with --controlled: {', '.join(SHAPES)}; by default 7b", None,
-                                    metavar="NAME")  # fmt: skip
+    cost: float | None = flag(
+        "cost of a draft forward over a target forward, for the expected speed-up with --store", None, metavar="C"
+    )
+    controlled: str | None = flag(
+        "time random weights whose proposals are right with this probability", None, metavar="ALPHA[,ALPHA...]"
+    )
+    target_shape: str | None = flag(
+        f"shape of the target with --controlled: {', '.join(SHAPES)}; by default 7b", None, metavar="NAME"
+    )
     draft_shape: str | None = flag("shape of the draft with --controlled; by default 160m", None, metavar="NAME")
     prompt_tokens: int | None = flag("tokens of a prompt with --controlled; by default 64", None, metavar="N")
-    output_dir: Path | None = flag("folder of report and plot; by default osd_hf_bench, none to compare drafts", None,
-                                   metavar="DIR")  # fmt: skip
+    output_dir: Path | None = flag(
+        "folder of report and plot; by default osd_hf_bench, none to compare drafts", None, metavar="DIR"
+    )
 
     def check(self) -> None:
         """Raise ConfigError for values that are too small or do not go together."""
@@ -154,8 +162,9 @@ class QuickstartSettings(Versions, Reporting):
     target: str | None = flag("another target for the same prompts", None, metavar="ID|PATH")
     draft: str | None = flag("another draft for the same prompts", None, metavar="ID|PATH")
     compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
-    output_dir: Path = flag("folder of report and plots, which are overwritten", Path("osd_hf_quickstart"),
-                            metavar="DIR")  # fmt: skip
+    output_dir: Path = flag(
+        "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
+    )
 
 
 def make_parser(arguments: Sequence[str], *, prog: str, **how: Any) -> CommandParser:
@@ -246,7 +255,7 @@ def _systems(
                 candidates=candidates,
                 earlier=earlier if k == "auto" else (),
                 acceptance=acceptance,
-            )  # fmt: skip
+            )
         )
 
     names, compilations = list(drafts), (False, True)[: 1 + compiles]

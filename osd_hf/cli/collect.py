@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
-from osd_hf.cli.settings import Prompts, Reporting, Versions, flag, read_key, stop_on_signal
+from osd_hf.cli.settings import PromptSettings, Reporting, Versions, flag, read_key, stop_on_signal
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engines.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
@@ -33,8 +33,9 @@ class StoreSettings(Versions, Reporting):
 
     target: str | None = flag("model that the engine serves, for its tokenizer and vocabulary; by default the bundled "
                               "one", None, metavar="ID|PATH")  # fmt: skip
-    target_version: str | None = flag("name of the target's weights; by default the model's name in the responses",
-                                      None, metavar="NAME")  # fmt: skip
+    target_version: str | None = flag(
+        "name of the target's weights; by default the model's name in the responses", None, metavar="NAME"
+    )
     flush_every: int = flag("maximum requests per file of the store", 16, metavar="N")
     max_bytes: int | None = flag("maximum size of the store; the oldest requests are deleted", None, metavar="N")
     max_age_days: float | None = flag("days after which requests are deleted", None, metavar="DAYS")
@@ -64,22 +65,25 @@ class StoreSettings(Versions, Reporting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectSettings(Prompts):
+class CollectSettings(PromptSettings):
     """How to collect answers before learning: by asking an engine, or from a request log."""
 
     _argument_group_name: ClassVar[str] = "collection"
 
-    url: str | None = flag("first ask this OpenAI-compatible server, such as http://localhost:8000, and store its "
-                           "answers", None)  # fmt: skip
-    log: Path | None = flag("first store the answers of a log: JSON lines of responses or {request, response}", None,
-                            metavar="FILE")  # fmt: skip
+    url: str | None = flag(
+        "first ask this OpenAI-compatible server, such as http://localhost:8000, and store its answers", None
+    )
+    log: Path | None = flag(
+        "first store the answers of a log: JSON lines of responses or {request, response}", None, metavar="FILE"
+    )
     collect_only: bool = flag("end when the answers are stored", False)
     follow: bool = flag("wait for more lines of the log until interrupted, with --collect-only", False)
     model: str | None = flag("name of the served model; by default the only one", None, metavar="NAME")
     api_key: str | None = flag("key of the server; other users of this machine can see it", None)
     api_key_file: Path | None = flag("file with the key", None, metavar="FILE")
-    api_key_env: str | None = flag("environment variable with the key; by default OSD_HF_API_KEY", None,
-                                   metavar="NAME")  # fmt: skip
+    api_key_env: str | None = flag(
+        "environment variable with the key; by default OSD_HF_API_KEY", None, metavar="NAME"
+    )
     allow_plain_http: bool = flag("send a key to another machine over plain HTTP", False)
     concurrency: int = flag("requests at once", 4, metavar="N")
     patience_seconds: float = flag("seconds to retry a server that is away or too busy", 30.0, metavar="S")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 import osd_hf
-from osd_hf.cli.settings import ChatRows, CommandParser, Loading, Reporting, flag, lora_config, open_recorded
+from osd_hf.cli.settings import ChatRowSettings, CommandParser, Loading, Reporting, flag, lora_config, open_recorded
 from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, shown_settings
 from osd_hf.evaluation.display import figure, text_table
@@ -23,7 +23,7 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(ChatRows, Loading, Reporting):
+class DistillSettings(ChatRowSettings, Loading, Reporting):
     """Flags of `osd-hf distill`, besides the training arguments."""
 
     _argument_group_name: ClassVar[str] = "distill"
@@ -31,8 +31,9 @@ class DistillSettings(ChatRows, Loading, Reporting):
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
     draft: str = flag("Hub id or folder of the draft, which learns in float32", metavar="ID|PATH")
     lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, metavar="R")
-    prompts: str | None = flag("Hub data set or file with the columns prompt and perhaps completion, or messages",
-                               None, metavar="ID|FILE")  # fmt: skip
+    prompts: str | None = flag(
+        "Hub data set or file with the columns prompt and perhaps completion, or messages", None, metavar="ID|FILE"
+    )
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
     num_requests: int | None = flag("first N requests; by default all", None, metavar="N")
     eval_prompts: str | None = flag("held-out prompts, read like --prompts", None, metavar="ID|FILE")

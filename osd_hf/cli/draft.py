@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from osd_hf.cli.settings import CommandParser, Loading, Prompts, Reporting, flag, open_recorded
+from osd_hf.cli.settings import CommandParser, Loading, PromptSettings, Reporting, flag, open_recorded
 from osd_hf.distillation.make_draft import MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, stats_interval, text_table
@@ -20,7 +20,7 @@ from osd_hf.utils.report import make_folder, provenance
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftSettings(Prompts, Loading, Reporting):
+class DraftSettings(PromptSettings, Loading, Reporting):
     """Flags of `osd-hf draft`."""
 
     _argument_group_name: ClassVar[str] = "draft"
@@ -28,8 +28,9 @@ class DraftSettings(Prompts, Loading, Reporting):
     target: str = flag("Hub id or folder of the target", positional=True, metavar="TARGET")
     output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
-    layers: str | None = flag("layers of the target to copy, such as 0,1,29, in place of --num-layers", None,
-                              metavar="I,J,...")  # fmt: skip
+    layers: str | None = flag(
+        "layers of the target to copy, such as 0,1,29, in place of --num-layers", None, metavar="I,J,..."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,14 +31,16 @@ WITHOUT_EFFECT = ("text_scope", "compile_draft", "compile_target", "divergence",
 class EnvSettings(Versions, Reporting):
     """Flags of `osd-hf env`."""
 
-    models: list[str] | None = flag("target and draft of a memory plan, from their configurations", None,
-                                    positional=True, metavar="MODEL")  # fmt: skip
+    models: list[str] | None = flag(
+        "target and draft of a memory plan, from their configurations", None, positional=True, metavar="MODEL"
+    )
     target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto")
     draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto")
     target_bits: int | None = flag("quantize the target with bitsandbytes", None, choices=sorted(QUANTIZATIONS))
     lora_rank: int | None = flag("train adapters of this rank instead of the whole draft", None, metavar="R")
-    device_memory: str | None = flag("memory of the device, such as 24GB or 80GiB, to see what fits", None,
-                                     metavar="SIZE")  # fmt: skip
+    device_memory: str | None = flag(
+        "memory of the device, such as 24GB or 80GiB, to see what fits", None, metavar="SIZE"
+    )
     prompt_tokens: int = flag("tokens of a prompt", 512, metavar="N")
     max_new_tokens: int = flag("maximum tokens of an answer", 256, metavar="N")
     rows: int = flag("prompts per request", 1, metavar="N")

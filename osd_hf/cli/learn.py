@@ -61,8 +61,9 @@ class LearnSettings(StoreSettings, Loading):
     rescore: bool = flag("load the target and recompute the log-probs of requests of its other versions", False)
     once: bool = flag("end when everything in the stores is learned", False)
     poll_seconds: float = flag("seconds between two looks at stores, logs and engines", 2.0, metavar="S")
-    state_dir: Path | None = flag("saved state to resume from, with tokens of requests; by default OUTPUT_DIR-state",
-                                  None, metavar="DIR")  # fmt: skip
+    state_dir: Path | None = flag(
+        "saved state to resume from, with tokens of requests; by default OUTPUT_DIR-state", None, metavar="DIR"
+    )
     keep: int = flag("newest versions to keep", 5, metavar="N")
     publish_seconds: float = flag("minimum seconds between two versions", 30.0, metavar="S")
     repo_id: str | None = flag("also push each version to this Hub repository", None, metavar="USER/NAME")
@@ -75,8 +76,9 @@ class LearnSettings(StoreSettings, Loading):
     deploy: list[str] | None = flag("engines that get the versions: reload=URL, 'restart=URL COMMAND', or "
                                     "'webhook=URL HOOK', after LABEL: with --by-domain", None,
                                     metavar="WAY=URL")  # fmt: skip
-    watch_requests: int = flag("requests after which a deployed version is compared with the one before", 200,
-                               metavar="N")  # fmt: skip
+    watch_requests: int = flag(
+        "requests after which a deployed version is compared with the one before", 200, metavar="N"
+    )
     deploy_seconds: float = flag("maximum seconds to load a version into an engine", 600.0, metavar="S")
 
     def check(self) -> None:

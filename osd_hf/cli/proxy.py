@@ -48,8 +48,9 @@ class ProxySettings(StoreSettings):
     allow_development: bool = flag("forward requests to vLLM's development endpoints, which control it", False)
     shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, metavar="S")
     learn: bool = flag("also run osd-hf learn on the store, in a separate process", False)
-    draft: str | None = flag("with --learn, the draft to start from; by default the bundled one", None,
-                             metavar="ID|PATH")  # fmt: skip
+    draft: str | None = flag(
+        "with --learn, the draft to start from; by default the bundled one", None, metavar="ID|PATH"
+    )
     output_dir: Path | None = flag("with --learn, folder of the versions", None, metavar="DIR")
     learn_config: Path | None = flag("with --learn, YAML or JSON file with more of its flags", None, metavar="FILE")
 
@@ -114,10 +115,11 @@ def proxy_command(settings: ProxySettings) -> int:
     learner = LearnProcess("osd-hf learn", settings.learn_command()) if settings.learn else None
     try:
         running.run(
-            app, shutdown_seconds=settings.shutdown_seconds,
+            app,
+            shutdown_seconds=settings.shutdown_seconds,
             on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
             on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
-        )  # fmt: skip
+        )
     finally:
         failed = _close(recorder, learner, writer)
     report: dict[str, Any] = counts.to_dict()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from huggingface_hub import get_token
 from transformers import PreTrainedModel
 
-from osd_hf.cli.settings import CommandParser, Loading, Reporting, Rows, evaluation_set, flag
+from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, evaluation_set, flag
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
@@ -28,7 +28,7 @@ EVALUATION_FLAGS = ("before", "before_revision", "prompts", "split", "subset", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushSettings(Rows, Loading, Reporting):
+class PushSettings(RowSettings, Loading, Reporting):
     """Flags of `osd-hf push`."""
 
     _argument_group_name: ClassVar[str] = "push"
@@ -37,20 +37,24 @@ class PushSettings(Rows, Loading, Reporting):
     draft: str = flag("folder of the learned draft", metavar="PATH")
     target: str | None = flag("its target; by default the one on the draft's model card", None, metavar="ID|PATH")
     bundled: bool = flag("the target is the bundled one", False)
-    export: Path | None = flag("only write the draft for vLLM to this new folder, and print the command to serve it",
-                               None, metavar="DIR")  # fmt: skip
-    before: str | None = flag("the draft before it learned; by default the one on its model card", None,
-                              metavar="ID|PATH")  # fmt: skip
+    export: Path | None = flag(
+        "only write the draft for vLLM to this new folder, and print the command to serve it", None, metavar="DIR"
+    )
+    before: str | None = flag(
+        "the draft before it learned; by default the one on its model card", None, metavar="ID|PATH"
+    )
     before_revision: str | None = flag("branch, tag or commit of that draft on the Hub", None, metavar="NAME")
     split: str = flag("split of a data set", "test")
-    prompts: str | None = flag("public data set or file of prompts for the evaluation; by default generated ones",
-                               None, metavar="ID|FILE")  # fmt: skip
+    prompts: str | None = flag(
+        "public data set or file of prompts for the evaluation; by default generated ones", None, metavar="ID|FILE"
+    )
     domain_column: str | None = flag("column of each prompt's label", None, metavar="COLUMN")
     num_requests: int = flag("number of prompts", 64, metavar="N")
     max_new_tokens: int = flag("maximum tokens of an answer", 96, metavar="N")
     timed_requests: int = flag("prompts that are also timed live", 12, metavar="N")
-    num_assistant_tokens: int | None = flag("tokens drafted per round (k); by default tuned, or 5 to export", None,
-                                            metavar="N")  # fmt: skip
+    num_assistant_tokens: int | None = flag(
+        "tokens drafted per round (k); by default tuned, or 5 to export", None, metavar="N"
+    )
     domain: list[str] | None = flag("domains that the draft learned, for the card", None, metavar="NAME")
     license: str | None = flag("license of the draft's base, for the card", None, metavar="NAME")
     private: bool = flag("push to a private repository, as by default; a public one is refused", False)

@@ -23,7 +23,7 @@ from osd_hf.cli.settings import (
     PAPER,
     CommandParser,
     Loading,
-    Prompts,
+    PromptSettings,
     Reporting,
     check_auto,
     compared_k,
@@ -55,7 +55,7 @@ SAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(Prompts, Loading, Reporting):
+class RunSettings(PromptSettings, Loading, Reporting):
     """Flags of `osd-hf run`."""
 
     _argument_group_name: ClassVar[str] = "run"
@@ -74,8 +74,9 @@ class RunSettings(Prompts, Loading, Reporting):
     resume: bool = flag("resume the run in the output folder", False)
     save_every: int | None = flag("updates between two saves; by default one save per minute", None, metavar="N")
     keep_text: bool = flag("keep prompts and answers in the journal", False)
-    store: str | None = flag("also store the captured requests; a resumed run may store some twice", None,
-                             metavar="DIR")  # fmt: skip
+    store: str | None = flag(
+        "also store the captured requests; a resumed run may store some twice", None, metavar="DIR"
+    )
     report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
 
     @property

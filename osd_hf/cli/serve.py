@@ -59,8 +59,9 @@ class ServeSettings(Loading):
     max_queue: int = flag("requests that may wait; further ones get status 503", 64, metavar="N")
     shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, metavar="S")
     max_new_tokens: int = flag("maximum tokens of an answer, unless the request sets it", 1024, metavar="N")
-    chat_template_kwargs: str | None = flag("arguments of the chat template, such as '{\"enable_thinking\": false}'",
-                                            None, metavar="JSON")  # fmt: skip
+    chat_template_kwargs: str | None = flag(
+        "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, metavar="JSON"
+    )
     learn: bool = flag("let the draft learn", True)
     paper: bool = flag(PAPER, False)
     state_dir: Path | None = flag("state to resume from and to save, with tokens of requests", None, metavar="DIR")
@@ -140,8 +141,9 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     running.run(
         server.make_app(service, api_key=key, hosts=hosts, routes=[metrics.metrics_route(figures)]),
         shutdown_seconds=settings.shutdown_seconds + CANCEL_SECONDS,
-        on_start=loading.start, on_stop=stop,
-    )  # fmt: skip
+        on_start=loading.start,
+        on_stop=stop,
+    )
     if not failed and loading.is_alive():
         os._exit(0)  # nothing needs saving, and torch aborts an interpreter that ends while a thread loads
     if failed:

@@ -279,8 +279,9 @@ class Loading(Versions):
     device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
     attn_implementation: str | None = flag("attention kernels, such as sdpa or eager", None, metavar="NAME")
     device_map: str | None = flag("placement of the target's layers, such as auto", None, metavar="MAP")
-    quantization: Quantization | None = flag("quantization of the target: 4bit, 8bit (bitsandbytes) or int8 (torchao)",
-                                             None)  # fmt: skip
+    quantization: Quantization | None = flag(
+        "quantization of the target: 4bit, 8bit (bitsandbytes) or int8 (torchao)", None
+    )
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -306,7 +307,7 @@ class Loading(Versions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(Settings):
+class RowSettings(Settings):
     """How rows of a file or data set become prompts."""
 
     _argument_group_name: ClassVar[str] = "prompts"
@@ -314,8 +315,9 @@ class Rows(Settings):
     split: str = flag("split of a data set", "train")
     subset: str | None = flag("configuration of a data set", None, metavar="NAME")
     column: str | None = flag("column of the prompt", None)
-    prompt_template: str | None = flag("format string in place of a column, such as 'db: {db_id} {question}'", None,
-                                       metavar="FORMAT")  # fmt: skip
+    prompt_template: str | None = flag(
+        "format string in place of a column, such as 'db: {db_id} {question}'", None, metavar="FORMAT"
+    )
 
     def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
         """Return the source of prompts in a file or data set; `more` takes precedence. Raises ConfigError."""
@@ -332,14 +334,15 @@ class Rows(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRows(Rows):
+class ChatRowSettings(RowSettings):
     """How rows become prompts in a chat template."""
 
     _argument_group_name: ClassVar[str] = "prompts"
 
     chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True)
-    chat_template_kwargs: str | None = flag("arguments of the chat template, such as '{\"enable_thinking\": false}'",
-                                            None, metavar="JSON")  # fmt: skip
+    chat_template_kwargs: str | None = flag(
+        "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, metavar="JSON"
+    )
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -366,18 +369,21 @@ def json_object(name: str, text: str | None) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts(ChatRows):
+class PromptSettings(ChatRowSettings):
     """Prompts to serve. Without `--prompts`, prompts of the bundled domains."""
 
     _argument_group_name: ClassVar[str] = "prompts"
 
-    prompts: str | None = flag("Hub id or folder of a data set, or a json, jsonl or parquet file", None,
-                               metavar="ID|FILE")  # fmt: skip
-    domain: list[str] | None = flag("label of all prompts; of bundled prompts, the domains to serve", None,
-                                    metavar="NAME")  # fmt: skip
+    prompts: str | None = flag(
+        "Hub id or folder of a data set, or a json, jsonl or parquet file", None, metavar="ID|FILE"
+    )
+    domain: list[str] | None = flag(
+        "label of all prompts; of bundled prompts, the domains to serve", None, metavar="NAME"
+    )
     domain_column: str | None = flag("column of each prompt's label", None, metavar="COLUMN")
-    num_requests: int | None = flag(f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None,
-                                    metavar="N")  # fmt: skip
+    num_requests: int | None = flag(
+        f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None, metavar="N"
+    )
 
     def encode_prompts(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, *, limit: int | None, seed: int = 0
@@ -404,7 +410,7 @@ class Prompts(ChatRows):
 
 
 def evaluation_set(
-    rows: Rows, location: str | None, num_requests: int, max_new_tokens: int, domain_column: str | None = None
+    rows: RowSettings, location: str | None, num_requests: int, max_new_tokens: int, domain_column: str | None = None
 ) -> EvaluationSet:
     """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError and DataError."""
     if location is None:

@@ -139,9 +139,10 @@ class DistillConfig(GKDConfig):
         recomputing = self.gradient_checkpointing_kwargs or {}
         can_select = self.gradient_checkpointing and not recomputing.get("use_reentrant")
         must(
-            "gradient_checkpointing_kwargs", can_select or not recomputing.get("selective"),
+            "gradient_checkpointing_kwargs",
+            can_select or not recomputing.get("selective"),
             "without `selective`, which needs gradient checkpointing without `use_reentrant`",
-        )  # fmt: skip
+        )
         fuses = self.use_liger_kernel and (self.liger_kernel_config or {}).get("fused_linear_cross_entropy")
         must("liger_kernel_config", not fuses, "without `fused_linear_cross_entropy`, which would replace the loss")
 

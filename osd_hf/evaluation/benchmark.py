@@ -314,7 +314,7 @@ def benchmark(
         raise ConfigError(f'Each data set needs prompts and a name other than "{ALL}", got {", ".join(prompts)}.')
     if unwrap(target).config.is_encoder_decoder:
         raise UnsupportedModelError("The benchmark needs a decoder-only target, got an encoder-decoder.")
-    requests = [_Request(name, tuple(ids)) for name, group in prompts.items() for ids in group]
+    requests = [_TimedRequest(name, tuple(ids)) for name, group in prompts.items() for ids in group]
     watched = [r for name in prompts for r in [r for r in requests if r.dataset == name][:watched_requests]]
     # Compilation repeats for each doubling of the length, so warm up one request of each length.
     compiles = unwrap(target).device.type != "cpu" or any(s.compile_draft is True or s.compile_target for s in systems)
@@ -322,7 +322,7 @@ def benchmark(
     first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
     ways = [_Way(target, system, tokenizer, max_new_tokens) for system in systems]
 
-    def turns(method: Callable[..., Any], chosen: Sequence[_Request], what: str) -> Iterator[tuple[Any, ...]]:
+    def turns(method: Callable[..., Any], chosen: Sequence[_TimedRequest], what: str) -> Iterator[tuple[Any, ...]]:
         answered = in_turns([functools.partial(method, way) for way in ways], chosen)
         return progress(answered, what, "request", len(chosen)) if show_progress else answered
 
@@ -394,7 +394,7 @@ def pad_setting(model: Any) -> dict[str, int]:
 # --- one answer -----------------------------------------------------------------------------------------------------
 
 
-class _Request(NamedTuple):
+class _TimedRequest(NamedTuple):
     dataset: str
     ids: tuple[int, ...]
 
@@ -528,7 +528,7 @@ class _Way:
             if system.acceptance is not None:
                 system.acceptance.steer_lean(self.assistant.drafting)
 
-    def _generate(self, request: _Request, notes: _Notes, on_trace: Any = None) -> list[int]:
+    def _generate(self, request: _TimedRequest, notes: _Notes, on_trace: Any = None) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
         if self.assistant is not None:  # a hook would recompile a compiled target
@@ -541,7 +541,7 @@ class _Way:
                 output = self.target.generate(ids, **kwargs)
         return list(output[0, len(request.ids) :].tolist())  # waits for the device
 
-    def answer(self, request: _Request) -> tuple[list[int], TimedAnswer]:
+    def answer(self, request: _TimedRequest) -> tuple[list[int], TimedAnswer]:
         """Return the tokens of an answer and its times, without the outcome."""
         notes, device, before = _Notes(), self.model.device, 0
         if device.type == "cuda":
@@ -554,7 +554,7 @@ class _Way:
         stats = AcceptanceStats.from_rounds(notes.rounds()) if self.assistant is None else self.assistant.stats
         return tokens, TimedAnswer(len(tokens), seconds, notes.moments[1] - started, stats, "", peak)
 
-    def watch(self, request: _Request) -> RoundTimes:
+    def watch(self, request: _TimedRequest) -> RoundTimes:
         """Return the times of the rounds of one answer."""
         clock = device_clock(self.model)
         notes, traces, handles = _Notes(clock), list[Trace](), list[Any]()

@@ -159,10 +159,7 @@ def _measure(
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
     serving = Comparison([t.domain for t in served], while_serving)
     compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned})
-    facts = {
-        "updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds,
-        **balance,
-    }  # fmt: skip
+    facts = {"updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds, **balance}
     return Measurements(serving, compared, later, timed, used, facts)
 
 
@@ -240,10 +237,9 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rows, speeds = [], []
     for name, part in report["by_domain"].items():
         efficiency = " > ".join(figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned"))
-        rows.append([
-            name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["gain"], sign=True),
-            efficiency,
-        ])  # fmt: skip
+        rows.append(
+            [name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["gain"], sign=True), efficiency]
+        )
         speeds.append([
             name, f"{part['tokens_per_second'][WAYS[0]]:.0f}", *map(ratio_text, part["times_as_fast"].values()),
             f"{part['outputs_identical']}/{part['outputs']}",
