@@ -419,10 +419,7 @@ class ResponseReader:
                 "a greedy answer has tokens that are not the most probable ones; the server reshapes its rows (vLLM: "
                 "serve with --generation-config vllm --logprobs-mode raw_logprobs)"
             )
-        name, now = response.get("model"), self.clock()
-        created = response.get("created")
-        is_number = type(created) in (int, float)
-        is_plausible = is_number and now - MAX_AGE_SECONDS <= created <= now + MAX_AHEAD_SECONDS
+        name = response.get("model")
         return Trace(
             prompt_ids=prompt,
             completion_ids=completion,
@@ -431,9 +428,16 @@ class ResponseReader:
             vocab_size=self.vocab_size,
             domain=domain,
             sampling=self._sampling(choice, request, completion, is_greedy),
-            created_at_seconds=float(created) if is_plausible else now,  # type: ignore[arg-type]
+            created_at_seconds=self._plausible_time(response.get("created")),
             target=self.target_version or (name if isinstance(name, str) and name else None),
         )
+
+    def _plausible_time(self, created: Any) -> float:
+        """Return the server's time of an answer, or the present time if that is missing or wrong."""
+        now = self.clock()
+        is_number = type(created) in (int, float)
+        is_plausible = is_number and now - MAX_AGE_SECONDS <= created <= now + MAX_AHEAD_SECONDS
+        return float(created) if is_plausible else now
 
     def _ids(self, values: Any, what: str) -> Any:
         if not isinstance(values, list) or not all(type(v) is int for v in values):

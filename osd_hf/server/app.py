@@ -43,7 +43,6 @@ from osd_hf.utils.streaming import Rounds, Stop
 __all__ = ["Job", "Service", "make_app"]
 
 MAX_BODY_BYTES = 8 << 20
-MAX_CONCURRENT_READS = 2  # tokenizing a long body takes a processor
 MAX_DOMAINS = 64  # labels with statistics of their own, because clients choose them
 MAX_DOMAIN_CHARACTERS = 64
 LEARN_HEADER, DOMAIN_HEADER = "x-osd-learn", "x-osd-domain"
@@ -263,7 +262,6 @@ class _Endpoints:
     def __init__(self, service: Service, key: str | None) -> None:
         self.service = service
         self._key = key
-        self._reading = asyncio.Semaphore(MAX_CONCURRENT_READS)
 
     async def health(self, _: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -329,8 +327,7 @@ class _Endpoints:
         assert reader is not None
         self.service.num_reading += 1
         try:
-            async with self._reading:
-                return await run_in_threadpool(lambda: read(reader, _parse(body)))
+            return await run_in_threadpool(lambda: read(reader, _parse(body)))
         finally:
             self.service.num_reading -= 1
 
