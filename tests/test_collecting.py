@@ -803,6 +803,17 @@ def test_a_log_that_was_emptied_and_has_grown_since_is_read_from_its_start(log: 
     assert read(reader) == ["three", "four", "five"]
 
 
+def test_answers_are_collected_and_then_learned_by_one_command(
+    pair: Path, lines: Sequence[str], log: Path, tmp_path: Path
+) -> None:
+    append(log, "".join(lines))
+    store, report = tmp_path / "store", tmp_path / "report.json"
+    flags = ["--store", store, "--log", log, "--target", pair / "target", "--draft", pair / "draft", "--json", report]
+    more = ["--num-logprobs", KEPT, "--output-dir", tmp_path / "versions", "--once", "--steps-per-update", 1]
+    assert main(["learn", *map(str, [*flags, *more])]) == 0
+    assert json.loads(report.read_text())["requests"] == len(CorrectionStore(store)) == len(lines)
+
+
 def test_an_interrupted_collection_says_what_is_left(
     run: Any, engine: FakeEngine, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
