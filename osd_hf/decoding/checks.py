@@ -29,6 +29,7 @@ from transformers import (
     GenerationMixin,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
@@ -142,7 +143,7 @@ def check_generation(*sources: Any) -> None:
         )
 
 
-def undrafted(model: Any, config: Any, processors: Iterable[Any]) -> str | None:
+def undrafted(model: PreTrainedModel, config: Any, processors: Iterable[Any]) -> str | None:
     """Return why the target answers a request without a draft; `None` if a draft can help."""
     for name, harmless, reason in UNDRAFTED:
         value = getattr(config, name)
@@ -394,20 +395,20 @@ UNLIMITED = Limits()
 # --- known causes ---------------------------------------------------------------------------------------------------
 
 
-def _rope_parameters(model: Any) -> list[dict[str, Any]]:
+def _rope_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return the RoPE settings of a model, one for each kind of layer."""
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
 
 
-def _original_length(model: Any, rope: dict[str, Any]) -> list[int]:
+def _original_length(model: PreTrainedModel, rope: dict[str, Any]) -> list[int]:
     """Return the lengths that may be the one at which a model's frequencies change."""
     config = model.config.get_text_config(decoder=True)
     found = [rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)]
     return [int(length) for length in found if length] or [int(config.max_position_embeddings)]
 
 
-def _dynamic_rope(model: Any) -> Limits:
+def _dynamic_rope(model: PreTrainedModel) -> Limits:
     limits = UNLIMITED
     for rope in _rope_parameters(model):
         if "dynamic" in str(rope["rope_type"]):
@@ -421,7 +422,7 @@ def _dynamic_rope(model: Any) -> Limits:
     return limits
 
 
-def _switched_rope(model: Any) -> Limits:
+def _switched_rope(model: PreTrainedModel) -> Limits:
     limits = UNLIMITED
     for rope in _rope_parameters(model):
         if rope["rope_type"] == "longrope":
@@ -431,7 +432,7 @@ def _switched_rope(model: Any) -> Limits:
     return limits
 
 
-def _learned_positions(model: Any) -> Limits:
+def _learned_positions(model: PreTrainedModel) -> Limits:
     config = model.config.get_text_config(decoder=True)
     length = num_positions(model)
     if length is None or _rope_parameters(model) or config_value(config, "alibi"):
@@ -439,7 +440,7 @@ def _learned_positions(model: Any) -> Limits:
     return Limits(f"it has {length} positions", max_length=length)
 
 
-def _expert_capacity(model: Any) -> Limits:
+def _expert_capacity(model: PreTrainedModel) -> Limits:
     config = model.config.get_text_config(decoder=True)
     capacity, share = (getattr(config, name, None) for name in ("expert_capacity", "moe_eval_capacity_token_fraction"))
     if share is not None:  # of the tokens of a call, in place of a number
@@ -449,21 +450,21 @@ def _expert_capacity(model: Any) -> Limits:
     return Limits(f"each of its experts takes at most {capacity} tokens of a call", max_tokens=int(capacity))
 
 
-def _best_keys(model: Any) -> Limits:
+def _best_keys(model: PreTrainedModel) -> Limits:
     length = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
     if length is None:
         return UNLIMITED
     return Limits(f"its attention keeps the {length} best keys, and ties depend on the call", max_length=int(length))
 
 
-def _skipped_padding(model: Any) -> Limits:
+def _skipped_padding(model: PreTrainedModel) -> Limits:
     pad = config_value(model.config.get_text_config(decoder=True), "pad_token_id")
     if pad is None or not _code_of(model).skips_padding:
         return UNLIMITED
     return Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
 
 
-def _own_cache(model: Any) -> Limits:
+def _own_cache(model: PreTrainedModel) -> Limits:
     return Limits("it keeps keys in a cache of its own", max_tokens=1) if _code_of(model).has_own_cache else UNLIMITED
 
 
@@ -482,7 +483,7 @@ class _Code(NamedTuple):
 _code_by_model: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()
 
 
-def _code_of(model: Any) -> _Code:
+def _code_of(model: PreTrainedModel) -> _Code:
     """Return what the modules have in which the classes of a model's layers are defined."""
     if model not in _code_by_model:
         layers = list(model.modules())
@@ -495,7 +496,7 @@ def _code_of(model: Any) -> _Code:
     return _code_by_model[model]
 
 
-def _activated_adapter(model: Any) -> Limits:
+def _activated_adapter(model: PreTrainedModel) -> Limits:
     offsets = [offset for offset in _adapter_arguments(model).get("alora_offsets", ()) if offset is not None]
     if not offsets:
         return UNLIMITED
@@ -504,7 +505,7 @@ def _activated_adapter(model: Any) -> Limits:
     return Limits(reason, max_tokens=min(offsets), with_prompt=False)
 
 
-def _soft_prompt(model: Any) -> Limits:
+def _soft_prompt(model: PreTrainedModel) -> Limits:
     prepare = vars(model).get("prepare_inputs_for_generation")
     return Limits(SOFT_PROMPT, 1) if has_soft_prompt(getattr(prepare, "__self__", None)) else UNLIMITED
 
@@ -529,21 +530,21 @@ KNOWN_CAUSES: tuple[Callable[[Any], Limits], ...] = (
 ADAPTER_ARGUMENTS = {"adapter_names", "alora_offsets"}
 
 
-def _adapter_layer(model: Any) -> Any:
+def _adapter_layer(model: PreTrainedModel) -> Any:
     """Return the first layer of the model that has a PEFT adapter; `None` if there is none."""
     if not (hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)):  # set by both libraries
         return None
     return next((module for module in model.modules() if hasattr(module, "adapter_layer_names")), None)
 
 
-def _adapter_arguments(model: Any) -> dict[str, Any]:
+def _adapter_arguments(model: PreTrainedModel) -> dict[str, Any]:
     """Return what PEFT passes to the layers of adapters in this call of `generate`."""
     hooks = getattr(_adapter_layer(model), "_forward_pre_hooks", {})
     given = {name: value for hook in hooks.values() for name, value in getattr(hook, "keywords", {}).items()}
     return {name: value for name, value in given.items() if name in ADAPTER_ARGUMENTS and value is not None}
 
 
-def drop_adapter_hooks(model: Any) -> None:
+def drop_adapter_hooks(model: PreTrainedModel) -> None:
     """Remove what PEFT leaves on its layers when a call of `generate` fails, and what would make every later call
     fail."""
     for module in model.modules() if _adapter_layer(model) is not None else ():
@@ -553,7 +554,7 @@ def drop_adapter_hooks(model: Any) -> None:
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def has_adapter_per_row(model: Any) -> bool:
+def has_adapter_per_row(model: PreTrainedModel) -> bool:
     """Whether PEFT uses an adapter for each row of the batch in this call of `generate` (`adapter_names`, aLoRA)."""
     return bool(_adapter_arguments(model))
 
@@ -566,7 +567,7 @@ _probed: WeakKeyDictionary[Any, dict[Any, Limits]] = WeakKeyDictionary()
 _logged: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
-def known_limits(model: Any) -> Limits:
+def known_limits(model: PreTrainedModel) -> Limits:
     """Return the limits of a target by the known causes alone."""
     limits = UNLIMITED
     for find in KNOWN_CAUSES:
@@ -574,7 +575,7 @@ def known_limits(model: Any) -> Limits:
     return limits
 
 
-def limits_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Limits:
+def limits_of(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Limits:
     """Return the limits of a request, from the arguments of the loop. The first request of its kind is preceded by a
     probe of some ten forwards with its first row."""
     prompt_tokens = input_ids.shape[1]
@@ -599,7 +600,7 @@ def limits_of(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Li
     return limits
 
 
-def log_once(model: Any, message: str) -> None:
+def log_once(model: PreTrainedModel, message: str) -> None:
     """Log a message about a model, unless it was logged for this model before."""
     logged = _logged.setdefault(model, set())
     if message not in logged:
@@ -633,7 +634,7 @@ def foreign_arguments(kwargs: dict[str, Any]) -> list[str]:
     ]
 
 
-def _kind(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _kind(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return what a probe's result depends on: how the model computes, and which arguments its forward gets."""
     config = model.config.get_text_config(decoder=True)
     arguments = frozenset(given_arguments(kwargs))
@@ -669,7 +670,7 @@ class _ScriptedModel(StandIn):
 
     __slots__ = ("_generator",)
 
-    def __init__(self, model: Any, generator: _ScriptedCandidates) -> None:
+    def __init__(self, model: PreTrainedModel, generator: _ScriptedCandidates) -> None:
         super().__init__(model)
         object.__setattr__(self, "_generator", generator)
 
@@ -687,11 +688,13 @@ class _ScriptedModel(StandIn):
 
 
 class _ScriptedCandidates(CandidateGenerator):
-    """Proposes the next tokens of a known answer, `(1, tokens)`, and behind them a wrong one; with the prompt only if
-    asked to."""
+    """Propose the next tokens of a known answer, `(1, tokens)`, and then a wrong one. With `with_prompt`, also in the
+    first round."""
 
     def __init__(self, answer: torch.Tensor, vocab_size: int, *, with_prompt: bool) -> None:
-        self.answer, self.vocab_size, self.is_silent = answer, vocab_size, not with_prompt
+        self.answer = answer
+        self.vocab_size = vocab_size
+        self.is_silent = not with_prompt
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         length, end = input_ids.shape[1], self.answer.shape[1]
@@ -707,12 +710,14 @@ class _ScriptedCandidates(CandidateGenerator):
 
 
 @torch.no_grad()
-def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits) -> tuple[Limits, bool]:
-    """Compare assisted with plain decoding at each length where the model may change; returns the limits that follow,
-    and whether they hold for later requests of the kind."""
+def _probe(
+    model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits
+) -> tuple[Limits, bool]:
+    """Compare assisted with plain decoding at each length where the model may change. Return the limits, and whether
+    they hold for later requests of the kind."""
     is_text, is_tried = not (model.config.is_encoder_decoder or foreign_arguments(kwargs)), False
     try:
-        with evaluating(model):  # where values drop out, no two forwards are alike
+        with evaluating(model):  # with dropout, no two forwards are equal
             for prompt, arguments in _probe_prompts(model, input_ids, kwargs, limits, is_text=is_text):
                 is_tried = True
                 why = _difference(model, prompt, arguments, with_prompt=limits.with_prompt)
@@ -725,7 +730,7 @@ def _probe(model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: 
     return _unprobed_lengths(model, is_text=is_text), is_tried
 
 
-def _unprobed_lengths(model: Any, *, is_text: bool) -> Limits:
+def _unprobed_lengths(model: PreTrainedModel, *, is_text: bool) -> Limits:
     """Return the limit by lengths at which a model may change and which no probe reaches."""
     limits = UNLIMITED
     for name, (length, is_known) in _changing_lengths(model).items():
@@ -735,7 +740,7 @@ def _unprobed_lengths(model: Any, *, is_text: bool) -> Limits:
     return limits
 
 
-def _changing_lengths(model: Any) -> dict[str, tuple[int, bool]]:
+def _changing_lengths(model: PreTrainedModel) -> dict[str, tuple[int, bool]]:
     """Return the lengths, in tokens, at which a model may change, by the name that its configuration gives them, and
     for each whether the model is known to be exact there."""
     config, found = model.config.get_text_config(decoder=True), dict[str, tuple[int, bool]]()
@@ -750,7 +755,7 @@ def _changing_lengths(model: Any) -> dict[str, tuple[int, bool]]:
 
 
 def _probe_prompts(
-    model: Any, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits, *, is_text: bool
+    model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], limits: Limits, *, is_text: bool
 ) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
     """Yield prompts, `(1, tokens)`, and the arguments of the loop for each: of a request for text the end of its own
     prompt and, at the lengths where the model may change, prompts of its tokens in another order; of others the whole
@@ -790,19 +795,23 @@ def _resized(value: Any, input_ids: torch.Tensor, prompt: torch.Tensor) -> Any:
     return value[:1].repeat(1, -(-count // value.shape[1]))[:, -count:]
 
 
-def text_arguments(model: Any, mask: torch.Tensor, generation_config: Any) -> dict[str, Any]:
+def text_arguments(model: PreTrainedModel, mask: torch.Tensor, generation_config: Any) -> dict[str, Any]:
     """Return what `generate` passes to its loop for prompts with this attention mask, int64, `(rows, tokens)`."""
     config = model.config.get_text_config(decoder=True)
     given = {
-        "attention_mask": None if bool(mask.all()) else mask, "use_cache": True,
-        "past_key_values": DynamicCache(config=config), "generation_config": generation_config,
-    }  # fmt: skip
+        "attention_mask": None if bool(mask.all()) else mask,
+        "use_cache": True,
+        "past_key_values": DynamicCache(config=config),
+        "generation_config": generation_config,
+    }
     if "position_ids" in inspect.signature(model.forward).parameters:
         given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
     return given
 
 
-def _difference(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], *, with_prompt: bool) -> str | None:
+def _difference(
+    model: PreTrainedModel, prompt: torch.Tensor, arguments: dict[str, Any], *, with_prompt: bool
+) -> str | None:
     """Return how assisted decoding differs from plain decoding behind a prompt; `None` if it does not."""
     length = prompt.shape[1] + PROBE_TOKENS
     alone = plain_answer(model, prompt, arguments, PROBE_TOKENS)
@@ -819,7 +828,7 @@ def _difference(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], *, 
     return difference(model, assisted.logits[:count], alone.logits[:count])
 
 
-def plain_answer(model: Any, prompt: torch.Tensor, arguments: dict[str, Any], new_tokens: int) -> Any:
+def plain_answer(model: PreTrainedModel, prompt: torch.Tensor, arguments: dict[str, Any], new_tokens: int) -> Any:
     """Let the target decode `new_tokens` tokens greedily by its own loop; return their `sequences` and `logits`."""
     return model._sample(prompt, **_probe_settings(arguments, prompt.shape[1] + new_tokens))
 
@@ -833,13 +842,14 @@ def _probe_settings(arguments: dict[str, Any], length: int) -> dict[str, Any]:
     config.output_scores = config.output_attentions = config.output_hidden_states = False
     kept = {name: value for name, value in arguments.items() if name not in ASSISTED_ONLY and name != "streamer"}
     return kept | {
-        "past_key_values": copy.deepcopy(arguments["past_key_values"]), "generation_config": config,
+        "past_key_values": copy.deepcopy(arguments["past_key_values"]),
+        "generation_config": config,
         "logits_processor": LogitsProcessorList(),
         "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)]),
-    }  # fmt: skip
+    }
 
 
-def difference(model: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
+def difference(model: PreTrainedModel, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> str | None:
     """Return by how much logits of the same positions, each `(rows, vocab)`, differ; `None` if rounding in the model's
     dtype explains it."""
     found = list[float]()
@@ -858,7 +868,7 @@ def difference(model: Any, ours: Sequence[torch.Tensor], theirs: Sequence[torch.
     return None if largest <= limit else f"its logits differ by {largest:.1%}"
 
 
-def _max_difference(model: Any, device_type: str) -> float:
+def _max_difference(model: PreTrainedModel, device_type: str) -> float:
     """Return the relative difference of logits that rounding may cause in a model on a device of this type."""
     # accelerate's autocast may be around the forward of a trained model; quantized layers may round activations.
     is_cast = torch.is_autocast_enabled(device_type) or "_original_forward" in vars(model)
