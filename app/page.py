@@ -102,15 +102,8 @@ def _chat(service: Service) -> tuple[gr.HTML, gr.Textbox, gr.Button, gr.Button]:
     chat = gr.HTML(empty, elem_id="chat", js_on_load=FOLLOW, min_height=CHAT_PIXELS, max_height=CHAT_PIXELS)
     with gr.Row(equal_height=True):
         # Enabled when the chat is open, so that no typed text is lost.
-        prompt = gr.Textbox(
-            label="Your prompt",
-            placeholder="Enter sends, Shift+Enter breaks the line",
-            max_lines=6,
-            scale=5,
-            min_width=200,
-            elem_id="prompt",
-            interactive=False,
-        )
+        hint, size = "Enter sends, Shift+Enter breaks the line", {"max_lines": 6, "scale": 5, "min_width": 200}
+        prompt = gr.Textbox(label="Your prompt", placeholder=hint, elem_id="prompt", interactive=False, **size)
         with gr.Column(scale=1, min_width=100):
             send = gr.Button("Send", variant="primary", elem_id="send", interactive=False)
             stop = gr.Button("Stop", elem_id="stop")
@@ -187,15 +180,9 @@ def _owner_controls(service: Service, handlers: _Handlers, session_id: gr.Browse
         push = gr.Button("Push to the Hub", elem_id="push", interactive=visible)
         saved = gr.Markdown(elem_id="kept", container=False)
     with gr.Accordion("Models", open=False, elem_id="models", visible=visible):
-        target, draft = (
-            gr.Textbox(
-                label=f"{name}: Hub id or folder",
-                placeholder="the bundled one",
-                elem_id=name.lower(),
-                interactive=visible,
-            )
-            for name in ("Target", "Draft")
-        )
+        bundled: dict[str, Any] = {"placeholder": "the bundled one", "interactive": visible}
+        target = gr.Textbox(label="Target: Hub id or folder", elem_id="target", **bundled)
+        draft = gr.Textbox(label="Draft: Hub id or folder", elem_id="draft", **bundled)
         load = gr.Button("Load this pair", elem_id="load", interactive=visible)
         loaded = gr.Markdown(f"Serving {service.pair.name}.", elem_id="loaded", container=False)
     reset.click(handlers.reset, session_id, saved, **EVENT)

@@ -139,6 +139,7 @@ def learner_state(workspace: Workspace, is_private: bool, is_public: bool = Fals
         f"{escape(d.domain or 'all')} v{d.version} {escape(d.outcome)}{_gain(d)}" for d in assistant.decisions[:-4:-1]
     ]
     kind = "private: it learns from your requests only" if is_private else "shared: it learns from all visitors"
+    saved = round(assistant.saved_seconds or 0.0, 1) + 0.0  # shows 0.0 instead of -0.0
     failure = ""
     if workspace.failure:
         reason = "See the log of the app." if is_public else escape(workspace.failure)
@@ -147,7 +148,7 @@ def learner_state(workspace: Workspace, is_private: bool, is_public: bool = Fals
         f'<div class="osd-state" role="status"><span class="osd-dot {state}"></span><b>{state}</b> · the draft is '
         f"{kind}<br>serving: {escape(', '.join(versions)) or 'the original draft'}"
         f"<br>newest versions: {'; '.join(newest) or 'none yet'}"
-        f"<br>learning took {assistant.learning_seconds:.1f} s and saved {assistant.saved_seconds or 0:.1f} s of "
+        f"<br>learning took {assistant.learning_seconds:.1f} s and saved {saved:.1f} s of "
         f"answering{failure}</div>"
     )
 
