@@ -11,7 +11,6 @@ import models
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig
-from torch.optim import Muon
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
 from osd_hf import OnlineAssistant, OnlineConfig
@@ -21,6 +20,7 @@ from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
+from osd_hf.learning.updater import Float32Muon as Muon
 from osd_hf.learning.weights import adapted, fp32_copy, load_adapter
 from osd_hf.memory_plan import memory_plan
 
