@@ -7,7 +7,7 @@ import hashlib
 import logging
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,11 +22,10 @@ logger = logging.getLogger(__name__)
 MIN_SAMPLES = 256  # values per tensor
 ROWS_PER_SAMPLE = 8  # an update may change only a few rows of an embedding
 NUM_PROBES = 8  # parameters that are checked for replacement on each call
-MAX_VERSIONS = 16  # remembered per model, such as those of alternating adapters
 TARGET_SETTING = "osd_hf_target"  # setting in a draft's configuration: the target version that it was trained for
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_tracked: WeakKeyDictionary[Any, _Versions] = WeakKeyDictionary()
+_tracked: WeakKeyDictionary[Any, _TrackedModel] = WeakKeyDictionary()
 _in_place_changes = operator.attrgetter("_version")  # counted by torch
 
 
@@ -49,7 +48,7 @@ def fingerprint(model: Any) -> str:
         `str`: 16 hexadecimal digits.
     """
     digest = hashlib.blake2b(digest_size=8)
-    tensors = sorted(_named_tensors(unwrap(model)), key=operator.itemgetter(0))
+    tensors = sorted(_named_tensors(unwrap(model), "", set()), key=operator.itemgetter(0))
     groups: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
     for place, (_, tensor) in enumerate(tensors):
         if tensor.device.type != "meta" and tensor.numel():
@@ -78,18 +77,31 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return flat[::step].view(INTEGERS[tensor.element_size()])
 
 
-def _named_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights and persistent buffers that affect the output, with their names in a model without adapters.
-    Weights of active adapters are named by their position."""
-    renamed: dict[str, str | None] = {}  # name prefixes; `None` for weights without effect
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        yield from _adapter_names(path, module, renamed)
-        for name, tensor in _own_tensors(module):
-            shown = None if id(tensor) in seen else _new_name(f"{path}.{name}", renamed)  # tied weights count once
+    Weights of active adapters are named by their position. Tied weights are yielded once."""
+    for name, tensor in _own_tensors(module):
+        if id(tensor) not in seen:
             seen.add(id(tensor))
-            if shown is not None:
-                yield from _plain_tensors(shown, tensor)
+            yield from _plain_tensors(f"{path}.{name}", tensor)
+    parts, active = getattr(module, "adapter_layer_names", ()), _active_adapters(module)
+    if active and isinstance(scaling := getattr(module, "scaling", None), dict):
+        scales = [float(scaling.get(adapter, 1.0)) for adapter in active]
+        yield f"{path}.scaling", torch.tensor(scales, dtype=torch.float32)
+    replacing = [adapter for adapter in active if adapter in getattr(module, "modules_to_save", ())]
+    for name, child in module.named_children():
+        if name in parts:
+            for adapter in (adapter for adapter in active if adapter in child):
+                place = path if name == "modules_to_save" else f"{path}.{name}.{active.index(adapter)}"
+                if isinstance(child[adapter], torch.Tensor):
+                    yield place, child[adapter]
+                else:
+                    yield from _named_tensors(child[adapter], place, seen)
+        elif name in ("base_layer", "original_module", "_orig_mod"):
+            if not replacing:
+                yield from _named_tensors(child, path, seen)
+        else:
+            yield from _named_tensors(child, f"{path}.{name}" if path else name, seen)
 
 
 def _own_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,36 +109,11 @@ def _own_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensor) for name, tensor in (*module._parameters.items(), *buffers) if tensor is not None)
 
 
-def _adapter_names(path: str, module: Any, renamed: dict[str, str | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Add the names of a PEFT layer's adapters to `renamed`, and yield their scaling."""
-    parts = getattr(module, "adapter_layer_names", None)
-    if not parts:
-        return
-    active = [] if module.disable_adapters or module.merged_adapters else list(module.active_adapters)
-    for part in parts:
-        for adapter in getattr(module, part, ()):
-            if adapter not in active:
-                renamed[f"{path}.{part}.{adapter}"] = None
-            elif part == "modules_to_save":  # a copy that replaces the module
-                renamed[f"{path}.{part}.{adapter}"] = path
-                renamed[f"{path}.original_module"] = None
-            else:
-                renamed[f"{path}.{part}.{adapter}"] = f"{path}.{part}.{active.index(adapter)}"
-    renamed.setdefault(f"{path}.original_module", path)
-    scaling = getattr(module, "scaling", None)
-    if isinstance(scaling, dict) and active:
-        scales = [float(scaling.get(adapter, 1.0)) for adapter in active]
-        yield f"{path}.scaling", torch.tensor(scales, dtype=torch.float32)
-
-
-def _new_name(name: str, renamed: dict[str, str | None]) -> str | None:
-    end = len(name) if renamed else 0
-    while end > 0:
-        if (head := name[:end]) in renamed:
-            shown = renamed[head]
-            return None if shown is None else _new_name(shown + name[end:], {})
-        end = name.rfind(".", 0, end)
-    return name.replace(".base_layer", "").replace("_orig_mod.", "")
+def _active_adapters(module: Any) -> list[str]:
+    """Return the adapters that a PEFT layer applies separately, without those merged into its weights."""
+    if not getattr(module, "adapter_layer_names", ()) or module.disable_adapters or module.merged_adapters:
+        return []
+    return list(module.active_adapters)
 
 
 def _plain_tensors(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,98 +137,82 @@ def target_version(model: Any) -> str | None:
     about ten microseconds. Writes through `.data` are found only by [`look_closely`]. Hooks and patched methods are
     not noticed.
     """
-    return _ask(model, _Versions.current)
+    with _unknown_if_it_fails():
+        return _tracked_model(unwrap(model)).version
+    return None
 
 
 def look_closely(model: Any) -> str | None:
     """Compute the fingerprint again, and return it if the weights have changed without being counted; otherwise
     `None`. Takes milliseconds."""
-    return _ask(model, _Versions.unnoticed)
+    with _unknown_if_it_fails():
+        model = unwrap(model)
+        before, now = _tracked_model(model), _TrackedModel(model)
+        if now.version != before.version.partition("-")[0] and not before.has_changed(model):
+            _tracked[model] = now
+            return now.version
+    return None
 
 
 def target_changed(model: Any) -> str | None:
     """Give a model a new version, even if its weights do not show a change, and return it."""
-    return _ask(model, _Versions.renew)
+    with _unknown_if_it_fails():
+        model = unwrap(model)
+        before, now = _tracked_model(model).version, _TrackedModel(model)
+        plain, _, number = before.partition("-")
+        if now.version == plain:
+            now.version = f"{plain}-{int(number or 0) + 1}"
+        _tracked[model] = now
+        return now.version
+    return None
 
 
-def _ask(model: Any, question: Callable[[_Versions, Any], str | None]) -> str | None:
-    model = unwrap(model)
+@contextlib.contextmanager
+def _unknown_if_it_fails() -> Iterator[None]:
     try:
-        versions = _tracked.get(model)
-        if versions is None:
-            versions = _tracked[model] = _Versions(model)
-        return question(versions, model)
+        yield
     except Exception as error:  # noqa: BLE001 - unusual models, or models that change at this moment
         logger.info("The version of the target is not known: %s", first_line(error))
-        return None
 
 
-class _Versions:
-    """The versions of one model, by the state of the counters of torch and PEFT."""
+def _tracked_model(model: Any) -> _TrackedModel:
+    tracked = _tracked.get(model)
+    if tracked is None or tracked.has_changed(model):
+        tracked = _TrackedModel(model)
+        if not tracked.has_changed(model):  # during the computation
+            _tracked[model] = tracked
+    return tracked
+
+
+class _TrackedModel:
+    """The version of a model, and the state of the counters of torch and PEFT before it was computed."""
 
     def __init__(self, model: Any) -> None:
-        self.versions: dict[object, str] = {}
-        self.register(model)
-
-    def register(self, model: Any) -> object:
-        """List the weights to watch, and return the state of their counters. Weights that are removed from the model
-        stay alive until the next call; weak references would keep torch from swapping their contents."""
+        # Weights that are removed from the model stay alive until the next call. Weak references would keep torch from
+        # swapping their contents.
         weights = [tensor for module in model.modules() for _, tensor in _own_tensors(module)]
-        self._tensors = [
-            tensor for tensor in weights if not tensor.is_inference()
-        ]  # inference tensors have no counter
+        self._tensors = [tensor for tensor in weights if not tensor.is_inference()]  # those have no counter
         places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
         chosen = places[:: max(len(places) // NUM_PROBES, 1)]
         self._probes = [(parameters, name, parameters[name]) for parameters, name in chosen]
         self._peft_layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
-        self._merged = tuple(getattr(self._peft_layer, "merged_adapters", ()))
-        return self._counters(model)
+        self._counters = self._count(model)
+        self.version = fingerprint(model)
 
-    def _counters(self, model: Any) -> object:
-        """Return a value that changes with each change that is noticed."""
-        if any(parameters.get(name) is not tensor for parameters, name, tensor in self._probes):
-            return object()  # weights were replaced
+    def _count(self, model: Any) -> object:
         changes = (sum(map(_in_place_changes, self._tensors)), *vars(model).get("peft_config", ()))
         layer = self._peft_layer
         if layer is None:
             return changes
         scaling = getattr(layer, "scaling", None)
-        return (
-            changes, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters),
-            tuple(scaling.values()) if isinstance(scaling, dict) else None,
-        )  # fmt: skip
+        scales = tuple(scaling.values()) if isinstance(scaling, dict) else None
+        return changes, scales, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters)
 
-    def current(self, model: Any) -> str:
-        version = self.versions.get(self._counters(model))
-        if version is None:
-            tensors, merged = self._tensors, self._merged
-            counters = self.register(model)
-            # Known versions stay valid only for the same weights. Unmerging an adapter leaves rounding errors.
-            is_same = list(map(id, tensors)) == list(map(id, self._tensors)) and merged == self._merged
-            known = self.versions if is_same else {}
-            version = fingerprint(model)
-            if self._counters(model) == counters:  # no change during the computation
-                self.versions = dict([*known.items(), (counters, version)][-MAX_VERSIONS:])
-        return version
-
-    def unnoticed(self, model: Any) -> str | None:
-        before, counters = self.current(model), self._counters(model)
-        fresh = _Versions(model)
-        fresh_counters, now = fresh._counters(model), fingerprint(model)
-        is_unchanged = (self._counters(model), fresh._counters(model)) == (counters, fresh_counters)
-        if now == before.partition("-")[0] or self.versions.get(counters) != before or not is_unchanged:
-            return None
-        fresh.versions = {fresh_counters: now}
-        _tracked[model] = fresh
-        return now
-
-    def renew(self, model: Any) -> str:
-        before = self.current(model)
-        if (now := self.unnoticed(model)) is None:
-            plain, _, number = before.partition("-")
-            now = f"{plain}-{int(number or 0) + 1}"
-            self.versions = {self.register(model): now}
-        return now
+    def has_changed(self, model: Any) -> bool:
+        """Return whether torch or PEFT have counted a change."""
+        if any(parameters.get(name) is not tensor for parameters, name, tensor in self._probes):
+            return True  # weights were replaced
+        return self._count(model) != self._counters
 
 
 # --- the version that a draft was trained for -----------------------------------------------------------------------

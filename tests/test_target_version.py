@@ -218,11 +218,6 @@ def test_a_fingerprint_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for ids in models.prompts(3):
             assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
     assert len(made) == 1
-    model = adapted("one", "two")
-    for adapter in ["one", "two"] * 3:  # that take turns
-        model.set_adapter(adapter)
-        target_version(model)
-    assert len(made) == 3
 
 
 def test_what_is_written_past_torch_is_found_by_a_close_look() -> None:
