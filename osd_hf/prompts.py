@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import itertools
 import json
@@ -174,8 +174,8 @@ def prompt_text(value: Any, name: str | None) -> str:
     return value
 
 
-FIELD = re.compile(r"\{([^{}]+)\}")
-PATH = re.compile(r"([^.\[\]]+)((?:\.\w+|\[[^\[\]]+\])*)")
+FIELD = re.compile(r"\{[^{}]+\}")
+REFERENCE = re.compile(r"([^.\[\]]+)((?:\.\w+|\[[^\[\]]+\])*)")
 STEP = re.compile(r"[\w-]+|(?<=\[)[^\[\]]+")
 
 
@@ -190,61 +190,59 @@ class _Template:
     """
 
     def __init__(self, template: str, known: Collection[str]) -> None:
-        self._text, self._known = template, known
+        self._known = known
         try:
-            named = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
-            is_format = all(name and self._field(name) for name in named)
+            parts = list(string.Formatter().parse(template))
+            if not all(name is None or self._field(name) for _, name, _, _ in parts):
+                parts = self._parse_json(template)
         except ValueError:
-            is_format = False
-        fields = [self._field(field) for field in (named if is_format else FIELD.findall(template))]
-        self.columns = list(dict.fromkeys(field[0] for field in fields if field is not None))
+            parts = self._parse_json(template)
+        # Text, the field behind it, its format and conversion.
+        self._parts = [
+            (text, self._field(name or ""), spec or "", conversion) for text, name, spec, conversion in parts
+        ]
+        self.columns = list(dict.fromkeys(field[0] for _, field, _, _ in self._parts if field))
         if not self.columns:
             raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
-        self._pattern = re.compile((r"\{\{|\}\}|" if is_format else "") + FIELD.pattern)
 
-    def _field(self, field: str) -> tuple[str, list[str], str | None, str] | None:
-        """Split a field into column, steps inside of its value, conversion and format; `None` for other text."""
-        if field in self._known:
-            return field, [], None, ""
-        path, mark, rest = re.fullmatch(r"([^!:]*)([!:]?)(.*)", field, re.DOTALL).groups()  # type: ignore[union-attr]
-        conversion, _, spec = rest.partition(":") if mark == "!" else ("", "", rest)
-        if path in self._known:
-            return path, [], conversion or None, spec
-        found = PATH.fullmatch(path)
+    def _parse_json(self, template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+        """Parse a template like `string.Formatter`, with all braces that are no fields as text."""
+        parts, end = [], 0
+        for found in FIELD.finditer(template):
+            with contextlib.suppress(ValueError):
+                [(_, name, spec, conversion)] = string.Formatter().parse(found[0])
+                if self._field(name or ""):
+                    parts.append((template[end : found.start()], name, spec, conversion))
+                    end = found.end()
+        return [*parts, (template[end:], None, None, None)]
+
+    def _field(self, name: str) -> tuple[str, list[str]] | None:
+        """Split a name into a column and the steps inside of its value; `None` if it is no field."""
+        if name in self._known:
+            return name, []
+        found = REFERENCE.fullmatch(name)
         if found is None or not (found[1] in self._known or found[1].isidentifier()):
             return None
-        return found[1], STEP.findall(found[2]), conversion or None, spec
+        return found[1], STEP.findall(found[2])
 
     def fill(self, row: Mapping[str, Any]) -> str:
         """Return the prompt of a row; raises RowError."""
-        texts = list[str]()
-
-        def written(found: re.Match[str]) -> str:
-            if found[0] in ("{{", "}}"):
-                return found[0][0]
-            field = self._field(found[1])
-            if field is None:
-                return found[0]
-            texts.append(_written(row, *field))
-            return texts[-1]
-
-        text = self._pattern.sub(written, self._text)
-        return prompt_text(text if any(map(str.strip, texts)) else "", "template")
+        values = ["" if field is None else _value(row, *field, *how) for _, field, *how in self._parts]
+        filled = "".join(text + value for (text, *_), value in zip(self._parts, values, strict=True))
+        return prompt_text(filled if any(map(str.strip, values)) else "", "template")
 
 
-def _written(row: Mapping[str, Any], column: str, steps: list[str], conversion: str | None, spec: str) -> str:
+def _value(row: Mapping[str, Any], column: str, steps: list[str], spec: str, conversion: Any) -> str:
     value = row.get(column)
     try:
         for step in steps:
             value = value[int(step) if isinstance(value, list | tuple) else step]  # type: ignore[index]
-        if value is None:
-            raise RowError(f"`{column}` is null")
-        if isinstance(value, list | dict) and conversion is None:
+        if isinstance(value, list | dict) and conversion is None or value is None:
             value = prompt_text(value, column)
         return format(string.Formatter().convert_field(value, conversion), spec)
+    except RowError:
+        raise
     except (LookupError, ValueError, TypeError) as error:
-        if isinstance(error, RowError):
-            raise
         raise RowError(f"it does not fit the template ({type(error).__name__}: {first_line(error)})") from error
 
 
@@ -256,8 +254,8 @@ def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str
     Open a file or Hub data set.
 
     Returns:
-        `tuple[list[str], Callable]`: the names of all columns, and a function that reads the rows as mappings of the
-        given columns. A row of a JSON file that cannot be parsed is a `RowError`.
+        `tuple[list[str], Callable]`: the names of all columns, and a function that reads the rows as mappings with
+        at least the given columns. A row of a JSON file that cannot be parsed is a `RowError`.
 
     Raises:
         DataError: the source cannot be read, or has no rows.
@@ -268,25 +266,23 @@ def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str
         raise DataError(f"There is no file {source.location}.")
     if path.is_file() and kind not in FILES:
         raise DataError(f"{source.location} is none of {', '.join(FILES)}.")
-    if kind in FILES and path.stat().st_size == 0:
-        raise DataError(f"{source.location} is empty.")
     read: Callable[[Collection[str]], Iterable[Any]]
     try:
         if kind not in FILES:
             dataset = _hub_dataset(source)
-            names, count, read = list(dataset.column_names), len(dataset), dataset.select_columns
+            names, count, read = dataset.column_names, len(dataset), dataset.select_columns
         elif kind == ".parquet":
             file = parquet.ParquetFile(path)
             names, count = file.schema_arrow.names, file.metadata.num_rows
-            read = functools.partial(_parquet_rows, file, source.location)
+            read = lambda columns: (row for part in file.iter_batches(columns=columns) for row in part.to_pylist())  # noqa: E731
         else:
             names, rows = _json_rows(path)
-            count, read = len(rows), functools.partial(_selected, rows)
+            count, read = len(rows), lambda _: rows
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, pa.ArrowException) as error:
         raise DataError(f"{source.location} cannot be read: {first_line(error.__cause__ or error)}.") from error
     if not count:
         raise DataError(f"{source.location} has no rows.")
-    return names, lambda columns: read([name for name in names if name in columns])
+    return list(names), lambda columns: read([name for name in names if name in columns])
 
 
 def _hub_dataset(source: PromptSource) -> Any:
@@ -298,19 +294,18 @@ def _hub_dataset(source: PromptSource) -> Any:
         raise ValueError(first_line(error)) from error.__cause__
 
 
-def _parquet_rows(file: parquet.ParquetFile, location: str, columns: Collection[str]) -> Iterator[Any]:
-    try:
-        for batch in file.iter_batches(columns=columns):
-            yield from batch.to_pylist()
-    except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
-        raise DataError(f"{location} cannot be read: {first_line(error)}.") from error
-
-
 def _json_rows(path: Path) -> tuple[list[str], list[Any]]:
-    """Parse a JSON file without guessing types: a column may change its type, and text that looks like a date is text.
-    Raises ValueError if nothing in it is a JSON object."""
+    """Parse a list, or one value per line, without guessing types: a column may change its type, and text that looks
+    like a date is text. Return the names of all columns, and the rows or a RowError in place of each unusable one.
+    Raises ValueError if there is no JSON object."""
+    text = path.read_bytes()
+    values = _parsed(text)
+    if not isinstance(values, list):
+        values = (
+            [values] if isinstance(values, dict) else [_parsed(line) for line in text.splitlines() if line.strip()]
+        )
     names, rows = dict[str, None](), list[Any]()
-    for value in _json_values(path):
+    for value in values:
         row = {"text": value} if isinstance(value, str) else value
         if isinstance(row, dict):
             names |= dict.fromkeys(row)
@@ -322,39 +317,13 @@ def _json_rows(path: Path) -> tuple[list[str], list[Any]]:
     return list(names), rows
 
 
-def _selected(rows: list[Any], columns: Collection[str]) -> Iterator[Any]:
-    for row in rows:
-        yield row if isinstance(row, RowError) else {name: row.get(name) for name in columns}
-
-
-def _json_values(path: Path) -> Iterator[Any]:
-    """Yield the values of a list, or of one value a line; a RowError in place of what cannot be parsed."""
-    with path.open("rb") as lines:
-        document = _parsed(lines.read()) if _is_document(path) else None
-        if isinstance(document, list):
-            yield from document
-        elif isinstance(document, dict):
-            yield document
-        else:
-            lines.seek(0)
-            yield from (_parsed(line) for line in lines if line.strip())
-
-
-def _is_document(path: Path) -> bool:
-    """Return whether a file begins as one JSON value rather than a value a line."""
-    with path.open("rb") as file:
-        return path.suffix.lower() == ".json" or file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
 def _parsed(text: bytes) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return RowError("it is not UTF-8 text")
-    except json.JSONDecodeError as error:
-        return RowError(f"it is not valid JSON: {error.msg}")
-    except (ValueError, RecursionError) as error:  # an endless number; brackets in brackets
-        return RowError(f"it is not valid JSON: {first_line(error)}")
+    except (ValueError, RecursionError) as error:
+        return RowError(f"it is not valid JSON: {getattr(error, 'msg', first_line(error))}")
 
 
 # --- chats ----------------------------------------------------------------------------------------------------------
@@ -435,9 +404,8 @@ def encode_turn(
     Args:
         tokenizer (`PreTrainedTokenizerBase`), text (`str`): The target's tokenizer, and what the user says.
         chat_template (`bool`, *optional*, defaults to `True`):
-            Put the text into the chat template if the tokenizer has one; otherwise encode the plain text.
-        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
-            What the chat template reads, such as `enable_thinking`.
+            Whether to put the text into the chat template, if the tokenizer has one.
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*): Arguments of the template, such as `enable_thinking`.
 
     Raises:
         ConfigError: `chat_template_kwargs` without a chat template, or with what is set here.
@@ -458,16 +426,8 @@ def encode_prompts(
     chat_template: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> EncodedPrompts:  # fmt: skip
     """
-    Encode prompts until there are enough of them. Prompts that cannot be used or are too long are left out, and the
-    log lists them once.
-
-    Args:
-        prompts (`Iterable[Prompt]`): Read only as far as needed.
-        tokenizer (`PreTrainedTokenizerBase`), chat_template (`bool`, *optional*, defaults to `True`),
-        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
-            As for [`encode_turn`].
-        limit (`int`, *optional*), max_prompt_tokens (`int`, *optional*):
-            How many prompts are wanted, and the tokens of the longest one.
+    Encode at most `limit` prompts of at most `max_prompt_tokens` as [`encode_turn`] does, reading no more than needed.
+    The others are left out, and the log lists them once.
 
     Raises:
         ConfigError: as [`encode_turn`] does.
@@ -478,14 +438,11 @@ def encode_prompts(
     for prompt in prompts:
         if limit is not None and len(encoded) == limit:
             break
+        how: dict[str, Any] = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
         try:
             if prompt.problem is not None:
                 raise RowError(prompt.problem)
-            ids = []
-            if prompt.text.strip():
-                ids = encode_turn(
-                    tokenizer, prompt.text, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs
-                )
+            ids = encode_turn(tokenizer, prompt.text, **how) if prompt.text.strip() else []
             if not ids:
                 raise RowError(NO_TEXT)
             if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
@@ -503,7 +460,7 @@ def encode_prompts(
 
 
 def fingerprint(prompts: Sequence[tuple[Prompt, list[int]]]) -> str:
-    """Tells two streams apart by domains and token ids, without giving any of them away."""
+    """Return a hash of prompts with their domains and token ids."""
     digest = hashlib.sha256()
     for prompt, ids in prompts:
         digest.update(json.dumps([prompt.index, prompt.domain, ids]).encode())

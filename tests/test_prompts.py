@@ -82,7 +82,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     for location, reason in (
         (tmp_path / "nowhere.jsonl", "There is no file"),
-        (tmp_path / "empty.jsonl", "is empty"),
+        (tmp_path / "empty.jsonl", "has no rows"),
         (tmp_path / "rows.parquet", "has no rows"),
         (tmp_path / "rows.txt", "none of .json, .jsonl, .parquet"),
         ("nobody/nothing", "nobody/nothing cannot be read"),
