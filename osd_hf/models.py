@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError
 from numpy.typing import NDArray
 from transformers import (
@@ -50,6 +49,7 @@ HUB_ARGUMENTS = (
 TARGET_ARGUMENTS = (
     "device_map", "max_memory", "offload_buffers", "offload_folder", "quantization", "quantization_config",
 )  # fmt: skip
+BUNDLED_ARGUMENTS = (("dtype", "auto"), ("dtype", "float32"))  # true of the bundled pair
 SOURCE_ADVICE = "Name a folder that `save_pretrained` wrote, or a model of the Hub as `owner/name`."
 MAKE_ADVICE = "make one from the target with `make_draft`, or choose a draft of the target's family"
 MAX_DRAFT_RATIO = 2  # of the numbers of weights; a larger draft gets a warning
@@ -133,30 +133,27 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
     return None
 
 
-def num_positions(model: PreTrainedModel) -> int | None:
+def num_positions(config: PreTrainedConfig) -> int | None:
     """Return the maximum number of positions of a model, or of its decoder; `None` if there is no limit."""
-    config = model.config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_target_positions")
-    return next((int(value) for name in names if (value := config_value(config, name))), None)
+    return next((int(value) for name in names if (value := config_value(text, name))), None)
 
 
 def prompt_room(target_config: PreTrainedConfig, draft_config: PreTrainedConfig, max_new_tokens: int) -> int | None:
     """Return the maximum number of prompt tokens that leaves room for the answer; `None` if there is no limit. The
     answer of an encoder-decoder has separate positions. Raises ConfigError if nothing fits."""
-    texts = [config.get_text_config() for config in (target_config, draft_config)]
-    sizes = [getattr(text, "max_position_embeddings", None) for text in texts]
-    positions = min((int(size) for size in sizes if size is not None), default=None)
-    if positions is None:
+    known = [size for config in (target_config, draft_config) if (size := num_positions(config)) is not None]
+    if not known:
         return None
-    if target_config.is_encoder_decoder:
-        if max_new_tokens > positions:
-            raise ConfigError(f"{max_new_tokens} new tokens do not fit: the models have {positions} positions.")
-        return positions
-    if max_new_tokens >= positions:
+    room = min(known) - max_new_tokens
+    if target_config.is_encoder_decoder and room >= 0:
+        return min(known)
+    if room <= 0:
         raise ConfigError(
-            f"{max_new_tokens} new tokens leave no room for a prompt: the models have {positions} positions."
+            f"{max_new_tokens} new tokens leave no room for a prompt: the models have {min(known)} positions."
         )
-    return positions - max_new_tokens
+    return room
 
 
 def eos_ids(config: Any) -> tuple[int, ...]:
@@ -234,11 +231,9 @@ class Pair(NamedTuple):
 
 
 def load_config(source: str, **model_kwargs: Any) -> PreTrainedConfig:
-    """Load a configuration, with the commit of the Hub in `_commit_hash` (`None` for a folder); raises
-    UnsupportedModelError."""
-    config = _load(AutoConfig, source, **_hub_arguments(model_kwargs))
-    if getattr(config, "_commit_hash", None) is None:  # transformers before 5.23 does not set it
-        config._commit_hash = None if os.path.exists(source) else _commit(source, **_hub_arguments(model_kwargs))
+    """Load a configuration; raises UnsupportedModelError. Since transformers 5.23 its `_commit_hash` is the commit of
+    the Hub."""
+    config: PreTrainedConfig = _load(AutoConfig, source, **_hub_arguments(model_kwargs))
     return config
 
 
@@ -306,7 +301,7 @@ def load_model(
         model = _load(auto, source, dtype=dtype, device_map=device_map, **model_kwargs)
     else:
         model = placed(_load(auto, source, dtype=dtype, **model_kwargs), device)
-    model.config._commit_hash = config._commit_hash
+    model.config._commit_hash = getattr(config, "_commit_hash", None)
     return model.eval()
 
 
@@ -329,13 +324,9 @@ def load_draft(source: str, **model_kwargs: Any) -> PreTrainedModel:
 
 
 def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
-    """
-    Load those of two models that are given by Hub id or folder, with their tokenizers. The arguments in
-    `TARGET_ARGUMENTS` are not used for the draft, which is placed on the target's device.
-
-    Raises:
-        UnsupportedModelError, ConfigError: as [`load_model`]; an argument for a model that is already loaded.
-    """
+    """Load those of two models that are given by Hub id or folder, with their tokenizers. The arguments in
+    `TARGET_ARGUMENTS` are not used for the draft, which is placed on the target's device. Raises
+    UnsupportedModelError, and ConfigError for an argument that no model takes."""
     is_named = [isinstance(model, str | os.PathLike) for model in (target, draft)]
     for name in model_kwargs:
         if not any(is_named) or (name in TARGET_ARGUMENTS and not is_named[0]):
@@ -347,44 +338,38 @@ def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
     if is_named[0]:
         target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs), model_kwargs)
     if is_named[1]:
-        draft_kwargs = {name: value for name, value in model_kwargs.items() if name not in TARGET_ARGUMENTS}
-        if draft_kwargs.get("device") is None and hasattr(unwrap(target), "device"):
-            draft_kwargs["device"] = str(input_device(unwrap(target)))
-        draft = _with_tokenizer(load_model(os.fspath(draft), **draft_kwargs), draft_kwargs)
+        draft = _load_draft_beside(target, os.fspath(draft), model_kwargs)
     return target, draft
+
+
+def _load_draft_beside(target: Any, source: str, model_kwargs: Mapping[str, Any]) -> Any:
+    """Load a draft without `TARGET_ARGUMENTS`, by default on the target's device."""
+    draft_kwargs = {name: value for name, value in model_kwargs.items() if name not in TARGET_ARGUMENTS}
+    if draft_kwargs.get("device") is None and hasattr(unwrap(target), "device"):
+        draft_kwargs["device"] = str(input_device(unwrap(target)))
+    return _with_tokenizer(load_model(source, **draft_kwargs), draft_kwargs)
 
 
 def load_pair(
     target: str | None = None, draft: str | None = None, *, device: str | None = None, revision: str | None = None,
     draft_revision: str | None = None, **model_kwargs: Any,
 ) -> Pair:  # fmt: skip
-    """
-    Load a target and a draft by name with [`load_model`], or the bundled pair (fp32, by default on the CPU).
-    `revision` is for the target, `draft_revision` for the draft; `model_kwargs` are arguments of [`load_named`].
-
-    Raises:
-        ConfigError: only one model is named, arguments that the bundled pair does not take, or as [`load_model`].
-        UnsupportedModelError: a model or the tokenizer cannot be loaded.
-        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens.
-    """
+    """Load a target and a draft by name with [`load_model`], or the bundled pair (fp32, by default on the CPU).
+    `revision` is for the target, `draft_revision` for the draft. Raises ConfigError if only one model is named or the
+    bundled pair does not take an argument, UnsupportedModelError, and VocabularyMismatchError."""
     if (target is None) != (draft is None):
         raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
     if target is None or draft is None:
-        if model_kwargs.get("dtype") in ("auto", "float32"):
-            del model_kwargs["dtype"]
         arguments = {**model_kwargs, "revision": revision, "draft_revision": draft_revision}
-        if given := [name for name, value in arguments.items() if value]:
+        if given := [name for name, value in arguments.items() if value and (name, value) not in BUNDLED_ARGUMENTS]:
             raise ConfigError(f"The bundled pair is loaded as it is; `{given[0]}` needs a target and a draft by name.")
         large, small, tokenizer = load_bundled()
         return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
-    target_kwargs, draft_kwargs = ({**model_kwargs, "device": device} for _ in range(2))
-    if revision is not None:
-        target_kwargs["revision"] = revision
-    if draft_revision is not None:
-        draft_kwargs["revision"] = draft_revision
-    large, _ = load_named(target, None, **target_kwargs)
-    draft_kwargs = {name: value for name, value in draft_kwargs.items() if name not in TARGET_ARGUMENTS}
-    _, small = load_named(large, draft, **draft_kwargs)
+    model_kwargs["device"] = device
+    target_kwargs = model_kwargs if revision is None else {**model_kwargs, "revision": revision}
+    draft_kwargs = model_kwargs if draft_revision is None else {**model_kwargs, "revision": draft_revision}
+    large = _with_tokenizer(load_model(target, **target_kwargs), target_kwargs)
+    small = _load_draft_beside(large, draft, draft_kwargs)
     tokenizer = load_tokenizer(target, **target_kwargs)
     common_tokenizer(tokenizer, large, small)
     return Pair(large, align_vocab(small, large), tokenizer)
@@ -420,14 +405,6 @@ def _load(auto: Any, source: str, **kwargs: Any) -> Any:
         raise UnsupportedModelError(message.rstrip()) from error
 
 
-def _commit(
-    name: str, *, revision: str | None = None, subfolder: str = "", cache_dir: Any = None, **_: Any
-) -> str | None:
-    file = os.path.join(subfolder, "config.json")
-    path = try_to_load_from_cache(name, file, cache_dir, revision)
-    return Path(path.removesuffix(file)).name if isinstance(path, str) else None
-
-
 def _hub_arguments(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
 
@@ -441,7 +418,9 @@ def find_tokenizer(model: Any) -> Any:
     found = _TOKENIZERS.get(model) if isinstance(model, torch.nn.Module) else None
     if found is not None or not model.config.name_or_path:
         return found
-    return _tokenizer_at(model.config.name_or_path, local_files_only=True, trust_remote_code=False)
+    with contextlib.suppress(UnsupportedModelError):
+        return load_tokenizer(model.config.name_or_path, local_files_only=True, trust_remote_code=False)
+    return None
 
 
 def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
@@ -454,15 +433,9 @@ def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
 
 
 def _with_tokenizer(model: Any, model_kwargs: Mapping[str, Any]) -> Any:
-    _TOKENIZERS[model] = _tokenizer_at(model.config.name_or_path, **_hub_arguments(model_kwargs))
+    with contextlib.suppress(UnsupportedModelError):
+        _TOKENIZERS[model] = load_tokenizer(model.config.name_or_path, **model_kwargs)
     return model
-
-
-def _tokenizer_at(source: str, **kwargs: Any) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:

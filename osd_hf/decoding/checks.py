@@ -434,7 +434,7 @@ def _switched_rope(model: PreTrainedModel) -> Limits:
 
 def _learned_positions(model: PreTrainedModel) -> Limits:
     config = model.config.get_text_config(decoder=True)
-    length = num_positions(model)
+    length = num_positions(model.config)
     if length is None or _rope_parameters(model) or config_value(config, "alibi"):
         return UNLIMITED
     return Limits(f"it has {length} positions", max_length=length)
@@ -773,7 +773,7 @@ def _probe_prompts(
     if not len(row):
         return
     prompts = [row[None]]
-    positions = num_positions(model) or math.inf
+    positions = num_positions(model.config) or math.inf
     for changing, is_known in _changing_lengths(model).values():
         # One probe crosses the length, the other one begins behind it.
         longest = min(positions, limits.max_length, MAX_PROBED_LENGTH if is_known else MAX_UNKNOWN_LENGTH)

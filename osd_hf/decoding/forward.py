@@ -453,7 +453,7 @@ class Verification:
         self._owner = owner
         self._target = target
         self._compiled: _Compiled | None = compiled  # `None`: the request continues eagerly
-        self._limit = min(num_positions(target) or math.inf, limit)
+        self._limit = min(num_positions(target.config) or math.inf, limit)
 
     def begins(self, given: Any, tokens: int) -> bool:
         """Take over the loop's cache for a round after which the sequence has at most `tokens` tokens. Return whether

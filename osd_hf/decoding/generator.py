@@ -338,7 +338,7 @@ class LeanDrafting:
             return None
         kwargs = given["model_kwargs"]
         mask = kwargs.get("attention_mask")
-        max_positions = num_positions(draft)
+        max_positions = num_positions(draft.config)
         source, before = None, list[int]()
         if is_encoder_decoder:
             is_text = not inputs_tensor.is_floating_point()
