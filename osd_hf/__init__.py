@@ -51,32 +51,26 @@ __all__ = [
     "simulate",
 ]
 
-# The module of each name. It is imported when the name is first used, so that `import osd_hf` does not load torch.
-_MODULES = {
-    "AcceptanceStats": "acceptance",
-    "CorrectionStore": "store.store",
-    "DistillConfig": "distillation.trainer",
-    "DraftRound": "trace",
-    "LabelRouter": "router",
-    "LanguageRouter": "router",
-    "OnlineAssistant": "assistant",
-    "OnlineConfig": "config",
-    "ReplayedProcessor": "logits_processors",
-    "RolloutAssistant": "rollouts",
-    "Router": "router",
-    "TopicRouter": "router",
-    "Trace": "trace",
-    "benchmark": "evaluation.benchmark",
-    "best_k": "speedup",
-    "capture_traces": "decoding.hook",
-    "compare": "evaluation.compare",
-    "distill": "distillation.trainer",
-    "expected_block_efficiency": "speedup",
-    "expected_speedup": "speedup",
-    "make_draft": "distillation.make_draft",
-    "replay": "replay",
-    "simulate": "simulate",
+# The names of each module. It is imported when one of them is first used, so that `import osd_hf` does not load torch.
+_NAMES = {
+    "acceptance": ["AcceptanceStats"],
+    "assistant": ["OnlineAssistant"],
+    "config": ["OnlineConfig"],
+    "decoding.hook": ["capture_traces"],
+    "distillation.make_draft": ["make_draft"],
+    "distillation.trainer": ["DistillConfig", "distill"],
+    "evaluation.benchmark": ["benchmark"],
+    "evaluation.compare": ["compare"],
+    "logits_processors": ["ReplayedProcessor"],
+    "replay": ["replay"],
+    "rollouts": ["RolloutAssistant"],
+    "router": ["LabelRouter", "LanguageRouter", "Router", "TopicRouter"],
+    "simulate": ["simulate"],
+    "speedup": ["best_k", "expected_block_efficiency", "expected_speedup"],
+    "store.store": ["CorrectionStore"],
+    "trace": ["DraftRound", "Trace"],
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 class _Package(types.ModuleType):

@@ -217,15 +217,6 @@ def test_a_card_without_figures_claims_none() -> None:
     assert card.data.base_model is None
 
 
-def test_the_card_links_the_project_where_its_package_says_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    urls = ["Changelog, https://host.example/changes", "Homepage, https://host.example/osd_hf"]
-    named = SimpleNamespace(get_all=lambda name: urls if name == "Project-URL" else None)
-    monkeypatch.setattr("osd_hf.hub.cards.metadata.metadata", lambda _: named)
-    assert "[osd_hf](https://host.example/osd_hf)" in draft_card("me/draft", DraftFacts()).text
-    urls.clear()
-    assert "by osd_hf, [online" in draft_card("me/draft", DraftFacts()).text
-
-
 def test_folders_of_this_machine_are_no_ids(tmp_path: Path) -> None:
     assert hub_id("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     for name in (None, "", str(tmp_path), "gpt2/with/more", "spa ce/name"):
@@ -247,7 +238,6 @@ def test_the_card_names_the_commit_of_the_target(
     )
     assert facts_of(by_others, draft).target_revision == COMMIT
     (cache / "models--them--large/snapshots" / ("1" * 40)).mkdir()
-    assert facts_of(by_name, draft).target_revision == COMMIT
     assert facts_of(by_others, draft).target_revision is None  # of which of the two nobody knows
     assert facts_of(load_model(str(tmp_path / "target")), draft).target_revision is None
 

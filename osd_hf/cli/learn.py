@@ -35,7 +35,7 @@ from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, StateError, StoreError
 from osd_hf.evaluation.display import alpha_bar, comparison_row, plot_alpha, text_table
 from osd_hf.hub.cards import facts_of
-from osd_hf.hub.push import check_push, check_visibility
+from osd_hf.hub.push import check_push
 from osd_hf.learning.updater import make_accelerator
 from osd_hf.models import align_vocab, load_config, load_model, load_pair, load_tokenizer
 from osd_hf.server.metrics import learner_metrics, serve_metrics
@@ -182,8 +182,7 @@ def _make_learner(settings: LearnSettings, config: OnlineConfig, domain: str | N
     """Return the learner and the folder of its versions."""
     token, private = None, False if settings.public else None
     if settings.repo_id is not None:
-        token = check_push(settings.repo_id, settings.token)
-        check_visibility(settings.repo_id, token, private)
+        token = check_push(settings.repo_id, settings.token, private)
     assert settings.output_dir is not None
     folder = settings.output_dir.expanduser().absolute()
     state = settings.state_dir or folder.with_name(f"{folder.name}-state")

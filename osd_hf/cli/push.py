@@ -18,7 +18,7 @@ from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
 from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of
-from osd_hf.hub.push import check_push, check_visibility, export_to_vllm, push_folder, save_draft
+from osd_hf.hub.push import check_push, export_to_vllm, push_folder, save_draft
 from osd_hf.models import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance
 
@@ -138,7 +138,7 @@ def push_command(settings: PushSettings) -> int:
     repo_id, token = str(settings.repo_id), settings.token
     private = False if settings.public else True if settings.private else None
     if not settings.dry_run and (token or get_token()):  # before the evaluation, which takes long
-        check_visibility(repo_id, check_push(repo_id, token), private)
+        check_push(repo_id, token, private)
     target, before, tokenizer = settings.pair()
     dataset = evaluation_set(
         settings, settings.prompts, settings.num_requests, settings.max_new_tokens, settings.domain_column

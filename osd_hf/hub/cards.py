@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,23 +40,12 @@ TEMPLATES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """
-    Prompts for an evaluation. They are published with the draft, so they are public or generated, never traffic.
+    """At least two prompts for an evaluation. They are published with the draft: public or generated, no traffic."""
 
-    Args:
-        name (`str`): Name of the set, such as `"openai/gsm8k, test"`.
-        prompts (`tuple[Prompt, ...]`): User turns, at least two.
-        max_new_tokens (`int`, *optional*, defaults to 128): Maximum length of an answer.
-        dataset_id (`str`, *optional*): Id of the data set on the Hub.
-
-    Raises:
-        ConfigError: fewer than two prompts.
-    """
-
-    name: str
+    name: str  # such as "openai/gsm8k, test"
     prompts: tuple[Prompt, ...]
     max_new_tokens: int = 128
-    dataset_id: str | None = None
+    dataset_id: str | None = None  # on the Hub
 
     def __post_init__(self) -> None:
         if len(self.prompts) < 2:
@@ -98,24 +86,16 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """
-    Acceptance of a draft before and after learning, measured by replay on greedy answers of the target.
+    """Acceptance of a draft before and after learning, measured by replay on greedy answers of the target."""
 
-    Args:
-        dataset (`EvaluationSet`): The prompts, without those that left no room for an answer.
-        num_assistant_tokens (`int`): k.
-        before (`tuple[AcceptanceStats, ...]`), after (`tuple[AcceptanceStats, ...]`): Counts per prompt.
-        speedups (`dict[str, dict[str, Any]]`, *optional*):
-            `median` and `interval` of the speed-up over the target alone, by system; empty if nothing was timed.
-        facts (`dict[str, Any]`, *optional*): Command, versions, machine.
-    """
-
-    dataset: EvaluationSet
+    dataset: EvaluationSet  # without the prompts that left no room for an answer
     num_assistant_tokens: int
-    before: tuple[AcceptanceStats, ...]
+    before: tuple[AcceptanceStats, ...]  # of each prompt
     after: tuple[AcceptanceStats, ...]
-    speedups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    speedups: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # over the target: `median`, `interval` by system
+    facts: dict[str, Any] = field(default_factory=dict)  # command, versions, machine
 
     def parts(self) -> dict[str | None, Comparison]:
         """Compare `"before"` and `"after"` over all prompts (`None`) and by domain."""
@@ -180,27 +160,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class DraftFacts:
-    """
-    Facts for the card of a draft.
+    """Facts for the card of a draft."""
 
-    Args:
-        target (`str`, *optional*), target_revision (`str`, *optional*): Hub id and commit of the target.
-        target_version (`str`, *optional*):
-            Version of the target, as in traces; by default the one in the draft's configuration.
-        base_model (`str`, *optional*), license (`str`, *optional*): Hub id and license of the original draft.
-        is_adapter (`bool`, *optional*, defaults to `False`): Whether the repo contains only a LoRA adapter.
-        domains (`tuple[str, ...]`, *optional*): Domains of the training requests.
-        training (`Mapping[str, Any]`, *optional*): Facts of the training, such as requests, updates and settings.
-        command (`str`, *optional*): The command that made it.
-    """
-
-    target: str | None = None
-    target_revision: str | None = None
-    target_version: str | None = None
-    base_model: str | None = None
-    is_adapter: bool = False
-    domains: tuple[str, ...] = ()
-    training: Mapping[str, Any] = field(default_factory=dict)
+    target: str | None = None  # Hub id
+    target_revision: str | None = None  # commit of the Hub
+    target_version: str | None = None  # as in traces; by default the one in the draft's configuration
+    base_model: str | None = None  # Hub id of the original draft
+    is_adapter: bool = False  # the repo contains only a LoRA adapter
+    domains: tuple[str, ...] = ()  # of the training requests
+    training: Mapping[str, Any] = field(default_factory=dict)  # such as requests, updates and settings
     command: str | None = None
     license: str | None = None
 
@@ -232,16 +200,6 @@ def hub_id(name: str | None) -> str | None:
     except HFValidationError:
         return None
     return name
-
-
-def project_url() -> str | None:
-    """Return the address of this project from its package metadata, if there is one."""
-    try:
-        named = metadata.metadata("osd-hf").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:
-        return None
-    urls = dict(url.split(", ", 1) for url in named)
-    return next((urls[name] for name in ("Homepage", "Repository", "Source") if name in urls), None)
 
 
 def card_data(folder: str) -> dict[str, str]:
@@ -308,7 +266,7 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
         made += f"\n\n```sh\n{facts.command}\n```"
     card: ModelCard = ModelCard.from_template(
         data, str(TEMPLATES / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts,
-        evaluation=evaluation, url=project_url(), made=without_credentials(made),
+        evaluation=evaluation, made=without_credentials(made),
     )  # fmt: skip
     return card
 

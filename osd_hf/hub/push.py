@@ -227,8 +227,9 @@ def push_store(
         )  # fmt: skip
 
 
-def check_push(repo_id: str, token: str | None = None) -> str:
-    """Return the token for a push; raises ConfigError for an invalid repo id, or without a token."""
+def check_push(repo_id: str, token: str | None = None, private: bool | None = False) -> str:
+    """Return the token for a push. Raises ConfigError for an invalid repo id, without a token, and for a public model
+    repo unless `private=False`. If the Hub cannot be reached, the push reports it."""
     if "/" not in repo_id:
         raise ConfigError(f"A repo is named as user/name, got {repo_id!r}.")
     try:
@@ -238,16 +239,10 @@ def check_push(repo_id: str, token: str | None = None) -> str:
     token = token or get_token()
     if not token:
         raise ConfigError("There is no token to push with. Pass one, or run `hf auth login` first.")
+    if private is not False:
+        with contextlib.suppress(HfHubHTTPError, NetworkError, OSError, RuntimeError):
+            refuse_public(HfApi(token=token), repo_id)
     return token
-
-
-def check_visibility(repo_id: str, token: str | None, private: bool | None) -> None:
-    """Refuse a public model repo before the work begins, unless `private=False`; raises ConfigError. If the Hub cannot
-    be reached, the push reports it."""
-    if private is False:
-        return
-    with contextlib.suppress(HfHubHTTPError, NetworkError, OSError, RuntimeError):
-        refuse_public(HfApi(token=token), repo_id)
 
 
 def refuse_public(api: HfApi, repo_id: str, *, repo_type: str = "model") -> None:
