@@ -37,50 +37,32 @@ class RowError(DataError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """
-    One user turn.
+    """One user turn."""
 
-    Args:
-        index (`int`): The row of its source, from 0.
-        text (`str`): The text without chat template.
-        domain (`str`, *optional*): A label.
-        problem (`str`, *optional*): Why the row cannot be used; the text is empty then.
-    """
-
-    index: int
-    text: str
+    index: int  # row of its source, from 0
+    text: str  # without chat template
     domain: str | None = None
-    problem: str | None = None
+    problem: str | None = None  # why the row cannot be used; the text is empty then
 
 
 @dataclass(frozen=True)
 class PromptSource:
     """
-    A source of prompts, and how a row becomes a prompt.
-
-    Args:
-        location (`str`):
-            A `.json`, `.jsonl` or `.parquet` file, a folder that `datasets.load_dataset` reads, or a Hub data set id.
-        column (`str`, *optional*), template (`str`, *optional*):
-            Column of the prompt text; or a format string over the columns, such as `"db: {db}\\n{question}"` or
-            `"{messages[-1][content]}"`. A written `\\n` or `\\t` is a line break or a tab. Other braces, such as those
-            of JSON, are text.
-        domain (`str`, *optional*), domain_column (`str`, *optional*):
-            Label of all prompts; or the column that holds it.
-        split (`str`, *optional*, defaults to `"train"`), subset (`str`, *optional*):
-            Split of a Hub data set, or a slice such as `"train[:100]"`, and its configuration.
+    A source of prompts, and how a row becomes a prompt. A template is a format string over the columns, such as
+    `"db: {db}\\n{question}"` or `"{messages[-1][content]}"`. A written `\\n` or `\\t` is a line break or a tab. Other
+    braces, such as those of JSON, are text.
 
     Raises:
         ConfigError: neither or both of `column` and `template`; two kinds of label.
     """
 
-    location: str
+    location: str  # a file, a folder that `datasets.load_dataset` reads, or a Hub data set id
     column: str | None = None
     template: str | None = None
-    domain: str | None = None
+    domain: str | None = None  # label of all prompts
     domain_column: str | None = None
-    split: str = "train"
-    subset: str | None = None
+    split: str = "train"  # or a slice such as "train[:100]"
+    subset: str | None = None  # configuration of a Hub data set
 
     def __post_init__(self) -> None:
         if (self.column is None) == (self.template is None):
@@ -227,8 +209,10 @@ class _Template:
 
     def fill(self, row: Mapping[str, Any]) -> str:
         """Return the prompt of a row; raises RowError."""
-        values = ["" if field is None else _value(row, *field, *how) for _, field, *how in self._parts]
-        filled = "".join(text + value for (text, *_), value in zip(self._parts, values, strict=True))
+        values, filled = list[str](), ""
+        for text, field, spec, conversion in self._parts:
+            values.append("" if field is None else _value(row, *field, spec, conversion))
+            filled += text + values[-1]
         return prompt_text(filled if any(map(str.strip, values)) else "", "template")
 
 
@@ -250,16 +234,9 @@ def _value(row: Mapping[str, Any], column: str, steps: list[str], spec: str, con
 
 
 def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str]], Iterable[Any]]]:
-    """
-    Open a file or Hub data set.
-
-    Returns:
-        `tuple[list[str], Callable]`: the names of all columns, and a function that reads the rows as mappings with
-        at least the given columns. A row of a JSON file that cannot be parsed is a `RowError`.
-
-    Raises:
-        DataError: the source cannot be read, or has no rows.
-    """
+    """Open a file or Hub data set; raises DataError if it cannot be read or has no rows. Return the names of all
+    columns, and a function that reads the rows as mappings with at least the given columns. A row of a JSON file that
+    cannot be parsed is a `RowError`."""
     path = Path(source.location)
     kind = path.suffix.lower()
     if kind in FILES and not path.is_file():
@@ -350,13 +327,9 @@ def content_text(content: Any) -> str:
 
 
 def chat_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return a message as chat templates read it: without null fields, the content in one text, and the arguments of tool
-    calls parsed. The content of an assistant or a tool may be null.
-
-    Raises:
-        RowError: the content is no text. The message of the error continues "`content` ...".
-    """
+    """Return a message as chat templates read it: without null fields, the content in one text, and the arguments of
+    tool calls parsed. The content of an assistant or a tool may be null. Raises RowError for content without text,
+    with a message that continues "`content` ..."."""
     turn = {name: value for name, value in message.items() if value is not None}
     turn["content"] = content_text(turn.get("content", "" if turn.get("role") in ("assistant", "tool") else None))
     calls = turn.pop("tool_calls", None)

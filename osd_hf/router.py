@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import re
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.models import unwrap
-
-__all__ = ["CallableRouter", "LabelRouter", "LanguageRouter", "RoutedPrompt", "Router", "TopicRouter", "as_router"]
+from osd_hf.utils.context import Seeded
 
 Vectors = NDArray[np.float32]
 
@@ -46,18 +44,11 @@ MAX_POSITION = 0.45  # of a prompt between the nearest centroid (0) and the seco
 
 @dataclass(eq=False)
 class RoutedPrompt:
-    """
-    A prompt for a router.
-
-    Args:
-        ids (`np.ndarray` of shape `(tokens,)`): Token ids without padding, int32 or int64.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): For routers that read text.
-        learn (`bool`, *optional*, defaults to `True`): With `False` a router keeps nothing of the prompt.
-    """
+    """A prompt for a router: token ids `(tokens,)` without padding, int32 or int64."""
 
     ids: NDArray[np.integer[Any]]
-    tokenizer: Any = None
-    learn: bool = field(default=True, kw_only=True)
+    tokenizer: Any = None  # for routers that read text
+    learn: bool = field(default=True, kw_only=True)  # with `False` a router keeps nothing of the prompt
 
     @cached_property
     def text(self) -> str:
@@ -122,18 +113,6 @@ def as_router(router: Router | Callable[[str], str | None] | None) -> Router | N
 # --- languages ------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _language_identifier(langid: Any) -> Any:
-    """Load the language identifier once: it takes half a second and has no state."""
-    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
-
-
-@functools.lru_cache(maxsize=4)
-def _special_ids(tokenizer: Any) -> NDArray[np.int64]:
-    added = {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
-    return np.array(sorted(added.union(getattr(tokenizer, "all_special_ids", ()))), np.int64)
-
-
 class LanguageRouter(Router):
     """
     Route by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
@@ -155,7 +134,7 @@ class LanguageRouter(Router):
             langid = importlib.import_module("py3langid.langid")
         except ImportError as error:
             raise ConfigError('Routing by language needs py3langid: pip install "osd-hf[language]".') from error
-        self._identifier = _language_identifier(langid)
+        self._identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
         known = {label for label in self._identifier.labels if len(label) == 2}
         codes = known if languages is None else {languages} if isinstance(languages, str) else set(languages)
         if not codes or codes - known:
@@ -174,7 +153,8 @@ class LanguageRouter(Router):
 
     def _last_turn(self, prompt: RoutedPrompt) -> str:
         """Return the last text between special tokens of the chat template, without role names."""
-        special = np.isin(prompt.ids, _special_ids(prompt.tokenizer))
+        added = getattr(prompt.tokenizer, "added_tokens_decoder", {})
+        special = np.isin(prompt.ids, [i for i, token in added.items() if token.special])
         ends = [-1, *np.flatnonzero(special).tolist(), len(prompt.ids)]
         for start, end in zip(ends[-2::-1], ends[:0:-1], strict=True):
             if end > start + 1:
@@ -415,13 +395,8 @@ def _shared_part(weight: torch.Tensor) -> tuple[Vectors, Vectors]:
     """Return the mean `(d,)` of a sample of the embeddings and its first d / 100 principal directions
     `(directions, d)`, orthonormal. They encode the frequency of a token rather than its meaning."""
     rows = torch.linspace(0, len(weight) - 1, min(len(weight), 2048), dtype=torch.float32, device="cpu").long()
-    sample: Vectors = weight[rows.to(weight.device)].float().cpu().numpy()
-    mean, d = sample.mean(0), sample.shape[1]
-    sample = sample - mean
-    number = min(-(-d // 100), d - 1, len(sample))
-    # Subspace iteration: a full decomposition takes a minute for large models.
-    basis: Vectors = np.random.default_rng(0).standard_normal((d, min(number + 8, d)), np.float32)
-    for _ in range(8):
-        basis = np.linalg.qr(sample.T @ (sample @ basis))[0]
-    inside = np.linalg.svd(sample @ basis, full_matrices=False)[2]
-    return mean, np.ascontiguousarray((basis @ inside[:number].T).T)
+    sample = weight[rows.to(weight.device)].float().cpu()
+    number = min(-(-sample.shape[1] // 100), sample.shape[1] - 1, len(sample))
+    with Seeded(0):  # a full decomposition takes a minute for large models
+        directions = torch.pca_lowrank(sample, min(number + 8, *sample.shape), niter=8)[2]
+    return sample.mean(0).numpy(), np.ascontiguousarray(directions[:, :number].T.numpy())

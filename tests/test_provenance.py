@@ -80,20 +80,3 @@ def test_works_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(module, "_own_commit", module._own_commit.__wrapped__)
     assert provenance()["commit"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kept"),
-    [
-        (["--token", "hf_secret", "--keep", "3"], "--token '***' --keep 3"),
-        (["--token=hf_secret"], "'--token=***'"),
-        (["--api-key", "sk-secret"], "--api-key '***'"),
-        (["--to", "vllm"], "--to vllm"),
-        (["--url", "http://me:secret@host:8000/v1"], "--url 'http://***@host:8000/v1'"),
-    ],
-)
-def test_secrets_of_the_command_are_not_written_down(
-    arguments: list[str], kept: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["osd-hf", *arguments])
-    assert provenance()["command"] == f"osd-hf {kept}"

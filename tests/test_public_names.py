@@ -100,11 +100,8 @@ def fresh():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_is_light(fresh):
+def test_importing_is_light_and_loads_trl_when_it_is_needed(fresh):
     assert set(fresh["everything"]) - set(fresh["transformers"]) == set()
-
-
-def test_trl_is_loaded_when_it_is_needed(fresh):
     assert "trl" not in fresh["everything"]
     assert "trl" in fresh["distill"]
 

@@ -44,8 +44,6 @@ from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
 from osd_hf.trace import Trace, bare_trace
 
-__all__ = ["MadeDraft", "MakeDraftConfig", "copy_layers", "make_draft", "num_layers_of", "outer_layers", "train_draft"]
-
 logger = logging.getLogger(__name__)
 
 K = 5  # drafted tokens per round in every alpha of this module
@@ -93,37 +91,21 @@ class MakeDraftConfig:
 
 @dataclass(frozen=True)
 class MadeDraft:
-    """
-    A draft and its measurements.
-
-    Args:
-        draft (`PreTrainedModel`): An ordinary model.
-        layers (`tuple[int, ...]`): Layers of the target's decoder that were copied.
-        before (`AcceptanceStats`), after (`AcceptanceStats`):
-            Acceptance on held-out requests before and after training, k = 5. The draft is the best of several states
-            on these requests, so acceptance on new requests may be slightly lower.
-        costs (`ForwardSeconds`): Measured times of forwards.
-        num_assistant_tokens (`int`), speedup (`float`): The best k and the expected speed-up at that k.
-        trials (`tuple[dict, ...]`):
-            One entry per set of layers that was tried: layers, costs, alpha and speed-up after the trial, and the
-            speed-up expected after full training (`promised`), which decides the choice.
-        curve (`tuple[tuple[float, float], ...]`): Pairs of seconds since the start and held-out alpha.
-        requests (`int`), held_out (`int`): Number of training and held-out requests.
-        positions (`int`), steps (`int`), seconds (`float`): Trained tokens, optimizer steps, total time.
-    """
+    """A draft and its measurements. It is the best of several states on the held-out requests, so acceptance on new
+    requests may be slightly lower."""
 
     draft: PreTrainedModel
-    layers: tuple[int, ...]
-    before: AcceptanceStats
+    layers: tuple[int, ...]  # of the target's decoder
+    before: AcceptanceStats  # on held-out requests, k = 5
     after: AcceptanceStats
     costs: ForwardSeconds
-    num_assistant_tokens: int
-    speedup: float
-    trials: tuple[dict[str, Any], ...]
-    curve: tuple[tuple[float, float], ...]
+    num_assistant_tokens: int  # the best k
+    speedup: float  # expected at that k
+    trials: tuple[dict[str, Any], ...]  # the measurements of `best_trial`
+    curve: tuple[tuple[float, float], ...]  # seconds since the start, and held-out alpha
     requests: int
     held_out: int
-    positions: int
+    positions: int  # trained tokens
     steps: int
     seconds: float
 
@@ -266,16 +248,13 @@ def _read_prompts(target: PreTrainedModel, tokenizer: Any, prompts: Iterable[Any
     """Convert prompts, with or without answers, to traces, without those that are too long."""
     rows = [p if isinstance(p, Mapping) else {"prompt": _prompt_ids(p, tokenizer)} for p in prompts]
     start = target.generation_config.decoder_start_token_id if target.config.is_encoder_decoder else None
-    traces = read_rows(rows, tokenizer, vocab_size=vocab_size_of(target), decoder_start=start)
     room = prompt_room(target.config, target.config, max_new_tokens)
-    fitting = [trace for trace in traces if room is None or len(trace.prompt_ids) <= room]
-    if len(fitting) < len(traces):
-        logger.warning(
-            "%d prompts are left out: they leave no room for %d new tokens.",
-            len(traces) - len(fitting),
-            max_new_tokens,
-        )
-    return fitting
+
+    def too_long(trace: Trace) -> str:
+        fits = room is None or len(trace.prompt_ids) <= room
+        return "" if fits else f"the prompt leaves no room for {max_new_tokens} new tokens"
+
+    return read_rows(rows, tokenizer, vocab_size=vocab_size_of(target), decoder_start=start, too_long=too_long)
 
 
 def _prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
@@ -313,7 +292,7 @@ def _answers(
     width = next((trace.top_ids.shape[1] or None for trace in requests if trace.num_kept), NUM_LOGPROBS)
     for first in range(0, len(requests), BATCH_SIZE):
         if budget is not None:
-            budget.show(f"answering, {first} of {len(requests)}", budget.elapsed / budget.seconds)
+            budget.show(f"answering, {first} of {len(requests)}")
             if first and budget.elapsed > ANSWERING_SHARE * budget.seconds:
                 budget.report(f"answered {first} of {len(requests)} prompts in the available time")
                 return
@@ -351,11 +330,9 @@ class TimeBudget:
     def elapsed(self) -> float:
         return self.clock() - self.started
 
-    def show(self, activity: str, share: float, alpha: float | None = None) -> None:
-        """Show the current activity and the share of the work that is done."""
-        self.bar.n = min(share, 1.0) * self.bar.total
-        if alpha is not None:
-            self.bar.set_postfix(alpha=f"{alpha:.3f}", refresh=False)
+    def show(self, activity: str) -> None:
+        """Show the current activity and the time that has passed."""
+        self.bar.n = min(self.elapsed, self.seconds)
         self.bar.set_description_str(activity)
 
     def report(self, text: str) -> None:
@@ -455,25 +432,25 @@ def _worthwhile(
     trials: list[LayerDraft], costs: Sequence[ForwardSeconds], new_tokens: float, budget: TimeBudget
 ) -> list[LayerDraft]:
     """Return the drafts that can pay at an acceptance of 0.8; raises UnsupportedModelError if none can."""
+    speedups = []
     for trial, cost in zip(trials, costs, strict=True):
         trial.costs = cost
-        speedups = ", ".join(
-            f"{cost.best_k(alpha, new_tokens)[1]:.2f} at alpha {alpha}" for alpha in (0.4, 0.6, REACHABLE_ALPHA)
+        speedups.append(cost.best_k(REACHABLE_ALPHA, new_tokens)[1])
+        budget.report(
+            f"{trial.name}: a drafted token costs {cost.c:.2f} of a target token; speed-up {speedups[-1]:.2f} at "
+            f"alpha {REACHABLE_ALPHA}"
         )
-        budget.report(f"{trial.name}: a drafted token costs {cost.c:.2f} of a target token; speed-up {speedups}")
-    able = [trial for trial in trials if trial.costs.best_k(REACHABLE_ALPHA, new_tokens)[1] > 1]
-    if able:
+    if able := [trial for trial, speedup in zip(trials, speedups, strict=True) if speedup > 1]:
         return able
     cheapest = min(trials, key=lambda trial: trial.costs.c)
     if compiles_draft(OnlineConfig(), cheapest.draft.device.type):
         budget.report("no draft pays with eager forwards; captured or compiled forwards, used here, are faster")
         return trials
-    best = max(trial.costs.best_k(REACHABLE_ALPHA, new_tokens)[1] for trial in trials)
     raise UnsupportedModelError(
         f"No draft pays for this target on this machine: with {cheapest.name} alone, a drafted token takes "
         f"{cheapest.costs.c:.2f} of the time of a target token. Even at an acceptance of {REACHABLE_ALPHA}, answers "
-        f"of {new_tokens:.0f} tokens would be {best:.2f} times as fast. Use the target alone, a smaller model of its "
-        "family, or text candidates."
+        f"of {new_tokens:.0f} tokens would be {max(speedups):.2f} times as fast. Use the target alone, a smaller "
+        "model of its family, or text candidates."
     )
 
 
@@ -481,13 +458,19 @@ def best_trial(
     trials: Sequence[LayerDraft], training: Sequence[Trace], held_out: Sequence[Trace], learning: OnlineConfig,
     new_tokens: float, config: MakeDraftConfig, budget: TimeBudget,
 ) -> tuple[LayerDraft, list[dict[str, Any]]]:  # fmt: skip
-    """Train each draft for a short time, and return the most promising one and the measurements of all."""
-    found, measured = list[tuple[float, LayerDraft]](), list[dict[str, Any]]()
+    """
+    Train each draft for a short time.
+
+    Returns:
+        `tuple[LayerDraft, list[dict]]`: the most promising draft, and one entry per draft: layers, costs, alpha and
+        speed-up after the trial, and the speed-up expected after full training (`promised`), which decides.
+    """
+    best, measured = list[tuple[float, LayerDraft]](), list[dict[str, Any]]()
     available = TRIAL_SHARE * max(config.max_seconds - budget.elapsed, 0.0)
     until, share = budget.elapsed + available, available / len(trials)
     steps = None if config.max_steps is None else max(round(TRIAL_SHARE * config.max_steps), 1)
     for trial in trials:
-        if found and budget.elapsed >= until:  # a replay or a step may take longer than its share
+        if best and budget.elapsed >= until:  # a replay or a step may take longer than its share
             budget.report(f"{trial.name}: not tried, the time for trials is over")
             trial.free()
             continue
@@ -507,11 +490,11 @@ def best_trial(
             f"{trial.name}: alpha {trial.before.alpha:.3f} before, {trial.stats.alpha:.3f} after {trial.steps} steps; "
             f"expected speed-up {speedup:.2f} now, {promised:.2f} after full training"
         )
-        found.append((promised, trial))
-        if len(found) == 2:  # keep at most two in memory
-            found.sort(key=lambda one: one[0])
-            found.pop(0)[1].free()
-    return found[0][1], measured
+        best.append((promised, trial))
+        if len(best) == 2:  # more would need much memory
+            best.sort(key=lambda one: one[0])
+            best.pop(0)[1].free()
+    return best[0][1], measured
 
 
 def train(
@@ -531,7 +514,7 @@ def train(
             trial.evaluate(held_out, budget.elapsed)
             if is_over or (min_alpha is not None and trial.stats.alpha >= min_alpha):
                 return
-        budget.show(f"training {trial.name}", budget.elapsed / budget.seconds, trial.stats.alpha)
+        budget.show(f"training {trial.name}, alpha {trial.stats.alpha:.3f}")
         if decays:
             trial.updater.scale_learning_rate(max(1 - share, 0.0))
         trial.step()
@@ -550,33 +533,33 @@ def outer_layers(size: int, count: int) -> tuple[int, ...]:
     return (*range(size - size // 2), *range(count - size // 2, count))
 
 
+def _layer_types(model: PreTrainedModel) -> Sequence[str]:
+    """Return the type of each decoder layer; empty if all have attention."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+
+
 def has_attention(model: PreTrainedModel, layers: Sequence[int]) -> bool:
     """Return whether one of these decoder layers has attention. Without it there is no cache to crop."""
-    config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    types = _layer_types(model)
     return not types or any("attention" in types[i] for i in layers)
 
 
 def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
-    Return a model of the target's kind with some of its layers, and its embeddings, norms and output head.
-
-    Args:
-        target (`PreTrainedModel` or `PeftModel`): Not changed; adapters are merged and layers dequantized in the copy.
-        layers (`Sequence[int]`): Numbers of the decoder layers, in ascending order. All encoder layers are copied.
-
-    Returns:
-        `PreTrainedModel`: in evaluation mode, with the target's device and dtype. For a multimodal target only its
-        text part.
+    Return a model of the target's kind with some of its layers, and its embeddings, norms and output head, in
+    evaluation mode. All encoder layers are copied. Of a multimodal target only the text part is copied. The target is
+    not changed: adapters are merged and layers dequantized in the copy.
 
     Raises:
-        ConfigError: numbers that are not layers of the target.
+        ConfigError: `layers` are no ascending numbers of decoder layers.
         UnsupportedModelError: the layers cannot be copied.
     """
     inner = unwrap(target)
     _check_layers_can_be_copied(inner)
-    layers = _checked_numbers(layers, num_layers_of(inner))
-    kind = type(inner).__name__
+    kind, count = type(inner).__name__, num_layers_of(inner)
+    if not layers or sorted({*range(count)} & {*layers}) != list(layers):
+        raise ConfigError(f"`layers` must be ascending numbers from 0 to {count - 1}, got {list(layers)}.")
     if not has_attention(inner, layers):
         raise UnsupportedModelError(
             f"The layers {list(layers)} of {kind} have no attention, so rejected tokens could not be "
@@ -604,14 +587,12 @@ def _check_layers_can_be_copied(model: PreTrainedModel) -> None:
     kind = type(model).__name__
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise UnsupportedModelError(f"A draft is made from a transformers model that can `generate`, got {kind}.")
-    config = model.config.get_text_config(decoder=True)
-    types = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
-    if getattr(model, "_is_stateful", False) or not types <= LAYER_TYPES:
+    if getattr(model, "_is_stateful", False) or not LAYER_TYPES.issuperset(_layer_types(model)):
         raise UnsupportedModelError(
             f"{kind} has recurrent layers. Their state cannot be rolled back when a drafted token is rejected, so "
             "they cannot be used in a draft."
         )
-    if getattr(config, "num_kv_shared_layers", None):
+    if getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None):
         raise UnsupportedModelError(
             f"Layers of {kind} share keys and values with earlier layers, so they cannot be separated. Use a smaller "
             "model of its family as the draft."
@@ -622,28 +603,17 @@ def _check_layers_can_be_copied(model: PreTrainedModel) -> None:
         )
 
 
-def _checked_numbers(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    chosen = tuple(layers)
-    if not chosen or sorted(set(chosen)) != list(chosen) or not 0 <= chosen[0] <= chosen[-1] < count:
-        raise ConfigError(f"`layers` must be ascending numbers from 0 to {count - 1}, got {list(chosen)}.")
-    return chosen
-
-
 def _layer_list(model: PreTrainedModel) -> torch.nn.ModuleList:
     """Find the decoder layers; raises UnsupportedModelError."""
     config = model.config if model.config.is_encoder_decoder else model.config.get_text_config(decoder=True)
     settings = _decoder_settings(config.to_dict())
     count = settings.get(_count_field(config, settings))
-    found: dict[str, torch.nn.ModuleList] = {}
-    for name, module in model.get_decoder().named_modules():
-        is_inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count and not is_inside:
-            found[name] = module
-    if len(found) != 1:
-        raise UnsupportedModelError(
-            f"The layers of {type(model).__name__} are not found: there are {len(found)} lists of its {count} layers."
-        )
-    return next(iter(found.values()))
+    for module in model.get_decoder().modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(
+        f"The layers of {type(model).__name__} are not found: there is no list of its {count} layers."
+    )
 
 
 def _partial_copy(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
