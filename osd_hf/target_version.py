@@ -49,18 +49,10 @@ def fingerprint(model: Any) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     tensors = sorted(_named_tensors(unwrap(model), "", set()), key=operator.itemgetter(0))
-    groups: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
-    for place, (_, tensor) in enumerate(tensors):
-        if tensor.device.type != "meta" and tensor.numel():
-            groups.setdefault((tensor.device, tensor.element_size()), []).append((place, _sample(tensor)))
-    values: dict[int, bytes] = {}
-    for group in groups.values():  # one copy to the host per group
-        joined, end = torch.cat([sample for _, sample in group]).cpu().numpy().tobytes(), 0
-        for place, sample in group:
-            start, end = end, end + sample.nbytes
-            values[place] = joined[start:end]
-    for place, (name, tensor) in enumerate(tensors):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + values.get(place, b""))
+    for name, tensor in tensors:
+        has_values = tensor.device.type != "meta" and tensor.numel()
+        values = _sample(tensor).cpu().numpy().tobytes() if has_values else b""
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode() + values)
     return digest.hexdigest()
 
 

@@ -175,7 +175,7 @@ def test_unsupported_models_are_refused() -> None:
     # Its layers divide by their numbers.
     numbered = models.build("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
     for target, why in (
-        (shared, "share keys and values"), (recurrent, "recurrent layers"), (numbered, "differ by"),
+        (shared, "share keys and values"), (recurrent, "stateful models"), (numbered, "differ by"),
         (models.bigram(0), "are not found"), (models.build().model, "can `generate`"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=why):

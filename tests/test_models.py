@@ -123,7 +123,7 @@ def test_a_stateful_target_is_refused_in_the_words_of_transformers(name: str) ->
         greedy(target.generate, assistant_model=draft)
     with pytest.raises(UnsupportedModelError, match=re.escape(str(refused.value))):
         OnlineAssistant(target, draft)
-    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+    with pytest.raises(UnsupportedModelError, match="is not supported with stateful models"):
         copy_layers(target, (0,))
 
 

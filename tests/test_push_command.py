@@ -189,12 +189,13 @@ def test_the_push_is_private_unless_it_is_asked_to_be_public(
         asked.append(kwargs["private"])  # type: ignore[arg-type]
         return "https://hub/me/draft"
 
-    def check_visibility(repo_id: str, token: str, private: bool | None, **kwargs: object) -> None:
+    def check_push(repo_id: str, token: str | None, private: bool | None) -> str:
         asked.append(private)
+        return "hf_fake"
 
     monkeypatch.setenv("HF_TOKEN", "hf_fake")
     monkeypatch.setattr("osd_hf.cli.push.push_folder", push_folder)
-    monkeypatch.setattr("osd_hf.cli.push.check_visibility", check_visibility)
+    monkeypatch.setattr("osd_hf.cli.push.check_push", check_push)
     sizes = ["--num-requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--num-assistant-tokens", "2"]
     assert main(["push", "me/draft", "--bundled", "--draft", str(learned), *sizes, *flags]) == 0
     assert asked == [private, private]  # before the work, and at its end

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationMixin, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
@@ -407,7 +407,7 @@ class LayerDraft:
 def layer_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[LayerDraft]:
     """Copy each set of layers that is tried; raises UnsupportedModelError and ConfigError."""
     inner = unwrap(target)
-    check_pair(inner, inner)
+    _check_layers_can_be_copied(inner)
     count = num_layers_of(inner)
     if config.layers is not None:
         chosen = [config.layers]
@@ -584,10 +584,9 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
 
 def _check_layers_can_be_copied(model: PreTrainedModel) -> None:
+    check_pair(model, model)
     kind = type(model).__name__
-    if not isinstance(model, GenerationMixin) or not model.can_generate():
-        raise UnsupportedModelError(f"A draft is made from a transformers model that can `generate`, got {kind}.")
-    if getattr(model, "_is_stateful", False) or not LAYER_TYPES.issuperset(_layer_types(model)):
+    if not LAYER_TYPES.issuperset(_layer_types(model)):
         raise UnsupportedModelError(
             f"{kind} has recurrent layers. Their state cannot be rolled back when a drafted token is rejected, so "
             "they cannot be used in a draft."

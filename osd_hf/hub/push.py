@@ -89,18 +89,16 @@ def export_to_vllm(
     target_name: str | None = None,
 ) -> list[str]:
     """
-    Save a draft for vLLM's `draft_model` method: merged weights with the target's vocabulary size and tokenizer.
-    SGLang takes the same folder, and llama.cpp can convert it.
+    Save a draft for vLLM's `draft_model` method, and return the command that serves the pair. The saved model has
+    merged weights and the target's vocabulary size and tokenizer. SGLang takes the same folder, and llama.cpp can
+    convert it.
 
     Args:
         directory (`str` or `Path`): A new or empty folder.
         draft (`PreTrainedModel` or `PeftModel`), target (`PreTrainedModel`): Decoder-only models; not changed.
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of both.
         num_assistant_tokens (`int`, *optional*, defaults to 5): k.
-        target_name (`str`, *optional*): The target in the returned command; by default where it was loaded from.
-
-    Returns:
-        `list[str]`: the command that serves the pair.
+        target_name (`str`, *optional*): The target in the command; by default where it was loaded from.
 
     Raises:
         ConfigError: a folder that is not empty or cannot be written, k below 1, or an encoder-decoder.
@@ -197,21 +195,9 @@ def push_store(
     token: str | None = None,
     private: bool | None = True,
 ) -> str:
-    """
-    Publish a store of corrections as a data set with a card, and return its address. **It contains the text of its
-    requests.** Nothing else in this package publishes request text.
-
-    Args:
-        store (`CorrectionStore`): A store with at least one request.
-        license (`str`): License of the data, by its name on the Hub.
-        target (`str`, *optional*): Hub id of the model that answered.
-        repo_id (`str`), token (`str`, *optional*), private (`bool`, *optional*, defaults to `True`):
-            Arguments of [`push_folder`].
-
-    Raises:
-        ConfigError: the store has no requests, or as [`push_folder`].
-        HubError: the Hub refused, or the connection failed.
-    """
+    """Publish a store of corrections as a data set with a card, and return its address. **It contains the text of its
+    requests.** Nothing else in this package publishes request text. `license` is a name on the Hub, and `target` the
+    Hub id of the model that answered. The other arguments and errors are those of [`push_folder`]."""
     dataset = store.to_dataset()
     if not len(dataset):
         raise ConfigError("The store has no requests; there is nothing to publish.")
