@@ -432,7 +432,7 @@ def encode_prompts(
     return EncodedPrompts(tuple(encoded), skipped)
 
 
-def fingerprint(prompts: Sequence[tuple[Prompt, list[int]]]) -> str:
+def prompts_digest(prompts: Sequence[tuple[Prompt, list[int]]]) -> str:
     """Return a hash of prompts with their domains and token ids."""
     digest = hashlib.sha256()
     for prompt, ids in prompts:

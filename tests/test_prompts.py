@@ -19,7 +19,7 @@ from osd_hf.prompts import (
     chat_message,
     encode_prompts,
     encode_turn,
-    fingerprint,
+    prompts_digest,
     read_prompts,
     render_chat,
 )
@@ -126,11 +126,11 @@ def test_a_turn_goes_through_the_chat_template(tokenizer, plain_tokenizer):
     assert plain_tokenizer.decode(encode_turn(plain_tokenizer, "Hi")) == "Hi"
 
 
-def test_a_fingerprint_tells_streams_apart():
+def test_a_digest_tells_streams_apart():
     base = [(Prompt(0, "a", "x"), [1, 2])]
-    assert fingerprint(base) == fingerprint([(Prompt(0, "a", "x"), [1, 2])])
-    assert fingerprint(base) != fingerprint([(Prompt(0, "a", "y"), [1, 2])])
-    assert fingerprint(base) != fingerprint([(Prompt(0, "a", "x"), [1, 3])])
+    assert prompts_digest(base) == prompts_digest([(Prompt(0, "a", "x"), [1, 2])])
+    assert prompts_digest(base) != prompts_digest([(Prompt(0, "a", "y"), [1, 2])])
+    assert prompts_digest(base) != prompts_digest([(Prompt(0, "a", "x"), [1, 3])])
 
 
 # --- rows that cannot be used ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.evaluation.display import comparison_row, figure, rolling_window, text_table
 from osd_hf.learning.session import check_pointer, has_session
 from osd_hf.models import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
-from osd_hf.prompts import EncodedPrompts, fingerprint
+from osd_hf.prompts import EncodedPrompts, prompts_digest
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
@@ -112,7 +112,7 @@ class RunSettings(PromptSettings, Loading, Reporting):
         return {
             **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
             "requests": len(encoded.prompts),
-            "prompts_fingerprint": fingerprint(encoded.prompts),
+            "prompts_fingerprint": prompts_digest(encoded.prompts),
             "dtype": "float32" if self.bundled else self.dtype,
             **{n: v for n in ("quantization", "revision", "draft_revision") if (v := getattr(self, n)) is not None},
             **self.generate_kwargs,
