@@ -92,9 +92,7 @@ class Evaluation:
     num_assistant_tokens: int
     before: tuple[AcceptanceStats, ...]  # of each prompt
     after: tuple[AcceptanceStats, ...]
-    speedups: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # over the target: `median`, `interval` by system
+    speedups: dict[str, dict[str, Any]] = field(default_factory=dict)  # `median` and `interval` by system
     facts: dict[str, Any] = field(default_factory=dict)  # command, versions, machine
 
     def parts(self) -> dict[str | None, Comparison]:
