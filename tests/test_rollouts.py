@@ -266,7 +266,7 @@ def test_a_training_that_breaks_off_leaves_a_policy_that_answers_as_ever(caplog:
     ("args", "wrap", "why"),
     [
         ({"use_vllm": True}, None, "vLLM"),
-        ({"fsdp": ["full_shard"]}, None, "several machines"),
+        ({"fsdp": ["full_shard"]}, None, "sharded"),
         ({"use_transformers_continuous_batching": True}, None, "continuous batching"),
         ({}, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt"),
         ({}, None, None),
@@ -290,14 +290,14 @@ def test_what_cannot_be_drafted_is_left_alone(
 def test_a_policy_that_others_have_spread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = pair()[0]
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # by `accelerate launch`: the trainer's arguments say nothing
-    assert "several machines" in str(_hindrance(SimpleNamespace(), policy))
+    assert "sharded" in str(_hindrance(SimpleNamespace(), policy))
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     assert _hindrance(SimpleNamespace(), policy) is None
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         spread = distribute_tensor(policy.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
         policy.lm_head.weight = torch.nn.Parameter(spread)
-        assert "several machines" in str(_hindrance(SimpleNamespace(), policy))
+        assert "sharded" in str(_hindrance(SimpleNamespace(), policy))
     finally:
         distributed.destroy_process_group()
 
