@@ -290,6 +290,7 @@ def _answers(
 ) -> Iterator[Trace]:
     """Answer the requests that have no answer, in batches, and score the others. Stop when the time for it is over."""
     width = next((trace.top_ids.shape[1] or None for trace in requests if trace.num_kept), NUM_LOGPROBS)
+    eos = unwrap(target).generation_config.eos_token_id
     for first in range(0, len(requests), BATCH_SIZE):
         if budget is not None:
             budget.show(f"answering, {first} of {len(requests)}")
@@ -297,18 +298,12 @@ def _answers(
                 budget.report(f"answered {first} of {len(requests)} prompts in the available time")
                 return
         batch = requests[first : first + BATCH_SIZE]
-        yield from with_target_rows(target, [trace for trace in batch if len(trace)], width)
+        yield from (trace for trace in batch if len(trace) and trace.num_kept)
+        unscored = [trace for trace in batch if len(trace) and not trace.num_kept]
+        for trace in scored(target, unscored, [width] * len(unscored), BATCH_SIZE):
+            yield replace(trace, sampling=trace.sampling or {"eos_token_id": eos})
         unanswered = [trace.prompt_ids.tolist() for trace in batch if not len(trace)]
         yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=width)
-
-
-def with_target_rows(target: PreTrainedModel, traces: Sequence[Trace], width: int | None) -> list[Trace]:
-    """Score those traces that have no rows of the target, keeping `width` entries per row (`None`: all)."""
-    known, bare = list(traces), [i for i, trace in enumerate(traces) if not trace.num_kept and len(trace)]
-    eos = {"eos_token_id": unwrap(target).generation_config.eos_token_id}
-    for i, trace in zip(bare, scored(target, [traces[i] for i in bare], [width] * len(bare), BATCH_SIZE), strict=True):
-        known[i] = replace(trace, sampling=trace.sampling or eos)
-    return known
 
 
 # --- trials and training --------------------------------------------------------------------------------------------
