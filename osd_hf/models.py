@@ -368,10 +368,10 @@ def load_pair(
     model_kwargs["device"] = device
     target_kwargs = model_kwargs if revision is None else {**model_kwargs, "revision": revision}
     draft_kwargs = model_kwargs if draft_revision is None else {**model_kwargs, "revision": draft_revision}
-    large = _with_tokenizer(load_model(target, **target_kwargs), target_kwargs)
+    large = load_model(target, **target_kwargs)
     small = _load_draft_beside(large, draft, draft_kwargs)
-    tokenizer = load_tokenizer(target, **target_kwargs)
-    common_tokenizer(tokenizer, large, small)
+    tokenizer = _TOKENIZERS[large] = load_tokenizer(target, **target_kwargs)
+    common_tokenizer(tokenizer, None, small)
     return Pair(large, align_vocab(small, large), tokenizer)
 
 
