@@ -408,10 +408,10 @@ def encode_prompts(
     """
     encoded: list[tuple[Prompt, list[int]]] = []
     skipped: dict[str, list[int]] = {}
+    how: dict[str, Any] = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
     for prompt in prompts:
         if limit is not None and len(encoded) == limit:
             break
-        how: dict[str, Any] = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
         try:
             if prompt.problem is not None:
                 raise RowError(prompt.problem)

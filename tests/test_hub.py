@@ -108,10 +108,10 @@ def in_fresh_process(hub: FakeHub, folder: Path, code: str) -> str:
     return done.stdout
 
 
-def pushed(folder: Path, *, exist_ok: bool = True) -> str:
+def pushed(folder: Path) -> str:
     """The address that a push returns, or the error that it raises."""
     try:
-        return push_folder(folder, "me/draft", exist_ok=exist_ok)
+        return push_folder(folder, "me/draft")
     except OSDError as error:
         return f"{type(error).__name__} {error}"
 
@@ -305,10 +305,8 @@ def test_a_push_that_fails_says_why_and_keeps_the_folder(
     assert bool(waits) == ("/upload/" in refuse)  # only a line that drops is tried again
 
 
-def test_a_repo_that_is_there_is_taken_or_refused(here: FakeHub, published: Path) -> None:
+def test_a_push_keeps_the_other_files_of_a_repo(here: FakeHub, published: Path) -> None:
     here.repos["model", "me/draft"] = {"other.txt": b"stays"}
-    assert pushed(published, exist_ok=False).startswith("HubError There is a repo 'me/draft' already")
-    assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
     assert pushed(published).endswith("/me/draft")
     assert {"other.txt", "model.safetensors"} <= set(here.repos["model", "me/draft"])
 

@@ -148,7 +148,6 @@ def push_folder(
     token: str | None = None,
     private: bool | None = None,
     repo_type: str = "model",
-    exist_ok: bool = True,
     commit_message: str = "Upload a draft learned with osd_hf",
     kept: str | None = None,
 ) -> str:
@@ -162,7 +161,6 @@ def push_folder(
         private (`bool`, *optional*):
             New repos are private and existing public repos are refused, unless this is `False`: a draft may have
             memorized answers. The visibility of an existing repo is never changed.
-        exist_ok (`bool`, *optional*, defaults to `True`): Whether the repo may exist already.
         commit_message (`str`, *optional*): First line of the commit.
         kept (`str`, *optional*): Sentence for errors about where the data still is; by default the local folder.
 
@@ -175,7 +173,7 @@ def push_folder(
     """
     with hub_errors(repo_id, kept or f"The local copy stays in {folder}."):
         api = HfApi(token=check_push(repo_id, token))
-        url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=exist_ok)
+        url = api.create_repo(repo_id, private=private is not False, repo_type=repo_type, exist_ok=True)
         if private is not False:  # the Hub ignores `private` for an existing repo
             refuse_public(api, repo_id, repo_type=repo_type)
         api.upload_folder(
@@ -257,7 +255,6 @@ def hub_errors(repo_id: str, kept: str) -> Iterator[None]:
             401: "The Hub does not know this token. Log in again, or pass another one.",
             403: f"This token may not write to {repo_id!r}. Take one with the right to write there.",
             404: f"There is no place for {repo_id!r}: the user or organization is unknown, or hidden from this token.",
-            409: f"There is a repo {repo_id!r} already. Choose another name, or allow an existing one.",
         }
         reason = reasons.get(status) or f"The Hub refused {repo_id!r} with status {status}: {first_line(error)}."
         raise HubError(f"{reason} {kept}") from error
