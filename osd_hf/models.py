@@ -146,14 +146,12 @@ def prompt_room(target_config: PreTrainedConfig, draft_config: PreTrainedConfig,
     known = [size for config in (target_config, draft_config) if (size := num_positions(config)) is not None]
     if not known:
         return None
-    room = min(known) - max_new_tokens
-    if target_config.is_encoder_decoder and room >= 0:
-        return min(known)
-    if room <= 0:
-        raise ConfigError(
-            f"{max_new_tokens} new tokens leave no room for a prompt: the models have {min(known)} positions."
-        )
-    return room
+    is_separate, positions = target_config.is_encoder_decoder, min(known)
+    prompt_tokens = 0 if is_separate else 1  # at least
+    if max_new_tokens + prompt_tokens > positions:
+        problem = "do not fit" if is_separate else "leave no room for a prompt"
+        raise ConfigError(f"{max_new_tokens} new tokens {problem}: the models have {positions} positions.")
+    return positions if is_separate else positions - max_new_tokens
 
 
 def eos_ids(config: Any) -> tuple[int, ...]:
