@@ -115,6 +115,7 @@ def test_a_learner_that_always_fails_is_told_of_once_pauses_and_resumes_by_itsel
     caplog.set_level(logging.INFO, logger="osd_hf")
     config = replace(CONFIG, update_strategy=strategy, update_interval=2, gate=True, learning_rate=0.1)
     assistant, tried = OnlineAssistant(target, draft, config=config), []
+    assistant.drafts.set_pace(min_effort=1.0)  # all updates, however long one takes
     begin = DraftRequests.begin_update
 
     def begun(self: DraftRequests) -> list[Trace]:
