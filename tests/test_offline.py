@@ -903,7 +903,7 @@ def test_an_encoder_decoder_has_positions_for_source_and_answer_each(tmp_path: A
     assert len(losses(run(t5_pair, tmp_path, [{"prompt": [5] * 600}], max_steps=1))) == 1
     configs = [model.config for model in bart]
     assert prompt_room(*configs, 128) == 256
-    with pytest.raises(ConfigError, match="257 new tokens leave no room"):
+    with pytest.raises(ConfigError, match="257 new tokens do not fit"):
         prompt_room(*configs, 257)
     assert prompt_room(*[model.config for model in t5_pair], 128) is None
 
