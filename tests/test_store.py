@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import functools
 import inspect
@@ -832,3 +833,51 @@ def test_only_what_writers_of_stores_made_is_deleted(tmp_path: Path) -> None:
     small.flush()
     assert shards(tmp_path) == sorted(path for path in mine if path.suffix == ".parquet")
     assert all(path.exists() for path in mine)
+
+
+def test_traces_of_one_moment_stay_in_the_order_of_appending(path: Path | None) -> None:
+    store = CorrectionStore(path, flush_every=3)
+    for i in range(8):
+        store.append(make_trace(i + 0.5))
+    same_time = [Trace(**{**{n: getattr(t, n) for n in names(t)}, "created_at_seconds": 1.0}) for t in store]
+    store = CorrectionStore(path and path.with_name("same"), flush_every=3)
+    for trace in same_time:
+        store.append(trace)
+    assert versions(store) == list(range(8))
+
+
+def test_a_relative_path_outlives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = CorrectionStore("store")
+    monkeypatch.chdir("/")
+    store.append(make_trace(1))
+    store.flush()
+    assert len(shards(tmp_path / "store")) == 1
+
+
+def test_a_forgotten_store_is_flushed(tmp_path: Path) -> None:
+    store = CorrectionStore(tmp_path)
+    store.append(make_trace(1))
+    del store
+    assert versions(CorrectionStore(tmp_path)) == [1]
+
+
+def test_a_full_disk_does_not_break_the_byte_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = make_trace(0).nbytes
+    store = CorrectionStore(tmp_path, max_bytes=10 * size, flush_every=1000)
+    monkeypatch.setattr(folder_module, "write_whole", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    for i in range(30):
+        with contextlib.suppress(StoreError):
+            store.append(make_trace(i))
+        assert store.nbytes <= 10 * size
+    assert versions(store) == list(range(30 - len(store), 30))
+    assert len(store) >= 9
+    monkeypatch.undo()
+
+
+def test_files_that_are_no_shards_are_ignored(tmp_path: Path) -> None:
+    with CorrectionStore(tmp_path) as store:
+        store.append(make_trace(0))
+    (shards(tmp_path)[0].parent / ".hidden.parquet").write_text("torn")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert versions(CorrectionStore(tmp_path)) == [0]
