@@ -25,10 +25,6 @@ _COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards")
 _TEXT_COUNTS = ("text_drafted", "text_examined", "text_accepted")
 
 
-def _plain(number: Any) -> Any:
-    return number.item() if isinstance(number, np.generic) else number
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class AcceptanceStats:
     """
@@ -73,21 +69,20 @@ class AcceptanceStats:
     timed: tuple[float, ...] = UNTIMED
 
     def __post_init__(self) -> None:
-        # Copies protect the counts from later changes of the arguments. Plain numbers can be written as JSON.
-        values: dict[str, Any] = {name: _plain(getattr(self, name)) for name in (*_COUNTS, *_TEXT_COUNTS)}
-        histogram = sorted((int(k), _plain(n)) for k, n in self.accepted_length_histogram.items())
+        # Copies protect the counts from later changes of the arguments.
+        histogram = sorted((int(k), n) for k, n in self.accepted_length_histogram.items())
         rows = np.array(self.requests)
         examined, accepted = rows.T
         products = examined * examined, examined * accepted, accepted * accepted
-        values |= {
+        values = {
             "accepted_length_histogram": dict(histogram),
             "requests": rows[-MAX_REQUESTS:],
             "num_requests": len(rows) if self.num_requests < 0 else self.num_requests,
-            "squares": tuple(map(_plain, self.squares or [product.sum() for product in products])),
+            "squares": self.squares or tuple(product.sum().item() for product in products),
         }
-        values["requests"].setflags(write=False)
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        self.requests.setflags(write=False)
 
     @classmethod
     def from_counts(cls, *, examined: float, accepted: float, **counts: Any) -> AcceptanceStats:

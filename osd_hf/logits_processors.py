@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +21,6 @@ from osd_hf.trace import Trace
 logger = logging.getLogger(__name__)
 
 GROUP_ELEMENTS = 1 << 20  # processed together: larger temporaries take longer to allocate than to compute
-MAX_CACHED_TRACES = 256
 ROOM_TOKENS = 256  # that a buffer grows by
 TIED_TOKENS = 14  # beyond those of top-k, which also keeps tokens that are tied with the last one
 
@@ -33,56 +30,11 @@ IMPARTIAL = (
     known.LogitNormalization,
 )  # fmt: skip
 """Processors that treat tokens by their logits alone; a token at `-inf` changes nothing."""
-ROW_WISE = (
-    *IMPARTIAL, known.InfNanRemoveLogitsProcessor, known.SuppressTokensLogitsProcessor,
-    known.EncoderRepetitionPenaltyLogitsProcessor,
-)  # fmt: skip
+WITHOUT_CONTEXT = (*IMPARTIAL, known.InfNanRemoveLogitsProcessor, known.SuppressTokensLogitsProcessor)
 """Processors that do not depend on the ids."""
-CONTEXTUAL = (
-    known.NoRepeatNGramLogitsProcessor, known.EncoderNoRepeatNGramLogitsProcessor, known.SequenceBiasLogitsProcessor,
-    known.NoBadWordsLogitsProcessor,
-)  # fmt: skip
-"""Processors that compare the last ids; ids outside of the vocabulary, on their left, change nothing."""
-CHANGES_AT: dict[type, Callable[[Any], Sequence[int]]] = {
-    known.MinLengthLogitsProcessor: lambda p: [p.min_length],
-    known.MinNewTokensLengthLogitsProcessor: lambda p: [p.prompt_length_to_skip + p.min_new_tokens],
-    known.ForcedBOSTokenLogitsProcessor: lambda p: [1, 2],
-    known.ForcedEOSTokenLogitsProcessor: lambda p: [p.max_length - 1, p.max_length],
-    known.SuppressTokensAtBeginLogitsProcessor: lambda p: [p.begin_index, p.begin_index + 1],
-}
-"""Processors that depend on the number of ids: the numbers at which they change."""
-
-
-def _depends_on_set(processor: Any) -> bool:
-    """Whether a processor depends on which ids there are, but not on their order or number."""
-    if type(processor) is known.NoRepeatNGramLogitsProcessor:
-        return bool(processor.ngram_size == 1)
-    return type(processor) is known.RepetitionPenaltyLogitsProcessor and processor.prompt_ignore_length is None
 
 
 # --- of a recorded request ------------------------------------------------------------------------------------------
-
-
-class _Distributions(NamedTuple):
-    """Log-probabilities of rows: of the tokens `ids`, `(rows, k)`, or of the full vocabulary."""
-
-    ids: Tensor | None
-    logprobs: Tensor
-
-    def overlap(self, other: _Distributions) -> Tensor:
-        """Return `sum min(p, q)` of each row."""
-        if self.ids is None:
-            return overlap(self.logprobs, other.logprobs)
-        if other.ids is None:
-            return overlap(self.logprobs, other.logprobs.gather(-1, self.ids))
-        same = other.ids[:, :, None] == self.ids[:, None]
-        ours = torch.where(same, self.logprobs[:, None], -torch.inf).amax(-1)
-        return overlap(ours, other.logprobs)
-
-
-# The target's distributions of a trace are the same for every draft.
-_target_rows: WeakKeyDictionary[Trace, _Distributions] = WeakKeyDictionary()
-_target_rows_lock = threading.RLock()
 
 
 class Processors:
@@ -104,89 +56,43 @@ class Processors:
 
     def groups(self, count: int) -> Iterator[slice]:
         """Split positions into parts that are processed together."""
-        size = max(1, GROUP_ELEMENTS // (self.trace.vocab_size + 4 * len(self.ids)))
+        size = max(1, GROUP_ELEMENTS // self.trace.vocab_size)
         return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
     def __call__(self, rows: Tensor, first: int = 0) -> Tensor:
-        """Process raw rows, `(positions, vocab)`, from position `first` of the answer on. Called in order."""
-        return self._processed(self.processors, rows, first)
+        """Process raw rows, `(positions, vocab)`, from position `first` of the answer on. Called in order. Processors
+        from top-k on get the tokens that it keeps and a few more, if only logits count for them."""
+        cut = next((i for i, p in enumerate(self.processors) if type(p) is known.TopKLogitsWarper), None)
+        if cut is None or not all(type(p) in IMPARTIAL for p in self.processors[cut:]):
+            return self._processed(self.processors, rows, first)
+        rows = self._processed(self.processors[:cut], rows, first)
+        k = min(self.processors[cut].top_k, rows.shape[1])
+        values, ids = rows.topk(min(k + TIED_TOKENS, rows.shape[1]))
+        if not bool((values[:, -1] < values[:, k - 1]).all()):  # more tokens are tied, or a row has NaN
+            return self._processed(self.processors[cut:], rows, first)
+        kept = self._processed(self.processors[cut:], values, first)
+        return torch.full_like(rows, -torch.inf).scatter_(-1, ids, kept)
 
     def _processed(self, processors: Sequence[Any], rows: Tensor, first: int) -> Tensor:
         rows = rows.float()
-        ids = self.ids.to(rows.device)
-        length, count = self.start + first, len(rows)
+        ids = self.ids[None, : self.start + first + len(rows)].to(rows.device)
         for processor in processors:
-            if type(processor) in CONTEXTUAL or _depends_on_set(processor):
-                width = length + count - 1  # of the longest context; shorter ones are filled on their left
-                filling = ids[:1] if _depends_on_set(processor) else ids.new_tensor([rows.shape[1]])
-                contexts = torch.cat([filling.expand(count - 1), ids[:width]]).unfold(0, width, 1)
-                rows = processor(contexts, rows)
-                continue
-            if type(processor) in ROW_WISE:
-                changes: Sequence[int] = ()
-            elif type(processor) in CHANGES_AT:
-                changes = CHANGES_AT[type(processor)](processor)
+            if type(processor) in WITHOUT_CONTEXT:
+                rows = processor(ids, rows)
             else:
-                changes = range(length + 1, length + count)
-            ends = [length, *sorted(n for n in changes if length < n < length + count), length + count]
-            parts = zip(ends[:-1], ends[1:], strict=True)
-            done = [processor(ids[None, :begin], rows[begin - length : end - length]) for begin, end in parts]
-            rows = torch.cat(done) if len(done) > 1 else done[0]
+                ends = range(ids.shape[1] - len(rows), ids.shape[1])
+                rows = torch.cat([processor(ids[:, :end], row[None]) for end, row in zip(ends, rows, strict=True)])
         return rows
 
     def acceptance(self, rows: Tensor, first: int) -> NDArray[np.float64]:
         """Return the expected acceptance at positions of a sampled request, `(positions,)`, from the draft's raw
         rows: the overlap of both processed distributions."""
-        found = []
+        found, target = [], Processors(self.model, self.trace)
         for part in self.groups(len(rows)):
             at = slice(first + part.start, first + part.stop)
-            target = self._target(at, rows.device)
-            found.append(target.overlap(self._distributions(rows[part], at.start, whole=target.ids is None)))
+            p = target(_dense_rows(self.trace, at).to(rows.device), at.start)
+            found.append(overlap(p.log_softmax(-1), self(rows[part], at.start).log_softmax(-1)))
         return np.asarray(torch.cat(found).clamp(0, 1).double().cpu().numpy())
-
-    def _distributions(self, rows: Tensor, first: int, *, whole: bool = False) -> _Distributions:
-        """Return the distributions of raw rows. With top-k, they have the tokens that it keeps, and a few more."""
-        first_cut = self._first_cut()
-        if whole or first_cut is None:
-            return _Distributions(None, self(rows, first).log_softmax(-1))
-        rows = self._processed(self.processors[:first_cut], rows, first)
-        k = min(self.processors[first_cut].top_k, rows.shape[1])
-        ids: Tensor | None
-        values, ids = rows.topk(min(k + TIED_TOKENS, rows.shape[1]))
-        if values.shape[1] < rows.shape[1] and not bool((values[:, -1] < values[:, k - 1]).all()):
-            values, ids = rows, None  # more tokens are tied, or a row has NaN
-        return _Distributions(ids, self._processed(self.processors[first_cut:], values, first).log_softmax(-1))
-
-    def _first_cut(self) -> int | None:
-        """Return the place of a top-k after which only logits count; `None` if there is none."""
-        place = next((i for i, p in enumerate(self.processors) if type(p) is known.TopKLogitsWarper), None)
-        return place if place is not None and all(type(p) in IMPARTIAL for p in self.processors[place:]) else None
-
-    def _target(self, where: slice, device: torch.device) -> _Distributions:
-        """Return the target's distributions at some positions."""
-        with _target_rows_lock:
-            stored = _target_rows.get(self.trace)
-        if stored is None and self._first_cut() is not None:
-            stored = self._all_target_rows(device)
-        if stored is None or stored.ids is None:
-            rows = _dense_rows(self.trace, where).to(device)
-            return Processors(self.model, self.trace)._distributions(rows, where.start, whole=True)
-        return _Distributions(stored.ids[where].to(device), stored.logprobs[where].to(device))
-
-    def _all_target_rows(self, device: torch.device) -> _Distributions | None:
-        """Return the target's distributions at all positions, and cache them; `None` if a row has too many ties."""
-        processors = Processors(self.model, self.trace)
-        found = []
-        for part in self.groups(len(self.trace)):
-            found.append(processors._distributions(_dense_rows(self.trace, part).to(device), part.start))
-            if found[-1].ids is None:
-                return None
-        stored = _Distributions(*(torch.cat(column).cpu() for column in zip(*found, strict=True)))
-        with _target_rows_lock:
-            _target_rows[self.trace] = stored
-            while len(_target_rows) > MAX_CACHED_TRACES:
-                _target_rows.pop(next(iter(_target_rows)))
-        return stored
 
 
 def _dense_rows(trace: Trace, where: slice) -> Tensor:
@@ -237,17 +143,12 @@ def _warn_inexact(recorded: tuple[str, ...], rebuilt: tuple[str, ...]) -> None:
 
 # --- of a batch -----------------------------------------------------------------------------------------------------
 
-# Processors that depend on the row's own ids only.
-_OF_ANY_ROW = tuple(
-    cls for cls in (*ROW_WISE, *CONTEXTUAL, known.RepetitionPenaltyLogitsProcessor) if "Encoder" not in cls.__name__
-)
-
 
 class RowProcessors:
     """
     Apply the processors of a batch at positions that differ from row to row. Each processor is called as in the
     target's own loop: for all rows of the batch at one length, where rows that are shorter or have ended are padded.
-    Those that treat rows alike are called for all positions together.
+    Those that do not depend on the ids are called for all positions together.
 
     Args:
         processors (`LogitsProcessorList`): The target's.
@@ -282,17 +183,11 @@ class RowProcessors:
         """Process the logits of the next token of rows at these lengths, float32, `(positions, vocab)`, in place."""
         if not self.processors:
             return logits
-        width = max(lengths)
-        self._make_room(width)
-        tokens, at = self.tokens.to(logits.device), torch.tensor(rows, device=logits.device)
-        places = torch.arange(width, device=logits.device) - width + at.new_tensor(lengths)[:, None]
+        self._make_room(max(lengths))
+        tokens = self.tokens.to(logits.device)
         for processor in self.processors:
-            if type(processor) in _OF_ANY_ROW and getattr(processor, "prompt_ignore_length", None) is None:
-                # Shorter rows are filled on their left: by their first token again, or by an id that is no token.
-                ids = tokens[at[:, None], places.clamp(min=0)]
-                if type(processor) in CONTEXTUAL:
-                    ids = ids.masked_fill(places < 0, logits.shape[-1])
-                logits = processor(ids, logits)
+            if type(processor) in WITHOUT_CONTEXT:
+                logits = processor(tokens, logits)
                 continue
             for length in sorted(set(lengths)):
                 here = [i for i, each in enumerate(lengths) if each == length]

@@ -88,14 +88,13 @@ def replay_each(
     for i, trace in zip(greedy, redrafted, strict=True):
         stats[i] = AcceptanceStats.from_rounds(trace.rounds)
     sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
-    accepted: list[NDArray[Any]] = []
+    accepted: dict[int, list[NDArray[Any]]] = defaultdict(list)
     for i, first, rows in raw_rows(draft, [traces[i] for i in sampled], batch_size):
-        trace = traces[sampled[i]]
         if first == 0:
-            processors, accepted = Processors(draft, trace), []
-        accepted.append(processors.acceptance(rows, first))
-        if first + len(rows) == len(trace):
-            stats[sampled[i]] = _expected_stats(trace, np.concatenate(accepted), num_assistant_tokens)
+            processors = Processors(draft, traces[sampled[i]])
+        accepted[sampled[i]].append(processors.acceptance(rows, first))
+    for i, parts in accepted.items():
+        stats[i] = _expected_stats(traces[i], np.concatenate(parts), num_assistant_tokens)
     return stats
 
 
@@ -107,20 +106,13 @@ def redraft(
     """Return greedy traces with the rounds of a live run with this draft. Tokens drafted after the end of an answer
     are -1. Takes the arguments of [`replay`]."""
     _check(draft, traces, num_assistant_tokens)
-    redrafted: list[Trace] = list(traces)
-    predicted: list[NDArray[Any]] = []
-    for i, first, rows in raw_rows(draft, traces, batch_size):
-        trace = traces[i]
-        if first == 0:
-            processors, predicted = Processors(draft, trace), []
-        parts = [rows]
-        if processors.processors:
-            parts = [processors(rows[part], first + part.start) for part in processors.groups(len(rows))]
-        predicted.append(torch.cat([part.argmax(-1) for part in parts]).cpu().numpy())
-        if first + len(rows) == len(trace):
-            rounds = rounds_of(trace, np.concatenate(predicted), num_assistant_tokens)
-            redrafted[i] = replace(trace, rounds=tuple(rounds))
-    return redrafted
+    predicted: list[list[NDArray[Any]]] = [[] for _ in traces]
+    for i, _, rows in _processed_rows(draft, traces, batch_size):
+        predicted[i].append(rows.argmax(-1).cpu().numpy())
+    return [
+        replace(trace, rounds=tuple(rounds_of(trace, np.concatenate(parts), num_assistant_tokens))) if parts else trace
+        for trace, parts in zip(traces, predicted, strict=True)
+    ]
 
 
 def _check(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> None:
@@ -147,8 +139,8 @@ def raw_rows(
     draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the raw logits of the draft in parts: index of the trace, position of the first row, and rows `(positions,
-    vocab)`, the parts of each trace in order. Parts have at most `CHUNK_LOGITS` elements, or all rows of a trace if
-    the output head cannot be called alone."""
+    vocab)`. Parts have at most `CHUNK_LOGITS` elements, or all rows of a trace if the output head cannot be called
+    alone."""
     with evaluating(draft):
         for batch in batches(traces, vocab_size_of(draft), batch_size):
             chosen = [traces[i] for i in batch]
@@ -163,6 +155,17 @@ def raw_rows(
                 for first in range(0, len(rows), size):
                     part = rows[first : first + size]
                     yield i, first, part if head is None else head(part)
+
+
+def _processed_rows(
+    draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield the logits after the processors of each request, as [`raw_rows`] does."""
+    for i, first, rows in raw_rows(draft, traces, batch_size):
+        if first == 0:
+            processors = Processors(draft, traces[i])
+        for part in processors.groups(len(rows)):
+            yield i, first + part.start, processors(rows[part], first + part.start)
 
 
 def _max_drafted(trace: Trace, position: int, k: int) -> int:
@@ -265,34 +268,29 @@ def emitted_tokens(trace: Trace, draft: PreTrainedModel | None = None) -> list[E
     tokens = [EmittedToken(int(token), "plain") for token in trace.completion_ids]
     start = 0
     for r in trace.rounds:
-        for i, position in enumerate(range(start, start + r.num_emitted)):
-            is_text = r.from_text is not None and i < r.num_drafted and bool(r.from_text[i])
-            source: Literal["draft", "text"] = "text" if is_text else "draft"
-            token = tokens[position]
-            if i < r.num_accepted:
-                tokens[position] = replace(token, origin="accepted", source=source)
-            elif r.has_correction and is_text:  # rejected tokens of earlier text are not stored
-                tokens[position] = replace(token, origin="corrected", source=source)
-            elif r.has_correction:
-                probability = None if r.q is None else float(r.q[i])
-                drafted_id = int(r.drafted_ids[i])
-                tokens[position] = EmittedToken(token.id, "corrected", drafted_id, probability, source)
-            elif r.num_drafted:
-                tokens[position] = replace(token, origin="bonus")
+        from_text = [False] * r.num_drafted if r.from_text is None else r.from_text.tolist()
+        sources: list[Literal["draft", "text"]] = ["text" if is_text else "draft" for is_text in from_text]
+        for i in range(r.num_accepted):
+            tokens[start + i] = replace(tokens[start + i], origin="accepted", source=sources[i])
+        end = start + r.num_accepted
+        if r.has_correction:
+            tokens[end] = replace(tokens[end], origin="corrected", source=sources[r.num_accepted])
+            if sources[r.num_accepted] == "draft":  # rejected tokens of earlier text are not stored
+                drafted_id = int(r.drafted_ids[r.num_accepted])
+                probability = None if r.q is None else float(r.q[r.num_accepted])
+                tokens[end] = replace(tokens[end], drafted_id=drafted_id, drafted_prob=probability)
+        elif r.num_drafted and r.num_emitted > r.num_accepted:
+            tokens[end] = replace(tokens[end], origin="bonus")
         start += r.num_emitted
     unknown = [i for i, t in enumerate(tokens) if t.drafted_id is not None and t.drafted_prob is None]
     if not unknown or draft is None:
         return tokens
     _check_vocabulary(draft, trace)
-    processors = Processors(draft, trace)
     with torch.inference_mode():
-        for _, first, rows in raw_rows(draft, [trace], 1):
-            for part in processors.groups(len(rows)):
-                start = first + part.start
-                probabilities = processors(rows[part], start).softmax(-1)
-                for i in (i for i in unknown if start <= i < start + len(probabilities)):
-                    probability = float(probabilities[i - start, tokens[i].drafted_id])
-                    tokens[i] = replace(tokens[i], drafted_prob=probability)
+        for _, start, rows in _processed_rows(draft, [trace], 1):
+            for i in (i for i in unknown if start <= i < start + len(rows)):
+                probability = float(rows[i - start].softmax(-1)[tokens[i].drafted_id])
+                tokens[i] = replace(tokens[i], drafted_prob=probability)
     return tokens
 
 
@@ -335,17 +333,10 @@ def completion_mask(traces: Sequence[Trace], device: Any = None) -> torch.Tensor
 
 def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.Tensor:
     """
-    Compute the raw logits of each completion token given all previous tokens. The caller chooses the mode (training,
+    Compute the raw logits of each completion token given all previous tokens: `(traces, longest completion, vocab)` in
+    the dtype of the model. Columns after the end of a trace are undefined. The caller chooses the mode (training,
     gradients). Prompts are padded on the left and completions on the right, so that the requested positions are the
     same columns in every row, and the output head skips the prompts.
-
-    Args:
-        model (`PreTrainedModel`): A decoder-only or encoder-decoder model.
-        traces (`Sequence[Trace]`): Traces of one kind of model.
-
-    Returns:
-        `torch.Tensor` of shape `(traces, longest completion, vocab)` in the dtype of the model. Columns after the end
-        of a trace are undefined.
     """
     device = model.device
     width = max(len(t) for t in traces)
@@ -379,17 +370,8 @@ def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.
 
 def completion_states(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.Tensor:
     """
-    Compute the inputs of the output head at the positions of [`completion_logits`].
-
-    Args:
-        model (`PreTrainedModel`): A decoder-only or encoder-decoder model.
-        traces (`Sequence[Trace]`): Traces of one kind of model.
-
-    Returns:
-        `torch.Tensor` of shape `(positions, hidden)`, one completion after the other.
-
-    Raises:
-        UnsupportedModelError: The model has no output embeddings.
+    Compute the inputs of the output head at the positions of [`completion_logits`]: `(positions, hidden)`, one
+    completion after the other. Raises UnsupportedModelError if the model has no output embeddings.
     """
     head = unwrap(model).get_output_embeddings()
     if head is None:

@@ -42,15 +42,8 @@ def alpha_from_block_efficiency(block_efficiency: float, k: int) -> float:
 
 def expected_speedup(alpha: float, k: int, c: float) -> float:
     """
-    Return the expected speed-up over the target alone, `block efficiency / (c k + 1)` (theorem 3.8).
-
-    Args:
-        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1.
-        k (`int`): Drafted tokens per round; 0 means no speculation and a speed-up of 1.
-        c (`float`): Time of one draft forward divided by the time of one target forward, at least 0.
-
-    Raises:
-        ConfigError: An argument is outside its range.
+    Return the expected speed-up over the target alone, `block efficiency / (c k + 1)` (theorem 3.8). `c` is the time
+    of one draft forward divided by the time of one target forward; see [`expected_block_efficiency`] for the others.
     """
     if not 0 <= c < math.inf:
         raise ConfigError(f"c must be finite and at least 0, got {c}")
@@ -59,19 +52,8 @@ def expected_speedup(alpha: float, k: int, c: float) -> float:
 
 def best_k(alpha: float, c: float, max_k: int = 32) -> int:
     """
-    Return the smallest number of drafted tokens per round that has the largest expected speed-up.
-
-    Args:
-        alpha (`float`): Acceptance rate of a drafted token, from 0 to 1.
-        c (`float`): Time of one draft forward divided by the time of one target forward, at least 0.
-        max_k (`int`, *optional*, defaults to 32):
-            Upper limit. A draft that is always accepted or costs nothing has no finite optimum.
-
-    Returns:
-        `int`: From 0 (do not speculate) to `max_k`.
-
-    Raises:
-        ConfigError: An argument is outside its range.
+    Return the smallest number of drafted tokens per round that has the largest [`expected_speedup`]: from 0 (do not
+    speculate) to `max_k`, as a draft that is always accepted or costs nothing has no finite optimum.
     """
     if operator.index(max_k) < 0:
         raise ConfigError(f"max_k must be at least 0, got {max_k}")

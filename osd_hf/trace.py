@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -185,27 +186,32 @@ def bare_trace(
 
 
 def misshapen(trace: Trace) -> str | None:
-    """Return why the arrays of a trace do not fit together, or `None` if they do."""
-    count, kept, tail = len(trace.completion_ids), trace.top_logits, trace.tail_logprob
-    ids = [trace.prompt_ids, trace.completion_ids, *(r.drafted_ids for r in trace.rounds)]
-    if trace.decoder_prompt_ids is not None:
-        ids.append(trace.decoder_prompt_ids)
-    if wrong := [f"{a.dtype} {a.shape}" for a in ids if a.dtype.kind not in "iu" or a.ndim != 1]:
-        return f"a trace's token ids must be vectors of integers, got {', '.join(wrong)}"
-    probabilities = [a for r in trace.rounds for a in (r.p, r.q) if a is not None]
-    if wrong := [f"{a.dtype} {a.shape}" for a in probabilities if a.dtype != np.float32 or a.ndim != 1]:
-        return f"a round's p and q must be vectors of float32, got {', '.join(wrong)}"
-    sources = [(r.from_text, r.num_drafted) for r in trace.rounds if r.from_text is not None]
-    if wrong := [f"{a.dtype} {a.shape}" for a, n in sources if a.dtype != np.bool_ or a.shape != (n,)]:
-        return f"a round's from_text must be a bool for each drafted token, got {', '.join(wrong)}"
-    if kept.ndim != 2 or len(kept) != count or trace.top_ids.shape not in (kept.shape, (count, 0)):
-        shapes = f"{kept.shape} and {trace.top_ids.shape}"
-        return f"a trace of {count} emitted tokens needs the same number of rows of logits and ids, got {shapes}"
-    if tail.shape != (count,):
-        return f"tail_logprob must have shape ({count},), got {tail.shape}"
-    if kept.dtype != np.float16 or tail.dtype != np.float32 or trace.top_ids.dtype.kind not in "iu":
-        dtypes = f"{kept.dtype}, {tail.dtype} and {trace.top_ids.dtype}"
-        return f"top_logits, tail_logprob and top_ids must be float16, float32 and integers, got {dtypes}"
-    if kept.size >= 1 << 31:
-        return f"a trace can keep at most 2**31 - 1 logits, got {kept.size}: keep fewer per position"
+    """Return why a trace cannot be stored or learned from, or `None` if it can."""
+    count = len(trace.completion_ids)
+    top_ids_shape = (count, 0) if trace.top_ids.shape == (count, 0) else trace.top_logits.shape
+    # Name, array, type, and shape, in which -1 is any size.
+    arrays: list[tuple[str, NDArray[Any] | None, type[np.generic], tuple[int, ...]]] = [
+        ("prompt_ids", trace.prompt_ids, np.integer, (-1,)),
+        ("completion_ids", trace.completion_ids, np.integer, (-1,)),
+        ("decoder_prompt_ids", trace.decoder_prompt_ids, np.integer, (-1,)),
+        ("top_logits", trace.top_logits, np.float16, (count, -1)),
+        ("top_ids", trace.top_ids, np.integer, top_ids_shape),
+        ("tail_logprob", trace.tail_logprob, np.float32, (count,)),
+    ]
+    for r in trace.rounds:
+        arrays.append(("drafted_ids", r.drafted_ids, np.integer, (-1,)))
+        arrays += [("p", r.p, np.float32, (-1,)), ("q", r.q, np.float32, (-1,))]
+        arrays.append(("from_text", r.from_text, np.bool_, (r.num_drafted,)))
+    for name, array, kind, shape in arrays:
+        if array is None:
+            continue
+        has_shape = array.ndim == len(shape) and all(n in (-1, m) for n, m in zip(shape, array.shape, strict=True))
+        if not has_shape or not np.issubdtype(array.dtype, kind):
+            expected = f"{kind.__name__} of shape {shape}"
+            return f"{name} of a trace must be {expected}, got {array.dtype} of shape {array.shape}"
+    if not math.isfinite(trace.created_at_seconds):
+        return f"created_at_seconds must be finite, got {trace.created_at_seconds}"
+    for label in (trace.domain, trace.target):
+        if label is not None and any("\ud800" <= character <= "\udfff" for character in label):
+            return f"the domain or target {label!r} is not valid Unicode"
     return None

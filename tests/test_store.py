@@ -89,10 +89,6 @@ def unfinished(path: Path) -> list[Path]:
     return sorted(path.glob("*/.*.tmp"))
 
 
-def bytes_on_disk(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
 @pytest.fixture
 def load_dataset(tmp_path: Path) -> Callable[..., Any]:
     import datasets
@@ -183,7 +179,7 @@ def test_a_table_without_the_columns_is_refused() -> None:
     with pytest.raises(StoreError, match="not a table of traces"):
         table_to_traces(wrong)
     column = pa.array([[None]], pa.list_(pa.int32()))
-    with pytest.raises(StoreError, match="not a table of traces: a null"):
+    with pytest.raises(StoreError, match="not a table of traces"):
         table_to_traces(traces_to_table([make_trace(1)]).set_column(0, "prompt_ids", column))
 
 
@@ -273,7 +269,7 @@ def test_the_same_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert reads == [3, 3, 3]
     store.sample(9)
     assert reads == [3, 3, 3]
-    monkeypatch.setattr(folder_module, "CACHE_BYTES", 1)  # the cache holds one group
+    monkeypatch.setattr(folder_module, "CACHED_GROUPS", 1)
     store = CorrectionStore(tmp_path)
     reads.clear()
     assert versions(store) == versions(store) == list(range(9))
@@ -330,7 +326,7 @@ def test_a_folder_stays_within_its_bytes_and_keeps_the_newest(tmp_path: Path) ->
     store = CorrectionStore(tmp_path, max_bytes=max_bytes, flush_every=5)
     for i in range(120):
         store.append(make_trace(i, kept=32))
-        assert bytes_on_disk(tmp_path) <= store.nbytes <= max_bytes
+        assert sum(shard.stat().st_size for shard in shards(tmp_path)) <= store.nbytes <= max_bytes
     kept = versions(store)
     assert kept == list(range(kept[0], 120))
     assert kept[0] > 0
@@ -392,7 +388,7 @@ def test_age_is_counted_from_the_creation(path: Path | None) -> None:
     assert versions(store) == [40, 50, 60, 111]
     clock.now = 1000.0
     store.flush()
-    assert store.nbytes == CorrectionStore(path).nbytes  # nothing but the marker
+    assert store.nbytes == 0
 
 
 def test_nothing_older_than_the_limit_is_left_on_disk(tmp_path: Path) -> None:
@@ -727,7 +723,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         ("", "cannot be read"),
         ("[1]", "is not the marker of a store"),
         (json.dumps({"format": "other", "version": 1}), "is not the marker of a store"),
-        (json.dumps(folder_module.MARKER | {"version": 2}), "has version 2, this package reads version 1"),
+        (json.dumps(folder_module.MARKER | {"version": 2}), "is not the marker of a store that this package reads"),
     ],
 )
 def test_a_marker_of_another_kind_is_refused(tmp_path: Path, marker: str, message: str) -> None:

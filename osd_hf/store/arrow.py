@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 from osd_hf.utils.report import plain
 
 __all__ = ["SCHEMA", "split_by_bytes", "table_to_traces", "traces_to_table"]
-
-TABLE_BYTES = 1 << 30  # array data in a record batch: list offsets have 32 bits
 
 
 def _list_of(kind: Any) -> Any:
@@ -63,14 +61,12 @@ PARQUET = {
     "use_dictionary": [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)],
     "use_byte_stream_split": [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())],
 }  # fmt: skip
-_CONVERSION_ERRORS = (ValueError, TypeError, IndexError, OverflowError, RecursionError, pa.ArrowException)
 
 
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
     """Return a table with one row per trace. Arrays keep their exact bits, and `sampling` becomes JSON. Vocabularies
     may differ."""
-    batches = [_traces_to_batch(part) for part in split_by_bytes(traces, TABLE_BYTES)]
-    return pa.Table.from_batches(batches, schema=SCHEMA)
+    return pa.Table.from_pylist([_trace_to_row(trace) for trace in traces], SCHEMA)
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
@@ -81,21 +77,14 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
     Raises:
         StoreError: A column is missing or has another type, or a row is not a trace.
     """
-    try:
-        return [trace for batch in _columns_of_traces(table).to_batches() for trace in _batch_to_traces(batch)]
-    except _CONVERSION_ERRORS as error:
-        raise StoreError(f"the table is not a table of traces: {error}") from error
-
-
-def _columns_of_traces(table: pa.Table) -> pa.Table:
     for field in (SCHEMA.field(name) for name in OPTIONAL_COLUMNS if name not in table.column_names):
         table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise StoreError(f"the table is not a table of traces: it lacks {', '.join(missing)}")
     try:
-        table = table.select(SCHEMA.names)
-        return table if table.schema.equals(SCHEMA) else table.cast(SCHEMA)
-    except pa.ArrowException as error:
+        columns = table.select(SCHEMA.names).cast(SCHEMA).columns
+        return [_row_to_trace(dict(zip(SCHEMA.names, row, strict=True))) for row in zip(*columns, strict=True)]
+    except (ValueError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise StoreError(f"the table is not a table of traces: {error}") from error
 
 
@@ -110,161 +99,82 @@ def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Tra
         yield traces[start:]
 
 
-# `pyarrow.array` and `to_numpy` are avoided because they import pandas, which is slow and fails while Python exits.
+def _trace_to_row(trace: Trace) -> dict[str, Any]:
+    rounds = trace.rounds
+    return {
+        "prompt_ids": _int32(trace.prompt_ids),
+        "completion_ids": _int32(trace.completion_ids),
+        "decoder_prompt_ids": None if trace.decoder_prompt_ids is None else _int32(trace.decoder_prompt_ids),
+        "drafted_ids": [_int32(r.drafted_ids) for r in rounds],
+        "num_accepted": [r.num_accepted for r in rounds],
+        "num_emitted": [r.num_emitted for r in rounds],
+        "p": _optional([r.p for r in rounds]),
+        "q": _optional([r.q for r in rounds]),
+        "from_text": _optional([None if r.from_text is None else r.from_text.view(np.uint8) for r in rounds]),
+        "top_logits": list(trace.top_logits),
+        "top_ids": list(_int32(trace.top_ids)),
+        "tail_logprob": trace.tail_logprob,
+        "vocab_size": trace.vocab_size,
+        "domain": trace.domain,
+        "draft_version": trace.draft_version,
+        "sampling": json.dumps(plain(trace.sampling)),
+        "created_at_seconds": trace.created_at_seconds,
+        "target": trace.target,
+    }
 
 
-def _array(values: Sequence[Any] | NDArray[Any], dtype: DTypeLike) -> Any:
-    found = np.asarray(values, dtype)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(found.dtype), len(found), [None, pa.py_buffer(found)])
+def _int32(ids: NDArray[Any]) -> NDArray[np.int32]:
+    return ids.astype(np.int32, casting="same_kind", copy=False)  # pyarrow converts arrays of the exact type fast
 
 
-def _view(values: Any) -> NDArray[Any]:
-    if values.null_count:
-        raise StoreError("the table is not a table of traces: a null in place of a number")
-    dtype, buffer = np.dtype(values.type.to_pandas_dtype()), values.buffers()[1]
-    if not len(values):
-        return np.empty(0, dtype)
-    return np.frombuffer(buffer, dtype, len(values), values.offset * dtype.itemsize)
+def _optional(arrays: list[NDArray[Any] | None]) -> list[NDArray[Any] | None] | None:
+    """Return an optional field of the rounds; `None` if no round has it."""
+    return None if all(array is None for array in arrays) else arrays
 
 
-def _buffers(lengths: Sequence[int] | NDArray[np.int64], missing: Sequence[bool]) -> list[Any]:
-    """Return the validity and offset buffers of an Arrow array."""
-    present = pa.py_buffer(np.packbits(~np.asarray(missing, bool), bitorder="little")) if any(missing) else None
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    assert offsets[-1] < 1 << 31
-    return [present, pa.py_buffer(offsets.astype(np.int32))]
+def _row_to_trace(row: dict[str, Any]) -> Trace:
+    """Return the trace of a row of Arrow scalars."""
+    vocab_size = row["vocab_size"].as_py()
+    sampling = json.loads(row["sampling"].as_py())
+    if not isinstance(sampling, dict):
+        raise TypeError("sampling is not an object")
+    return Trace(
+        prompt_ids=_array(row["prompt_ids"].values),
+        completion_ids=_array(row["completion_ids"].values),
+        rounds=tuple(_rounds(row)),
+        top_logits=_matrix(row["top_logits"].values),
+        top_ids=_matrix(row["top_ids"].values).astype(ids_dtype(vocab_size), copy=False),
+        tail_logprob=_array(row["tail_logprob"].values),
+        vocab_size=int(vocab_size),
+        decoder_prompt_ids=_array_or_none(row["decoder_prompt_ids"].values),
+        domain=row["domain"].as_py(),
+        draft_version=int(row["draft_version"].as_py()),
+        sampling=sampling,
+        created_at_seconds=float(row["created_at_seconds"].as_py()),
+        target=row["target"].as_py(),
+    )
 
 
-def _nest(lengths: Sequence[int] | NDArray[np.int64], values: Any, missing: Sequence[bool] = ()) -> Any:
-    """Return an Arrow list array. Element `i` has the next `lengths[i]` values, or is null if `missing[i]`."""
-    return pa.Array.from_buffers(_list_of(values.type), len(lengths), _buffers(lengths, missing), children=[values])
+def _rounds(row: dict[str, Any]) -> Iterator[DraftRound]:
+    accepted, emitted = (_array(row[name].values).tolist() for name in ("num_accepted", "num_emitted"))
+    p, q, text = (row[name].values for name in ("p", "q", "from_text"))
+    for j, drafted in enumerate(row["drafted_ids"].values):
+        of_round = (None if column is None else _array_or_none(column[j].values) for column in (p, q, text))
+        round_p, round_q, from_text = of_round
+        from_text = None if from_text is None else from_text.astype(bool)
+        yield DraftRound(_array(drafted.values), accepted[j], emitted[j], round_p, round_q, from_text)
 
 
-def _texts(texts: Sequence[str | None]) -> Any:
-    encoded = [b"" if text is None else text.encode() for text in texts]
-    buffers = _buffers([len(e) for e in encoded], [text is None for text in texts])
-    return pa.Array.from_buffers(pa.string(), len(texts), [*buffers, pa.py_buffer(b"".join(encoded))])
+def _array(values: Any) -> NDArray[Any]:
+    return np.array(values.to_numpy())  # a copy does not keep the other rows in memory; raises for nulls
 
 
-def _flat(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
-    return _array(np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="same_kind"), dtype)
+def _array_or_none(values: Any) -> NDArray[Any] | None:
+    return None if values is None else _array(values)
 
 
-def _vectors(arrays: Sequence[NDArray[Any] | None], dtype: DTypeLike) -> Any:
-    values = _flat([a for a in arrays if a is not None], dtype)
-    return _nest([0 if a is None else len(a) for a in arrays], values, [a is None for a in arrays])
-
-
-def _matrices(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> Any:
-    widths = np.repeat([a.shape[1] for a in arrays], [a.shape[0] for a in arrays])
-    return _nest([a.shape[0] for a in arrays], _nest(widths, _flat([a.reshape(-1) for a in arrays], dtype)))
-
-
-def _by_round(traces: Sequence[Trace], name: str, dtype: DTypeLike) -> Any:
-    """Return an optional field of the rounds. Traces without it in any round have null instead of a list of nulls."""
-    each = [[getattr(r, name) for r in t.rounds] for t in traces]
-    missing = [all(a is None for a in arrays) for arrays in each]
-    kept = [[] if gone else arrays for arrays, gone in zip(each, missing, strict=True)]
-    flat = _vectors([a for arrays in kept for a in arrays], dtype)
-    return _nest([len(arrays) for arrays in kept], flat, missing)
-
-
-def _traces_to_batch(traces: Sequence[Trace]) -> Any:
-    rounds = [r for t in traces for r in t.rounds]
-    counts = [len(t.rounds) for t in traces]
-    columns = [
-        _vectors([t.prompt_ids for t in traces], np.int32),
-        _vectors([t.completion_ids for t in traces], np.int32),
-        _vectors([t.decoder_prompt_ids for t in traces], np.int32),
-        _nest(counts, _vectors([r.drafted_ids for r in rounds], np.int32)),
-        _nest(counts, _array([r.num_accepted for r in rounds], np.int32)),
-        _nest(counts, _array([r.num_emitted for r in rounds], np.int32)),
-        _by_round(traces, "p", np.float32),
-        _by_round(traces, "q", np.float32),
-        _by_round(traces, "from_text", np.uint8),
-        _matrices([t.top_logits for t in traces], np.float16),
-        _matrices([t.top_ids for t in traces], np.int32),
-        _vectors([t.tail_logprob for t in traces], np.float32),
-        _array([t.vocab_size for t in traces], np.int32),
-        _texts([t.domain for t in traces]),
-        _array([t.draft_version for t in traces], np.int32),
-        _texts([json.dumps(plain(t.sampling)) for t in traces]),
-        _array([t.created_at_seconds for t in traces], np.float64),
-        _texts([t.target for t in traces]),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
-
-
-class _Lists:
-    """NumPy views of an Arrow list array. Element `i` is `values[offsets[i]:offsets[i + 1]]`."""
-
-    def __init__(self, column: Any) -> None:
-        self.offsets: list[int] = _view(column.offsets).tolist()
-        self.present: list[bool] | None = column.is_valid().to_pylist() if column.null_count else None
-        values = column.values
-        self.values: Any = _Lists(values) if pa.types.is_list(values.type) else _view(values)
-
-    def has(self, i: int) -> bool:
-        return self.present is None or self.present[i]
-
-    def array(self, i: int) -> NDArray[Any]:
-        return np.array(self.values[self.offsets[i] : self.offsets[i + 1]])
-
-    def array_or_none(self, i: int) -> NDArray[Any] | None:
-        return self.array(i) if self.has(i) else None
-
-
-def _batch_to_traces(batch: Any) -> list[Trace]:
-    columns: dict[str, Any] = {}
-    for name in SCHEMA.names:
-        column = batch.column(name)
-        columns[name] = _Lists(column) if pa.types.is_list(column.type) else column.to_pylist()
-        if isinstance(columns[name], list) and name not in ("domain", "target") and None in columns[name]:
-            raise TypeError(f"{name} is missing")
-
-    def matrix(name: str, i: int) -> NDArray[Any]:
-        lists = columns[name]
-        bounds = lists.values.offsets[lists.offsets[i] : lists.offsets[i + 1] + 1]
-        rows = len(bounds) - 1
-        width = (bounds[-1] - bounds[0]) // rows if rows else 0
-        if bounds != [bounds[0] + row * width for row in range(rows + 1)]:
-            raise ValueError(f"rows of {name} differ in length")
-        return np.array(lists.values.values[bounds[0] : bounds[-1]]).reshape(rows, width)
-
-    def rounds(i: int) -> Iterator[DraftRound]:
-        drafted = columns["drafted_ids"]
-        accepted, emitted = (columns[name].array(i).tolist() for name in ("num_accepted", "num_emitted"))
-        for j in range(drafted.offsets[i + 1] - drafted.offsets[i]):
-            p, q, text = (
-                c.values.array_or_none(c.offsets[i] + j) if c.has(i) else None
-                for c in (columns[name] for name in ("p", "q", "from_text"))
-            )
-            from_text = None if text is None else text.astype(bool)
-            ids = drafted.values.array(drafted.offsets[i] + j)
-            yield DraftRound(ids, accepted[j], emitted[j], p, q, from_text)
-
-    def sampling(i: int) -> dict[str, Any]:
-        settings = json.loads(columns["sampling"][i])
-        if not isinstance(settings, dict):
-            raise TypeError("sampling is not an object")
-        return settings
-
-    return [
-        Trace(
-            prompt_ids=columns["prompt_ids"].array(i),
-            completion_ids=columns["completion_ids"].array(i),
-            rounds=tuple(rounds(i)),
-            top_logits=matrix("top_logits", i),
-            top_ids=matrix("top_ids", i).astype(ids_dtype(columns["vocab_size"][i]), copy=False),
-            tail_logprob=columns["tail_logprob"].array(i),
-            vocab_size=columns["vocab_size"][i],
-            decoder_prompt_ids=columns["decoder_prompt_ids"].array_or_none(i),
-            domain=columns["domain"][i],
-            draft_version=columns["draft_version"][i],
-            sampling=sampling(i),
-            created_at_seconds=columns["created_at_seconds"][i],
-            target=columns["target"][i],
-        )
-        for i in range(batch.num_rows)
-    ]
+def _matrix(rows: Any) -> NDArray[Any]:
+    widths = set(rows.value_lengths().to_pylist()) or {0}
+    if len(widths) > 1:
+        raise ValueError("the rows of logits differ in length")
+    return _array(rows.flatten()).reshape(len(rows), widths.pop())

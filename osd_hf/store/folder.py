@@ -10,10 +10,10 @@ import os
 import re
 import secrets
 import sys
-import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from osd_hf.store.arrow import (
     traces_to_table,
 )
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import FileLock, is_open_to_others, make_private_folder, sync_folder, wait_for_lock, write_whole
+from osd_hf.utils.disk import FileLock, is_open_to_others, make_private_folder, wait_for_lock, write_whole
 
 __all__ = ["Folder", "Shard", "StoreFollower", "list_shards", "open_store", "read_from", "store_errors"]
 
@@ -48,7 +48,7 @@ WRITER = re.compile(r"\d{8}T\d{6}-\d+-[0-9a-f]{8}")
 SHARD = re.compile(r"shard-\d{6,}\.parquet")
 UNFINISHED = re.compile(r"\.shard-\d{6,}-[0-9a-f]+\.tmp")
 GROUP_BYTES = 1 << 20  # array data in one row group, the unit that `sample` reads and caches
-CACHE_BYTES = 64 << 20
+CACHED_GROUPS = 64
 MAX_ATTEMPTS = 5  # to read a shard, before a follower skips it
 
 
@@ -66,21 +66,18 @@ class Shard:
     def __init__(
         self, path: str, nbytes: int, times: NDArray[np.float64], domains: list[str | None], group_sizes: list[int]
     ) -> None:
+        folder, name = os.path.split(path)
         self.path = path
         self.nbytes = nbytes
         self.times = times
         self.domains = domains
         self.group_starts = np.cumsum([0, *group_sizes[:-1]])
         self.oldest = float(times.min(initial=math.inf))
+        # Other files are never deleted.
+        self.is_written_here = bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
 
     def __len__(self) -> int:
         return len(self.times)
-
-    @property
-    def is_written_here(self) -> bool:
-        """Whether a store wrote the shard. Other files are never deleted."""
-        folder, name = os.path.split(self.path)
-        return bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
 
 
 def list_shards(store: Path) -> list[str]:
@@ -133,17 +130,16 @@ def open_store(path: Path) -> None:
         raise StoreError(
             f"{marker} cannot be read: {error}. If the folder is a store, restore the file as {json.dumps(MARKER)}"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != MARKER["format"]:
-        raise StoreError(f"{marker} is not the marker of a store: it contains {str(content)[:80]}")
-    if content.get("version") != MARKER["version"]:
-        raise StoreError(
-            f"the store in {path} has version {content.get('version')}, this package reads version "
-            f"{MARKER['version']}: use the osd_hf that wrote it, or a newer one, or another folder"
-        )
+    if content != MARKER:
+        raise StoreError(f"{marker} is not the marker of a store that this package reads: {str(content)[:80]}")
+
+
+def _read_group(path: str, group: int) -> list[Trace] | None:
+    return read_from(path, lambda file: table_to_traces(file.read_row_group(group, use_threads=False)))
 
 
 class Folder:
-    """Shards of all writers of one store. Only `read` is thread-safe."""
+    """Shards of all writers of one store. Only `read` may be called without a lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,13 +148,20 @@ class Folder:
         self.own_count = 0
         self.written_nbytes = 0
         self.lock: FileLock | None = None
-        self.cache: OrderedDict[tuple[str, int], list[Trace]] = OrderedDict()
-        self.cache_nbytes = 0
-        self.cache_lock = threading.Lock()
+        self.read_group = lru_cache(CACHED_GROUPS)(_read_group)
         open_store(path)
-        self.marker_nbytes = (path / MARKER_NAME).stat().st_size
         self.refresh()
         self._warn_about_readers()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shards that stores have written."""
+        return sum(shard.nbytes for shard in self.shards.values() if shard.is_written_here)
+
+    @property
+    def oldest(self) -> float:
+        """Time of the oldest trace."""
+        return min((shard.oldest for shard in self.shards.values()), default=math.inf)
 
     def _warn_about_readers(self) -> None:
         """Warn if other users of this machine can read the store, for example after it was copied."""
@@ -174,11 +177,6 @@ class Folder:
         """Find the shards that other writers have added and deleted."""
         found = ((path, self.shards.get(path) or self._index(path)) for path in list_shards(self.path))
         self.shards = {path: shard for path, shard in found if shard is not None}
-        self._tally()
-
-    def _tally(self) -> None:
-        self.nbytes = self.marker_nbytes + sum(s.nbytes for s in self.shards.values() if s.is_written_here)
-        self.oldest = min((shard.oldest for shard in self.shards.values()), default=math.inf)
 
     def _index(self, path: str) -> Shard | None:
         def extract(file: Any) -> Shard:
@@ -194,19 +192,8 @@ class Folder:
     def read(self, shard: Shard, row: int) -> Trace | None:
         """Return one trace, or `None` if its shard is deleted."""
         group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
-        key = (shard.path, group)
-        with self.cache_lock:
-            if key not in self.cache:
-                traces = read_from(shard.path, lambda f: table_to_traces(f.read_row_group(group, use_threads=False)))
-                if traces is None:
-                    return None
-                self.cache[key] = traces
-                self.cache_nbytes += sum(t.nbytes for t in traces)
-                while self.cache_nbytes > CACHE_BYTES and len(self.cache) > 1:
-                    _, dropped = self.cache.popitem(last=False)
-                    self.cache_nbytes -= sum(t.nbytes for t in dropped)
-            self.cache.move_to_end(key)
-            return self.cache[key][row - int(shard.group_starts[group])]
+        traces = self.read_group(shard.path, group)
+        return None if traces is None else traces[row - int(shard.group_starts[group])]
 
     def start_writing(self) -> None:
         """Create a folder for this process, and clean up after dead writers."""
@@ -214,16 +201,12 @@ class Folder:
             return
         with store_errors("write to the store", self.path):
             self._sweep()
-            while self.own is None:
-                stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-                own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
-                own.mkdir(0o700)
-                with contextlib.suppress(OSError):
-                    sync_folder(self.path)
-                # The sweep of another writer may delete the folder before it is locked.
-                with contextlib.suppress(FileNotFoundError, TimeoutError):
-                    self.lock = wait_for_lock(own / LOCK_NAME, 1.0)
-                    self.own = own
+            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+            own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
+            own.mkdir(0o700)
+            self.lock = wait_for_lock(own / LOCK_NAME, 1.0)
+            self.own = own
+        traces_to_table([])  # pyarrow imports pandas at the first conversion, which fails while Python exits
 
     def write(self, traces: Sequence[Trace]) -> None:
         self.start_writing()
@@ -241,7 +224,6 @@ class Folder:
         times = np.array([t.created_at_seconds for t in traces], np.float64)
         domains, sizes = [t.domain for t in traces], [len(group) for group in groups]
         self.shards[str(path)] = Shard(str(path), data.size, times, domains, sizes)
-        self._tally()
 
     def delete(self, shard: Shard) -> None:
         """Delete a shard, unless it was not written by a store."""
@@ -251,7 +233,6 @@ class Folder:
         with store_errors("delete", path):
             path.unlink(missing_ok=True)
         self.shards.pop(shard.path, None)
-        self._tally()
 
     def stop_writing(self) -> None:
         if self.lock is not None:
@@ -261,18 +242,14 @@ class Folder:
 
     def _sweep(self) -> None:
         """Delete unfinished files of dead writers, which hold no lock, and their folders if no shard is left."""
-        for writer in [p for p in self.path.iterdir() if p.is_dir() and WRITER.fullmatch(p.name)]:
-            if not (writer / LOCK_NAME).exists():
-                continue
-            try:
+        for writer in [p for p in self.path.iterdir() if WRITER.fullmatch(p.name) and (p / LOCK_NAME).exists()]:
+            with contextlib.suppress(OSError):  # locked, or owned by another user
                 lock = wait_for_lock(writer / LOCK_NAME, 0.0)
                 try:
                     if lock.is_locked:
                         _clean_up(writer)
                 finally:
                     lock.release()
-            except OSError as error:  # locked, or owned by another user
-                logger.debug("did not clean up %s: %s", writer, error)
 
 
 def _clean_up(writer: Path) -> None:

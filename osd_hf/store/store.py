@@ -69,21 +69,18 @@ class CorrectionStore:
     Stored traces, oldest first by `created_at_seconds`, limited by bytes and age. Safe to use from several threads.
 
     With a path, each process that appends writes Parquet shards into its own folder below the path, and every process
-    reads all finished shards. `datasets.load_dataset("parquet", data_files=f"{path}/*/*.parquet")` reads them without
-    this package. A shard appears completely or not at all, so that a killed process loses at most its tail, the traces
-    that are not written yet. The tail is written when it is long or large, on `flush` and `close`, and at the end of
-    the program (a child of `multiprocessing` must close the store). After a fork, the parent keeps the tail and its
-    folder. An unpickled store is another writer of the same folder.
+    reads all finished shards. `datasets.load_dataset("parquet", data_files=f"{path}/*/*.parquet")` reads them, too. A
+    killed process loses at most its tail, the traces that are not written yet. The tail is written when it is long or
+    large, on `flush` and `close`, and at the end of the program (a child of `multiprocessing` must close the store).
 
     Args:
         path (`str` or `os.PathLike`, *optional*): Folder of the store. Without one, the store is in memory.
         max_bytes (`int`, *optional*):
-            Maximum size: bytes of arrays in memory, or sizes of the files of all writers. Beyond it, the oldest traces
-            are deleted; on disk, the oldest shards of any writer. The tails of other processes are not counted.
+            Maximum size: bytes of arrays in memory, or sizes of the shards of all writers. Beyond it, the oldest
+            traces or shards are deleted. The tails of other processes are not counted.
         max_age_seconds (`float`, *optional*):
             Older traces are not read, and each `append` and `flush` deletes them. A shard spans at most an eighth of
-            this age and is deleted with its oldest trace. A creation time in the future is replaced by the time of the
-            append, or by the time of the shard's file.
+            this age and is deleted with its oldest trace. Creation times in the future are replaced.
         flush_every (`int`, defaults to 256): Maximum number of traces in a shard.
         clock (`Callable[[], float]`, *optional*, defaults to `time.time`): Returns the Unix time in seconds.
 
@@ -132,20 +129,13 @@ class CorrectionStore:
         Store one trace.
 
         Raises:
-            DataError: The arrays of the trace do not fit together, or its time is not finite.
+            DataError: The arrays of the trace do not fit together, or a field cannot be stored.
             StoreError: The store is closed, or could not be written. In the latter case the trace is kept, and a later
                 flush writes it.
         """
         # One invalid trace in the tail would break every flush.
         if (problem := misshapen(trace)) is not None:
             raise DataError(problem)
-        if not math.isfinite(trace.created_at_seconds):
-            raise DataError(f"created_at_seconds must be finite, got {trace.created_at_seconds}")
-        for what, name in (("domain", trace.domain), ("target", trace.target)):
-            try:
-                (name or "").encode()
-            except UnicodeEncodeError as error:
-                raise DataError(f"the {what} {name!r} is not valid Unicode") from error
         if trace.created_at_seconds > self.clock() + self._age / 8:
             trace = replace(trace, created_at_seconds=self.clock())
         self._leave_to_parent()

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Seeded", "choose_threads", "default_device", "neutral_context"]
 
-# Of the seconds with one thread: below, all cores are used; above, one measurement is enough.
-CLEARLY_FASTER, CLEARLY_SLOWER = 0.7, 4.0
+CLEARLY_FASTER = 0.7  # of the seconds with one thread: below, all cores are used
 MAX_RETIMED_SECONDS = 1.0  # larger models are timed once
 TIMING_ROUNDS = 5
 _ATEN = torch.ops.aten
@@ -64,7 +63,6 @@ def choose_threads(
         model (`PreTrainedModel`): The model that will serve; on an accelerator, torch's own number stays.
         answer (`Callable[[], object]`): Generates a few tokens, to be timed.
         threads (`int`, *optional*): Sets this number without timing, as `OMP_NUM_THREADS` does.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`): Seconds.
 
     Returns:
         `tuple[int, dict[str, float]]`: The number, and the median seconds of both numbers if they were timed.
@@ -81,10 +79,8 @@ def choose_threads(
             answer()
             return clock() - started
 
-        seconds(1)  # warms up
-        pairs = [(seconds(1), seconds(num_cores))]
-        is_clear = pairs[0][0] > MAX_RETIMED_SECONDS or pairs[0][1] > CLEARLY_SLOWER * pairs[0][0]
-        pairs += [(seconds(1), seconds(num_cores)) for _ in range(0 if is_clear else TIMING_ROUNDS - 1)]
+        rounds = 1 if seconds(1) > MAX_RETIMED_SECONDS else TIMING_ROUNDS  # the first answer warms up
+        pairs = [(seconds(1), seconds(num_cores)) for _ in range(rounds)]
         one, all_cores = map(statistics.median, zip(*pairs, strict=True))
         threads = num_cores if all_cores < CLEARLY_FASTER * one else 1
         times = {"1": round(one, 4), str(num_cores): round(all_cores, 4)}

@@ -35,15 +35,10 @@ logger = logging.getLogger(__name__)
 def make_private_folder(folder: Path) -> None:
     """Create a folder that only its owner can enter, independent of the umask. An existing folder is not changed.
     Missing parents can be entered by everyone and written only by the owner."""
-    missing = [folder, *folder.parents]
-    while missing and missing[-1].is_dir():
-        missing.pop()
-    for path in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700 if path == folder else 0o755)
+    for path in (*reversed(folder.parents), folder):
+        if not path.is_dir():
+            path.mkdir(0o700 if path == folder else 0o755, exist_ok=True)
             sync_folder(path.parent)
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is not a folder")
 
 
 def open_privately(path: Any, flags: int) -> int:

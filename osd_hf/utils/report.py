@@ -75,18 +75,10 @@ def plain(value: Any, text: Callable[[str], str] = str) -> Any:
 
 def provenance(**extra: Any) -> dict[str, Any]:
     """
-    Return what is needed to reproduce a result, ready for JSON and without importing torch.
+    Return what is needed to reproduce a result, and `extra` entries such as `seed`, ready for JSON.
 
-    Secrets and folders of the machine are left out: tokens, keys, and credentials in addresses are removed, and paths
-    are relative to the working directory or only their last part.
-
-    Args:
-        extra: Entries to add, such as `seed` or `device`.
-
-    Returns:
-        `dict[str, Any]`: `command`, `commit` (`None` outside a git checkout of the package; ends in `-dirty` if its
-        Python files differ), `date` (UTC, ISO 8601), `python`, the version of each package, `processor`, `cpu_count`,
-        and the extra entries.
+    `commit` is `None` outside a git checkout of the package, and ends in `-dirty` if its files differ. Tokens, keys,
+    and credentials in addresses are removed. Paths are relative to the working directory or only their last part.
     """
     program, *arguments = sys.argv or [""]
     shown = [_without_folders(argument, Path.cwd()) for argument in without_secrets(arguments)]
@@ -125,10 +117,8 @@ def _own_commit() -> str | None:
 
 def _commit(folder: Path) -> str | None:
     """Return the commit of the checkout that tracks `folder`; `None` for an environment inside another checkout."""
-    if not _git(folder, "ls-files", "."):
-        return None
-    commit = _git(folder, "rev-parse", "--short", "HEAD")
-    return f"{commit}-dirty" if commit and _git(folder, "status", "--porcelain", ":(top)*.py") else commit
+    is_tracked = _git(folder, "ls-files", ".")
+    return _git(folder, "describe", "--always", "--dirty", "--exclude=*") if is_tracked else None
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -11,7 +11,6 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 INCOMPLETE = "\ufffd"  # decoded from an incomplete character
-MAX_PENDING = 4  # tokens of one character, which has at most four bytes
 
 
 class Rounds(BaseStreamer):
@@ -48,7 +47,6 @@ class Pieces:
     Decodes an answer token by token, without special tokens. The joined pieces are the text of the answer.
 
     A token that ends within a character has an empty piece, and the token that completes the character has all of it.
-    Bytes that cannot become a character are shown a few tokens later.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -65,17 +63,11 @@ class Pieces:
             before = self._decode(self._ids[self._begin : self._shown])
             now = self._decode(self._ids[self._begin :])
             # Decoding does not begin at a token without text, such as a special token.
-            end = len(self._ids)
             if now == before or now.endswith(INCOMPLETE):
-                end = max(end - MAX_PENDING, self._shown)
-                settled = self._decode(self._ids[self._begin : end])
-                # The text before the last tokens is final if more text follows it.
-                if not (len(before) < len(settled) < len(now) and now.startswith(settled)):
-                    self.texts.append("")
-                    continue
-                now = settled
+                self.texts.append("")
+                continue
             self.texts.append(now[len(before) :])
-            self._begin, self._shown = self._shown, end
+            self._begin, self._shown = self._shown, len(self._ids)
 
     @property
     def unfinished(self) -> str:
