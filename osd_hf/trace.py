@@ -190,7 +190,7 @@ def misshapen(trace: Trace) -> str | None:
     count = len(trace.completion_ids)
     top_ids_shape = (count, 0) if trace.top_ids.shape == (count, 0) else trace.top_logits.shape
     # Name, array, type, and shape, in which -1 is any size.
-    arrays: list[tuple[str, NDArray[Any] | None, type[np.generic], tuple[int, ...]]] = [
+    arrays: list[tuple[str, NDArray[Any] | None, Any, tuple[int, ...]]] = [
         ("prompt_ids", trace.prompt_ids, np.integer, (-1,)),
         ("completion_ids", trace.completion_ids, np.integer, (-1,)),
         ("decoder_prompt_ids", trace.decoder_prompt_ids, np.integer, (-1,)),

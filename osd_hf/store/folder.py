@@ -32,7 +32,7 @@ from osd_hf.store.arrow import (
     traces_to_table,
 )
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import FileLock, is_open_to_others, make_private_folder, wait_for_lock, write_whole
+from osd_hf.utils.disk import FileLock, is_open_to_others, make_private_folder, sync_folder, wait_for_lock, write_whole
 
 __all__ = ["Folder", "Shard", "StoreFollower", "list_shards", "open_store", "read_from", "store_errors"]
 
@@ -204,6 +204,7 @@ class Folder:
             stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
             own = self.path / f"{stamp}-{os.getpid()}-{secrets.token_hex(4)}"
             own.mkdir(0o700)
+            sync_folder(self.path)
             self.lock = wait_for_lock(own / LOCK_NAME, 1.0)
             self.own = own
         traces_to_table([])  # pyarrow imports pandas at the first conversion, which fails while Python exits
