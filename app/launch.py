@@ -6,7 +6,6 @@ import functools
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ import gradio as gr
 import torch
 from starlette.middleware import Middleware
 
-from osd_hf.errors import ConfigError
 from osd_hf_app.access import AccessMiddleware, is_loopback
-from osd_hf_app.limits import limit_heap, limit_log, limit_queue, limit_states
+from osd_hf_app.limits import limit_log, limit_queue
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
@@ -26,8 +24,7 @@ from osd_hf_app.view import CSS
 
 MAX_THREADS = 200  # pages that watch an answer
 MAX_WAITING = 64  # events that wait for such a thread
-MAX_PAGE_STATES = 500  # pages of which Gradio remembers something
-SWITCH_SECONDS = 0.001  # interpreter's switch interval: the many small steps of a model wait for it
+MAX_PAGE_STATES = 100  # pages of which Gradio remembers something
 USER = "owner"
 PASSWORD_VARIABLE = "OSD_HF_APP_PASSWORD"
 PROXY_VARIABLE = "FORWARDED_ALLOW_IPS"  # of uvicorn: proxies that may name the visitor's address
@@ -36,12 +33,6 @@ GRADIO_VARIABLES = {
     f"GRADIO_{name}"
     for name in "SERVER_NAME SERVER_PORT NUM_PORTS ROOT_PATH TEMP_DIR ANALYTICS_ENABLED IS_E2E_TEST".split()
 }
-
-
-def theme() -> gr.themes.Base:
-    """Return a theme without web fonts, so that the page needs no network."""
-    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
-    return gr.themes.Soft(primary_hue="emerald", neutral_hue="slate", **fonts)
 
 
 def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) -> str | None:
@@ -79,34 +70,26 @@ def serve(
     share: bool = False,
     login: tuple[str, str] | None = None,
 ) -> gr.Blocks:
-    """Launch the page with all limits, by default at the first free port.
-
-    `login` is the name and password that all visitors must enter. Raises ConfigError if other machines can reach the
-    page, and it is neither public nor protected by a login.
-    """
+    """Launch the page with all limits, by default at the first free port; `login` is a name and a password."""
     page = build(service, output_dir=output_dir)
     # Answers are scheduled by the service, not by Gradio.
     page.queue(default_concurrency_limit=None, max_size=MAX_WAITING, api_open=False)
-    has_room = limit_queue(page) if service.is_public else None
-    has_login = login is not None
-    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=has_login, has_room=has_room)
+    if service.is_public:
+        limit_queue(page)
+    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=login is not None)
     address: dict[str, Any] = {"server_name": host, "server_port": port, "share": share, "auth": login}
     closed: dict[str, Any] = {"mcp_server": False, "pwa": False, "enable_monitoring": False, "allowed_paths": []}
     limits = {"max_threads": MAX_THREADS, "state_session_capacity": MAX_PAGE_STATES, "max_file_size": 1}
-    style: dict[str, Any] = {"css": CSS, "theme": theme(), "ssr_mode": False, "footer_links": ["api", "settings"]}
+    # No web fonts, so that the page needs no network.
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    theme = gr.themes.Soft(primary_hue="emerald", neutral_hue="slate", **fonts)
+    style: dict[str, Any] = {"css": CSS, "theme": theme, "ssr_mode": False, "footer_links": ["api", "settings"]}
     console = {"prevent_thread_lock": True, "quiet": True, "show_error": True}
     page.launch(**address, **closed, **limits, **style, **console, app_kwargs={"middleware": [access]})
-    limit_states(page)
     # Moved before Gradio's own middlewares, one of which grants other sites what they ask for.
     page.app.user_middleware.remove(access)
     page.app.user_middleware.insert(0, access)
     page.app.middleware_stack = page.app.build_middleware_stack()
-    addresses = [str(s.getsockname()[0]) for server in page.server.servers for s in server.sockets]
-    if not service.is_public and not has_login and not all(map(is_loopback, addresses)):
-        page.close()
-        raise ConfigError(
-            f"Other machines can reach the page at {', '.join(addresses)}. Use --public, --login, or --host 127.0.0.1."
-        )
     return page
 
 
@@ -121,13 +104,11 @@ def launch(args: Any) -> int:
     reason = exposure(host, os.environ, share=args.share)
     is_public = (args.public or reason is not None) and not args.login
     login = (USER, os.environ.get(PASSWORD_VARIABLE) or secrets.token_urlsafe(12)) if args.login else None
-    if is_public and not (args.target or args.pair):  # blocks of larger models always go back to the system
-        limit_heap()
     if ignored := remove_variables(os.environ):
         say(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)")
     if args.threads:  # before a draft is made, because its speed is measured
         torch.set_num_threads(args.threads)
-    smollm2 = smollm2_pair(device=args.device or "cpu", say=say) if args.pair else None
+    smollm2 = smollm2_pair(device=args.device or "cpu") if args.pair else None
     pair = ServedPair(args.target, args.draft, smollm2=smollm2, **args.loading)
     service = Service(
         pair, state=args.state_dir, threads=args.threads, is_public=is_public, dtype=args.dtype, device=args.device
@@ -143,13 +124,10 @@ def launch(args: Any) -> int:
         is_given = bool(os.environ.get(PASSWORD_VARIABLE))
         password = f"the password of {PASSWORD_VARIABLE}" if is_given else f"the password {login[1]}"
         say(f"log in as {USER} with {password}; this gives access to all controls")
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         page = serve(service, host, args.port, output_dir=args.output_dir, share=args.share, login=login)
         say(f"{page.local_url} serves {pair.name}; Ctrl+C ends it")
         page.block_thread()
     finally:
-        sys.setswitchinterval(interval)
         service.close()
     return 0

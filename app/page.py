@@ -17,7 +17,6 @@ from osd_hf_app.pair import GENERAL, NO_DOMAIN
 from osd_hf_app.service import MAX_PUBLIC_NEW_TOKENS, Service
 from osd_hf_app.sessions import MAX_NEW_TOKENS, Answer, Session, Settings
 from osd_hf_app.sharing import visitor_id
-from osd_hf_app.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ def _prompts(service: Service) -> tuple[gr.Radio, gr.Button, gr.Button, gr.Butto
 
 
 def _settings(service: Service) -> list[gr.components.Component]:
-    """Lay out the settings of a prompt, in the order of the arguments of `_page_settings`."""
+    """Lay out the settings of a prompt, in the order of the arguments of `_settings_of`."""
     pair = service.pair
     with gr.Accordion("Settings", open=False, elem_id="settings"):
         with gr.Row():
@@ -141,7 +140,7 @@ def _settings(service: Service) -> list[gr.components.Component]:
         k = gr.Radio(K_CHOICES, value="auto", label="k, tokens drafted per round", info=info)
         maximum = MAX_PUBLIC_NEW_TOKENS if service.is_public else MAX_NEW_TOKENS
         initial = NEW_TOKENS if pair.is_bundled else LARGE_NEW_TOKENS
-        tokens = gr.Slider(1, maximum, value=initial, step=1, label="Maximum new tokens")
+        tokens = gr.Slider(1, maximum, value=initial, step=1, precision=0, label="Maximum new tokens")
         do_sample = gr.Checkbox(False, label="Sample (greedy otherwise)")
         value = pair.sampling["temperature"]
         temperature = gr.Slider(0.1, 2.0, value=value, step=0.1, label="Temperature, if sampled")
@@ -153,7 +152,7 @@ def _panel(service: Service) -> tuple[list[gr.HTML], gr.Radio]:
     """Lay out state, curves, and tables, in the order of `_Handlers.tick`, and the domain of the curves."""
     workspace = service.sessions.shared
     state = gr.HTML(view.learner_state(workspace, False, service.is_public), elem_id="state")
-    curves = gr.HTML(_curves(workspace, ALL), elem_id="curves")
+    curves = gr.HTML(view.curves(workspace, None), elem_id="curves")
     visible = bool(service.pair.domains)
     shown = gr.Radio([ALL, *DOMAINS, GENERAL], value=ALL, label="Curves of", elem_id="shown", visible=visible)
     table = gr.HTML(view.domain_table(workspace), elem_id="table")
@@ -166,24 +165,21 @@ def _owner_controls(service: Service, handlers: _Handlers, session_id: gr.Browse
     visible = not service.is_public
     with gr.Accordion("Reset, save, push", open=False, elem_id="keep", visible=visible):
         reset = gr.Button("Reset the draft", elem_id="reset")
-        name = gr.Textbox("demo", label=f"Folder inside {handlers.output_dir}", interactive=visible)
-        save = gr.Button("Save", elem_id="save", interactive=visible)
+        name = gr.Textbox("demo", label=f"Folder inside {handlers.output_dir}")
+        save = gr.Button("Save", elem_id="save")
         choices = [*DOMAINS, GENERAL]
         has_domains = bool(service.pair.domains)
         domain = gr.Dropdown(choices, value=DOMAINS[0], label="Push the draft of", visible=has_domains)
         info = "A new repository is private. A public one is refused."
-        repo = gr.Textbox(
-            label="Hub repository", placeholder="user/name", info=info, elem_id="repo", interactive=visible
-        )
+        repo = gr.Textbox(label="Hub repository", placeholder="user/name", info=info, elem_id="repo")
         info = "Empty: the login of this machine."
-        token = gr.Textbox(label="Token with write access", type="password", info=info, interactive=visible)
-        push = gr.Button("Push to the Hub", elem_id="push", interactive=visible)
+        token = gr.Textbox(label="Token with write access", type="password", info=info)
+        push = gr.Button("Push to the Hub", elem_id="push")
         saved = gr.Markdown(elem_id="kept", container=False)
     with gr.Accordion("Models", open=False, elem_id="models", visible=visible):
-        bundled: dict[str, Any] = {"placeholder": "the bundled one", "interactive": visible}
-        target = gr.Textbox(label="Target: Hub id or folder", elem_id="target", **bundled)
-        draft = gr.Textbox(label="Draft: Hub id or folder", elem_id="draft", **bundled)
-        load = gr.Button("Load this pair", elem_id="load", interactive=visible)
+        target = gr.Textbox(label="Target: Hub id or folder", elem_id="target", placeholder="the bundled one")
+        draft = gr.Textbox(label="Draft: Hub id or folder", elem_id="draft", placeholder="the bundled one")
+        load = gr.Button("Load this pair", elem_id="load")
         loaded = gr.Markdown(f"Serving {service.pair.name}.", elem_id="loaded", container=False)
     reset.click(handlers.reset, session_id, saved, **EVENT)
     save.click(handlers.save, [session_id, name], saved, **OWNER_EVENT)
@@ -224,7 +220,7 @@ class _Handlers:
 
     def submit(self, request: gr.Request, prompt: str, session_id: str, private: bool, *values: Any) -> Iterator[Any]:
         session, ask = self._session(request, session_id), self.service.ask
-        started = _try(session, lambda: ask(session, prompt or "", _page_settings(*values), wants_private=private))
+        started = _try(session, lambda: ask(session, prompt or "", _settings_of(*values), wants_private=private))
         for html in _watch(session):
             yield html, "" if started else gr.skip()
             started = False  # cleared once: newly typed text stays
@@ -232,7 +228,7 @@ class _Handlers:
     def send_many(self, request: gr.Request, session_id: str, private: bool, *values: Any) -> Iterator[str]:
         session, send = self._session(request, session_id), self.service.send
         domain = _domain_of(session, values[0])
-        _try(session, lambda: send(session, domain, PROMPTS, _page_settings(*values), wants_private=private))
+        _try(session, lambda: send(session, domain, PROMPTS, _settings_of(*values), wants_private=private))
         yield from _watch(session)
 
     def suggest(self, request: gr.Request, session_id: str, domain: str) -> str:
@@ -266,7 +262,7 @@ class _Handlers:
         news = (session.id, id(workspace), workspace.count, learner, shown, session.corrections.total())
         if news == seen:
             return gr.skip()
-        curves, table = _curves(workspace, shown), view.domain_table(workspace)
+        curves, table = view.curves(workspace, None if shown == ALL else shown), view.domain_table(workspace)
         return learner, curves, table, view.corrections(session.corrections), session.is_private, news
 
     def reset(self, request: gr.Request, session_id: str) -> str:
@@ -312,8 +308,8 @@ class _Handlers:
         try:
             name = f"program {request.session_hash}"
             session = sessions.open(name, visitor) if remember else sessions.guest(visitor)
-            values = (domain, learn, k, do_sample, temperature, top_p, max_new_tokens)
-            answer = self.service.ask(session, prompt, _make_settings(*values, remember=remember))
+            values = (domain, learn, k, do_sample, temperature, top_p, max_new_tokens, False, remember)
+            answer = self.service.ask(session, prompt, _settings_of(*values))
         except OSDError as error:
             raise gr.Error(str(error), print_exception=False) from error
         try:
@@ -356,18 +352,13 @@ def _report(failed: str, work: Callable[[], str]) -> str:
         return f"{failed} ({type(error).__name__}). See the log of the app."
 
 
-def _page_settings(domain: str, learn: bool, k: str, do_sample: bool, temperature: float, top_p: float, tokens: Any,
-                   *others: bool) -> Settings:  # fmt: skip
-    return _make_settings(domain, learn, k, do_sample, temperature, top_p, int(tokens or 0), *others)
-
-
-def _make_settings(domain: str, learn: bool, k: str, *others: Any, **more: Any) -> Settings:
+def _settings_of(domain: str, learn: bool, k: str, *others: Any) -> Settings:
     """Return the settings of a page or a program. Raises ConfigError if one is out of range."""
     try:
         drafted = "auto" if k == "auto" else int(k)
     except (TypeError, ValueError) as error:
         raise ConfigError(f'`k` must be a number or "auto", got {k!r}.') from error
-    return Settings(None if domain == AUTOMATIC else domain, learn, drafted, *others, **more)
+    return Settings(None if domain == AUTOMATIC else domain, learn, drafted, *others)
 
 
 def _domain_of(session: Session, chosen: str) -> str:
@@ -375,13 +366,6 @@ def _domain_of(session: Session, chosen: str) -> str:
     domains = session.workspace.pair.domains
     found = [e.domain for e in session.entries if not (isinstance(e, Answer) and e.error)]
     return next((domain for domain in (chosen, *found[-1:], *domains) if domain in domains), NO_DOMAIN)
-
-
-def _curves(workspace: Workspace, shown: str) -> str:
-    title = f"α over {view.WINDOW} requests"
-    if not workspace.pair.domains:
-        return view.curves(workspace.snapshot(), title)
-    return view.curves(workspace.snapshot(None if shown == ALL else shown), f"{title}, {shown}")
 
 
 def _answer_json(answer: Answer) -> dict[str, Any]:

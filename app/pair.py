@@ -40,14 +40,7 @@ MIN_MARGIN = 2.0  # nats between the two likeliest domains
 
 
 class ServedPair:
-    """
-    A target, a draft, and their tokenizer, loaded and checked.
-
-    Args:
-        target, draft (`str`, *optional*): Hub ids or folders; the bundled pair by default.
-        smollm2 (`Pair`, *optional*): The SmolLM2 pair, already loaded; its target gets a repetition penalty.
-        loading (`Any`): Further arguments of `load_pair`, which also raises its errors.
-    """
+    """A target, a draft, and their tokenizer, loaded and checked. Raises the errors of `load_pair`."""
 
     def __init__(
         self, target: str | None = None, draft: str | None = None, *, smollm2: Pair | None = None, **loading: Any
@@ -118,25 +111,21 @@ class ServedPair:
 def make_classifier(samples: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
     """Return a function that finds the domain of a prompt by naive Bayes over its words.
 
-    The function returns `GENERAL` if most words are unknown, or if two domains are about equally likely. Each domain
-    needs at least one sample.
+    The function returns `GENERAL` if most words are unknown, or if two domains are about equally likely. At least two
+    domains are needed, each with a sample.
     """
     counts = {domain: Counter(word for text in texts for word in _words(text)) for domain, texts in samples.items()}
     vocabulary = set().union(*counts.values())
-    totals = {domain: sum(count.values()) + len(vocabulary) for domain, count in counts.items()}
+    totals = {domain: count.total() + len(vocabulary) for domain, count in counts.items()}
 
     def domain_of(prompt: str) -> str:
         words = _words(prompt)
         known = [word for word in words if word in vocabulary]
         if not known or len(known) < MIN_KNOWN_SHARE * len(words):
             return GENERAL
-        scores = sorted(
-            (sum(math.log((count[word] + 1) / totals[domain]) for word in known), domain)
-            for domain, count in counts.items()
-        )
-        if len(scores) > 1 and scores[-1][0] - scores[-2][0] < MIN_MARGIN:
-            return GENERAL
-        return scores[-1][1]
+        scores = {d: sum(math.log((count[word] + 1) / totals[d]) for word in known) for d, count in counts.items()}
+        best, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
+        return best if scores[best] - scores[second] >= MIN_MARGIN else GENERAL
 
     return domain_of
 

@@ -22,9 +22,9 @@ from osd_hf.replay import EmittedToken, emitted_tokens, replay_each
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
 from osd_hf_app.pair import GENERAL, NO_DOMAIN, ServedPair, domain_classifier
-from osd_hf_app.sessions import MAX_JOBS, PAIR_CHANGED, Answer, Batch, Session, Sessions, Settings, ShownToken
+from osd_hf_app.sessions import PAIR_CHANGED, Answer, Batch, Session, Sessions, Settings, ShownToken
 from osd_hf_app.sharing import MAX_STARTED, FairQueue, Slot
-from osd_hf_app.workspace import Workspace
+from osd_hf_app.workspace import Record, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,10 @@ BUNDLED_CONFIG = {"update_interval": 2, "steps_per_update": 16, "weight_average"
 
 
 class Service:
-    """
-    Answer the prompts of all visitors. One answer is generated at a time.
+    """Answer the prompts of all visitors. One answer is generated at a time.
 
-    Args:
-        pair (`ServedPair`): The models.
-        state (`Path`, *optional*): A saved session that the shared workspace continues.
-        config (`dict[str, Any]`, *optional*): Settings of `OnlineConfig` that replace those of the app.
-        is_public (`bool`, *optional*, defaults to `False`): Serve untrusted visitors, with limits for each.
-        threads (`int`, *optional*): Threads of torch; by default one, unless all cores are clearly faster.
-        loading (`Any`): `dtype` and `device` of pairs that are loaded later.
+    `state` is a saved session that the shared workspace continues. `config` replaces settings of the app, and
+    `loading` has the `dtype` and `device` of pairs that are loaded later.
     """
 
     def __init__(
@@ -80,7 +74,7 @@ class Service:
         defaults = {"update_strategy": "idle", **(BUNDLED_CONFIG if pair.is_bundled else {})}
         workspace = Workspace(pair, OnlineConfig(**{**defaults, **self._config}), state)
         try:
-            self._threads_used, _ = choose_threads(pair.target, lambda: _time_target(pair, 4), self._threads)
+            choose_threads(pair.target, lambda: _time_target(pair, 4), self._threads)
             _time_target(pair, 2)
             timing = _time_target(pair, 24)
         except BaseException:
@@ -93,9 +87,8 @@ class Service:
 
     def reset(self, workspace: Workspace) -> None:
         """Discard what the drafts of a workspace have learned, between two requests."""
-        with self.queue.slot(alone=True):
+        with self.queue.slot():
             workspace.reset()
-        self.sessions.touch(workspace)
 
     def load(self, target: str | None, draft: str | None) -> ServedPair:
         """Serve another pair with new workspaces, and return it. The content of chats stays.
@@ -103,8 +96,8 @@ class Service:
         Raises OSDError if the models cannot be loaded or do not fit together; the current ones stay then.
         """
         pair = ServedPair(target, draft, **self._loading)
-        with self.queue.slot(alone=True):
-            threads = self._threads_used
+        with self.queue.slot():
+            threads = torch.get_num_threads()
             try:
                 shared = self._new_workspace(pair)
             except BaseException:
@@ -139,8 +132,9 @@ class Service:
 
     def _clean(self, prompt: str, settings: Settings) -> str:
         """Return a prompt without control characters. Raises ConfigError if it cannot be answered."""
-        if len(prompt) > 2 * MAX_CHARACTERS:  # refused before the slow loop over its characters
-            raise ConfigError(_too_long(prompt.strip()))
+        prompt = prompt.strip()
+        if len(prompt) > MAX_CHARACTERS:
+            raise ConfigError(f"The prompt has {len(prompt):,} characters; the maximum is {MAX_CHARACTERS:,}.")
         if self.is_public and settings.max_new_tokens > MAX_PUBLIC_NEW_TOKENS:
             raise ConfigError(
                 f"In public mode, `max_new_tokens` is at most {MAX_PUBLIC_NEW_TOKENS}, got {settings.max_new_tokens}."
@@ -148,8 +142,6 @@ class Service:
         text = "".join(c for c in prompt if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs")).strip()
         if not text:
             raise ConfigError("The prompt is empty. Write something first.")
-        if len(text) > MAX_CHARACTERS:
-            raise ConfigError(_too_long(text))
         if settings.domain not in (None, GENERAL, *DOMAINS):
             raise ConfigError(f"The domain must be one of {', '.join((*DOMAINS, GENERAL))}, got {settings.domain!r}.")
         return text
@@ -173,8 +165,6 @@ class Service:
     def _start(
         self, session: Session, job: Answer | Batch, work: Callable[[], None], wants_private: bool | None
     ) -> None:
-        if session.visitor is None and len(self.queue) >= MAX_JOBS:
-            raise ConfigError("Too many visitors are waiting for an answer. Try again in a moment.")
         self.sessions.begin(session, job, wants_private)
 
         def run() -> None:
@@ -215,14 +205,13 @@ class Service:
             answer.position = position
             session.touch()
 
-        def is_stopped() -> bool:
-            if session.is_abandoned:
-                answer.stop.set()
-            return answer.stop.is_set()
+        def is_gone() -> bool:
+            return session.is_abandoned or answer.stop.is_set()
 
-        with self.queue.slot(update_position, visitor=session.visitor, is_gone=is_stopped) as slot:
-            if slot is None or is_stopped():
+        with self.queue.slot(update_position, visitor=session.visitor, is_gone=is_gone) as slot:
+            if slot is None or is_gone():
                 answer.is_stopped = True
+                answer.stop.set()  # ends a batch
                 return
             workspace = session.workspace
             if answer.private_workspace not in (None, workspace):
@@ -230,34 +219,23 @@ class Service:
                 session.show(f"{PAIR_CHANGED} Your earlier prompts are answered, but no draft learns from them.")
             answer.is_exact = workspace.pair.is_exact
             ids = workspace.pair.encode(answer.prompt, answer.settings.max_new_tokens, history)
-            traces: list[Trace] = []
-
-            def after_round() -> None:
-                slot.yield_to_others()
-                is_stopped()
-
             # Until all is measured, the served drafts stay the same and times are comparable.
-            with self.sessions.learning_paused(workspace):
+            with self.sessions.learning_paused():
                 started = time.perf_counter()
-                output = self._generate(session, workspace, ids, answer, after_round, traces.append)
+                output, trace = self._generate(session, workspace, ids, answer, slot)
                 answer.seconds = time.perf_counter() - started - slot.waited_seconds
                 answer.is_stopped = answer.stop.is_set()
-                if traces:
-                    self._score(session, workspace, answer, traces[0])
+                if trace is not None:
+                    self._score(session, workspace, answer, trace)
                     self._compare_with_target(workspace, answer, ids, output, slot)
 
     def _generate(
-        self,
-        session: Session,
-        workspace: Workspace,
-        ids: torch.Tensor,
-        answer: Answer,
-        after_round: Callable[[], None],
-        on_trace: Callable[[Trace], None],
-    ) -> torch.Tensor:
-        """Return the output of `generate`, and add the tokens of each round to the answer."""
+        self, session: Session, workspace: Workspace, ids: torch.Tensor, answer: Answer, slot: Slot
+    ) -> tuple[torch.Tensor, Trace | None]:
+        """Return the output of `generate` and its trace, and add the tokens of each round to the answer."""
         started = time.perf_counter()
         pieces = Pieces(workspace.pair.tokenizer)
+        traces: list[Trace] = []
 
         def add_round(round_ids: list[int]) -> None:
             is_first = answer.first_token_seconds is None
@@ -268,7 +246,9 @@ class Service:
             origins = ["accepted"] * (len(round_ids) - 1) + ["target"]
             answer.tokens += [ShownToken(*token) for token in zip(pieces.texts[shown:], origins, strict=True)]
             session.touch(is_urgent=is_first)
-            after_round()
+            self.queue.yield_to_others(slot)
+            if session.is_abandoned:
+                answer.stop.set()
 
         output: torch.Tensor = workspace.assistant.generate(
             ids,
@@ -277,19 +257,19 @@ class Service:
             learn=answer.settings.learn,
             num_assistant_tokens=answer.settings.k,
             owner=session.owner,  # the text of one visitor is not proposed to others
-            on_trace=on_trace,
+            on_trace=traces.append,
             streamer=Rounds(add_round),
             stopping_criteria=StoppingCriteriaList([Stop(answer.stop)]),
             **answer.settings.generate_kwargs,
         )
-        return output
+        return output, traces[0] if traces else None
 
     def _score(self, session: Session, workspace: Workspace, answer: Answer, trace: Trace) -> None:
         """Find the origin of each token, and count what both drafts would have had accepted."""
         tokenizer = workspace.pair.tokenizer
         with workspace.assistant.drafts.lease(answer.domain) as serving:
             emitted = emitted_tokens(trace, serving.model)
-            answer.learning, answer.frozen = (
+            learning, frozen = (
                 replay_each(draft, [trace], REPLAY_K)[0] for draft in (serving.model, workspace.pair.draft)
             )
         pieces = Pieces(tokenizer)
@@ -301,7 +281,7 @@ class Service:
         ]
         answer.stats = AcceptanceStats.from_trace(trace)
         answer.version = serving.version
-        workspace.add(answer.domain, answer.learning, answer.frozen, answer.version)
+        workspace.add(Record(answer.domain, learning, frozen, serving.version))
         session.count_corrections(
             (other, text_of(tokenizer, [token.id]))
             for other, token in zip(drafted, emitted, strict=True)
@@ -316,7 +296,9 @@ class Service:
         assert answer.stats is not None
         settings, emitted = answer.settings, answer.stats.emitted
         if settings.check and not answer.is_stopped:
-            seconds, alone = _generate_alone(workspace.pair, ids, settings.generate_kwargs, answer.stop, slot)
+            waited, after_round = slot.waited_seconds, lambda _: self.queue.yield_to_others(slot)
+            seconds, alone = _generate_alone(workspace.pair, ids, settings.generate_kwargs, answer.stop, after_round)
+            seconds -= slot.waited_seconds - waited
             if alone and not answer.stop.is_set():
                 self.target_timings.append((seconds, len(alone)))
                 if not settings.do_sample:
@@ -342,21 +324,15 @@ def _generate_alone(
     ids: torch.Tensor,
     settings: dict[str, Any],
     stop: threading.Event | None = None,
-    slot: Slot | None = None,
+    after_round: Callable[[list[int]], object] = lambda ids: None,
 ) -> tuple[float, list[int]]:
     """Return the seconds and the tokens of the target alone."""
-    waited = 0.0 if slot is None else slot.waited_seconds
     started = time.perf_counter()
     output = pair.target.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        stopping_criteria=StoppingCriteriaList([] if stop is None else [Stop(stop)]),
-        streamer=None if slot is None else Rounds(lambda _: slot.yield_to_others()),
+        stopping_criteria=StoppingCriteriaList([Stop(stop or threading.Event())]),
+        streamer=Rounds(after_round),
         **settings,
     )
-    seconds = time.perf_counter() - started - (0.0 if slot is None else slot.waited_seconds - waited)
-    return seconds, pair.new_tokens(ids, output)
-
-
-def _too_long(text: str) -> str:
-    return f"The prompt has {len(text):,} characters; the maximum is {MAX_CHARACTERS:,}."
+    return time.perf_counter() - started, pair.new_tokens(ids, output)

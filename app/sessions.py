@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,8 +23,7 @@ MAX_K = 32
 MAX_ENTRIES = 20  # newest entries kept in a chat
 MAX_CORRECTIONS = 500  # different corrections counted in a chat; the rarest are dropped
 AWAY_SECONDS = 20.0  # until an abandoned answer stops; longer than a page needs to reload
-MAX_SESSIONS = 500
-MAX_KEPT_BYTES = 64 * 2**20  # estimated size of all chats
+MAX_SESSIONS = 200
 MAX_PRIVATE = 4  # private workspaces; one for a pair that was loaded by name
 MAX_JOBS = 32  # waiting or running at the same time
 PRIVATE_RATE = (8, 60.0)  # private workspaces that untrusted visitors may create, and seconds
@@ -50,21 +49,16 @@ class Settings:
     remember: bool = False  # include the earlier turns of the chat
 
     def __post_init__(self) -> None:
-        def check(name: str, holds: bool, rule: str) -> None:
-            if not holds:
-                raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
+        def check(name: str, kinds: tuple[type, ...], maximum: float, rule: str) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value <= maximum:
+                raise ConfigError(f"`{name}` must be {rule}, got {value!r}.")
 
-        def is_integer(value: object, maximum: int) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= maximum
-
-        def is_number(value: object, maximum: float) -> bool:
-            return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= maximum
-
-        check("k", self.k == "auto" or is_integer(self.k, MAX_K), f'an integer from 1 to {MAX_K}, or "auto"')
-        tokens_hold = is_integer(self.max_new_tokens, MAX_NEW_TOKENS)
-        check("max_new_tokens", tokens_hold, f"an integer from 1 to {MAX_NEW_TOKENS}")
-        check("temperature", is_number(self.temperature, 5), "above 0 and at most 5")
-        check("top_p", is_number(self.top_p, 1), "above 0 and at most 1")
+        if self.k != "auto":
+            check("k", (int,), MAX_K, f'an integer from 1 to {MAX_K}, or "auto"')
+        check("max_new_tokens", (int,), MAX_NEW_TOKENS, f"an integer from 1 to {MAX_NEW_TOKENS}")
+        check("temperature", (int, float), 5, "above 0 and at most 5")
+        check("top_p", (int, float), 1, "above 0 and at most 1")
 
     @property
     def generate_kwargs(self) -> dict[str, object]:
@@ -106,8 +100,6 @@ class Answer(_Job):
     position: int = 0  # number of requests ahead
     is_stopped: bool = False
     stats: AcceptanceStats | None = None
-    learning: AcceptanceStats | None = None
-    frozen: AcceptanceStats | None = None
     version: int = 0
     seconds: float = 0.0
     first_token_seconds: float | None = None
@@ -115,11 +107,6 @@ class Answer(_Job):
     is_measured: bool = False  # `alone_seconds` was measured for this answer; otherwise it is an estimate
     is_identical: bool | None = None
     is_exact: bool = True
-
-    @property
-    def kept_bytes(self) -> int:
-        """Estimated memory of the answer."""
-        return 1000 + 2 * len(self.prompt) + 300 * len(self.tokens) + len(self.error or "")
 
     @property
     def text(self) -> str:
@@ -144,11 +131,6 @@ class Batch(_Job):
     answers: list[Answer] = field(default_factory=list)
     is_learning: bool = False
 
-    @property
-    def kept_bytes(self) -> int:
-        """Estimated memory of the batch."""
-        return 1000 + sum(answer.kept_bytes for answer in self.answers)
-
 
 @dataclass(eq=False)
 class Session:
@@ -171,19 +153,13 @@ class Session:
     changed: threading.Condition = field(default_factory=threading.Condition)
     urgent_revision: int = 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """Estimated memory of all entries."""
-        return sum(entry.kept_bytes for entry in self.entries)
-
     def move(self, workspace: Workspace, *, is_private: bool, notice: str | None = None) -> None:
         """Use another workspace from the next answer on."""
         self.workspace = workspace
         self.is_private = is_private
-        self.notice = notice
-        self.touch()
+        self.show(notice)
 
-    def show(self, notice: str) -> None:
+    def show(self, notice: str | None) -> None:
         """Show a notice below the entries until the next one starts."""
         self.notice = notice
         self.touch()
@@ -202,12 +178,10 @@ class Session:
             self.changed.notify_all()
 
     def frames(self, seconds: float, look_seconds: float, job: Answer | Batch | None = None) -> Iterator[None]:
-        """Yield each time a job should be shown, for the last time when it has ended.
+        """Yield each time a job (by default the current one) should be shown, for the last time when it has ended.
 
-        Args:
-            seconds (`float`): Minimum time between two frames, except for urgent changes.
-            look_seconds (`float`): Yield after this time even without a change, to notice that the page was closed.
-            job (`Answer` or `Batch`, *optional*): The current job by default.
+        `seconds` is the minimum time between two frames, except for urgent changes. After `look_seconds`, a frame
+        comes even without a change, to notice that the page was closed.
         """
         job = job or self.job
         with self.watched():
@@ -222,7 +196,7 @@ class Session:
 
     def _wait(self, shown: int, seconds: float, look_seconds: float) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.urgent_revision > shown, max(seconds, 0.0))
+            self.changed.wait_for(lambda: self.urgent_revision > shown, seconds)
             self.changed.wait_for(lambda: self.revision > shown, look_seconds)
 
     @contextlib.contextmanager
@@ -249,87 +223,69 @@ class Sessions:
     def __init__(self, shared: Workspace) -> None:
         self.shared = shared
         self.by_id: OrderedDict[str, Session] = OrderedDict()  # least recently used first
-        self.private: OrderedDict[str, Session] = OrderedDict()  # those with a private workspace, in the same order
         self._private_rate = RateLimit(*PRIVATE_RATE)
         self._jobs = Quota(MAX_JOBS)
         self._paused = 0
         self._lock = threading.RLock()
 
+    @property
+    def private(self) -> list[Session]:
+        """The chats with a private workspace, least recently used first."""
+        return [session for session in self.by_id.values() if session.is_private]
+
     def open(self, session_id: str | None, visitor: str | None = None) -> Session:
         """Return the chat with this id, or a new chat. Raises ConfigError if no chat can be removed for a new one."""
-        removed: list[Session] = []
         with self._lock:
             session = self.by_id.get(session_id or "")
             if session is None:
                 # A page that was open while the app restarted keeps its id.
                 is_valid = re.fullmatch(r"[\w-]{22}|program [\w-]{1,64}", session_id or "", re.ASCII)
                 name = session_id if session_id and is_valid else secrets.token_urlsafe(16)
-                session = Session(name, self.shared, visitor=visitor)
-                removed = self._to_remove(self.by_id, MAX_SESSIONS, visitor, TOO_MANY_VISITORS, from_largest=True)
-                for other in removed:
-                    del self.by_id[other.id]
-                self.by_id[session.id] = session
+                removed = _to_remove(list(self.by_id.values()), MAX_SESSIONS, visitor, TOO_MANY_VISITORS)
+                if removed is not None:
+                    del self.by_id[removed.id]
+                    if removed.is_private:
+                        removed.workspace.close()
+                session = self.by_id[name] = Session(name, self.shared, visitor=visitor)
             session.last_used = time.monotonic()
-            for sessions in (self.by_id, self.private):
-                if session.id in sessions:
-                    sessions.move_to_end(session.id)
-            closing = [other.workspace for other in removed if self.private.pop(other.id, None) is not None]
-        _close(closing)
-        return session
+            self.by_id.move_to_end(session.id)
+            return session
 
     def guest(self, visitor: str | None = None) -> Session:
         """Return a chat that is not kept."""
         return Session("", self.shared, visitor=visitor)
 
-    def _check_idle(self, session: Session) -> None:
-        if session.job is not None:
-            raise ConfigError("This chat is still being answered. Wait for the end, or stop it.")
-
     def clear(self, session: Session) -> None:
         """Delete the content of a chat. Raises ConfigError while it is being answered."""
         with self._lock:
-            self._check_idle(session)
+            _check_idle(session)
             session.entries = []
             session.corrections = Counter()
-            session.notice = None
             session.workspace.assistant.forget(session.owner)
             session.owner = secrets.token_urlsafe(16)
-        session.touch()
+        session.show(None)
 
     def begin(self, session: Session, job: Answer | Batch, wants_private: bool | None) -> None:
         """Add a job to a chat until [`~Sessions.end`]. Raises ConfigError as `Service.ask` does."""
         with self._lock:
-            self._check_idle(session)
+            _check_idle(session)
             if wants_private and not session.is_private:
                 raise ConfigError(f"{PRIVATE_REMOVED} Nothing was sent: tick the box again, or untick it.")
             if not self._jobs.acquire(session.visitor):
-                raise ConfigError("Too many prompts from your address are waiting. Try again in a moment.")
+                raise ConfigError("Too many prompts are waiting. Try again in a moment.")
             job.private_workspace = session.workspace if session.is_private else None
             session.job = job
-            session.notice = None
             session.last_watched = time.monotonic()
             session.entries.append(job)
             del session.entries[:-MAX_ENTRIES]
-        session.touch()
+        session.show(None)
 
     def end(self, session: Session, job: Answer | Batch) -> None:
-        """Mark a job as done, and delete old entries if all chats together have become too large."""
+        """Mark a job as done."""
         with session.changed:
             session.job = None
             job.is_done = True
         self._jobs.release(session.visitor)
-        with self._lock:
-            sizes = {other.id: other.kept_bytes for other in self.by_id.values()}
-            by_visitor: Counter[str | None] = Counter()
-            for other in self.by_id.values():
-                by_visitor[other.visitor] += sizes[other.id]
-            candidates = [other for other in self.by_id.values() if sizes[other.id]]
-            while candidates and by_visitor.total() > MAX_KEPT_BYTES:
-                largest = max(candidates, key=lambda other: by_visitor[other.visitor])  # oldest chat of that visitor
-                candidates.remove(largest)
-                largest.entries = [entry for entry in largest.entries if not entry.is_done]
-                by_visitor[largest.visitor] -= sizes[largest.id] - largest.kept_bytes
-                largest.touch()
         session.touch()
 
     def set_private(self, session: Session, is_private: bool) -> None:
@@ -340,114 +296,82 @@ class Sessions:
         with self._lock:
             if is_private == session.is_private:
                 return
-            self._check_idle(session)
-            if is_private:
-                closing = self._make_private_room(session.visitor)
-                self.private[session.id] = session
-                # Its assistant is created later, without this lock.
-                session.move(Workspace(self.shared.pair, self.shared.config, is_lazy=True), is_private=True)
-            else:
-                closing = [self._leave(session, None)]
-        _close(closing)
+            _check_idle(session)
+            if not is_private:
+                self._leave(session, None)
+                return
+            capacity = MAX_PRIVATE if self.shared.pair.per_domain else 1
+            removed = _to_remove(self.private, capacity, session.visitor, ALL_IN_USE)
+            if session.visitor is not None and not self._private_rate.acquire(session.visitor):
+                raise ConfigError("Too many private drafts were created recently. Try again in a minute.")
+            if removed is not None:
+                self._leave(removed, PRIVATE_REMOVED)
+            workspace = Workspace(self.shared.pair, self.shared.config)
+            if self._paused:
+                workspace.assistant.pause()
+            session.move(workspace, is_private=True)
 
-    def _make_private_room(self, visitor: str | None) -> list[Workspace]:
-        """Return the workspaces to close before another is created."""
-        capacity = MAX_PRIVATE if self.shared.pair.per_domain else 1
-        removed = self._to_remove(self.private, capacity, visitor, ALL_IN_USE)
-        if visitor is not None and not self._private_rate.allow(visitor):
-            raise ConfigError("Too many private drafts were created recently. Try again in a minute.")
-        return [self._leave(other, PRIVATE_REMOVED) for other in removed]
-
-    def _to_remove(
-        self,
-        kept: Mapping[str, Session],
-        capacity: int,
-        visitor: str | None,
-        error: str,
-        *,
-        from_largest: bool = False,
-    ) -> list[Session]:
-        """Return the sessions that must be removed so that a visitor can have another.
-
-        A trusted visitor replaces the least recently used. An untrusted visitor may hold no more than there are free
-        places, and then replaces own ones, empty chats first. If no place is free, an old one is removed, or with
-        `from_largest` one of the visitor who holds most. Raises ConfigError if none can be removed.
-        """
-        held = Counter(session.visitor for session in kept.values())
-        free = capacity - held.total()
-        if held[visitor] < free if visitor is not None else free > 0:
-            return []
-        idle = [session for session in kept.values() if session.job is None]
-        candidates = idle
-        if visitor is not None:
-            candidates = [session for session in idle if session.visitor == visitor]
-            if not candidates and free <= 0:
-                most = max((session.visitor for session in idle), key=lambda other: held[other], default=None)
-                is_largest = from_largest and held[most] > held[visitor] + 1
-                too_old = time.monotonic() - ACTIVE_SECONDS
-                candidates = [s for s in idle if s.last_used < too_old or (is_largest and s.visitor == most)]
-            candidates = sorted(candidates, key=lambda session: bool(session.entries))
-        if not candidates and free <= 0:
-            raise ConfigError(error)
-        return candidates[:1]
-
-    def _leave(self, session: Session, notice: str | None) -> Workspace:
-        """Move a chat back to the shared workspace; return the private one, which the caller closes."""
-        del self.private[session.id]
-        workspace = session.workspace
+    def _leave(self, session: Session, notice: str | None) -> None:
+        """Move a chat from its private workspace back to the shared one."""
+        session.workspace.close()
         session.move(self.shared, is_private=False, notice=notice)
-        return workspace
 
     @contextlib.contextmanager
-    def learning_paused(self, workspace: Workspace) -> Iterator[None]:
-        """Pause learning in all workspaces, including this one, inside the `with` block.
-
-        Several threads may be inside.
-        """
-        workspace.assistant.pause()  # may create it, so the lock is not held
+    def learning_paused(self) -> Iterator[None]:
+        """Pause learning in all workspaces inside the `with` block. Several threads may be inside."""
         with self._lock:
             self._paused += 1
-            for other in self._workspaces():
-                if other.has_assistant:
-                    other.assistant.pause()
+            for workspace in self._workspaces():
+                workspace.assistant.pause()
         try:
             yield
         finally:
             with self._lock:
                 self._paused -= 1
-                for other in [] if self._paused else self._workspaces():
-                    if other.has_assistant:
-                        other.assistant.resume()
+                for workspace in [] if self._paused else self._workspaces():
+                    workspace.assistant.resume()
 
     def _workspaces(self) -> list[Workspace]:
-        return [self.shared, *(session.workspace for session in self.private.values())]
+        return [self.shared, *(session.workspace for session in self.private)]
 
     def replace_shared(self, workspace: Workspace) -> None:
         """Move all chats to a new shared workspace, and close the old shared and private ones."""
         with self._lock:
-            closing = self._workspaces()
-            self.shared = workspace
+            old, self.shared = self.shared, workspace
             for session in self.by_id.values():
                 if session.is_private:
                     self._leave(session, PAIR_CHANGED)
                 else:
                     session.move(workspace, is_private=False, notice=session.notice)
-        _close(closing)
-
-    def touch(self, workspace: Workspace) -> None:
-        """Notify the watchers of all chats that use a workspace."""
-        with self._lock:
-            sessions = [session for session in self.by_id.values() if session.workspace is workspace]
-        for session in sessions:
-            session.touch()
+            old.close()
 
     def close(self) -> None:
         """Stop learning in all workspaces."""
         with self._lock:
-            workspaces = self._workspaces()
-        _close(workspaces)
+            for workspace in self._workspaces():
+                workspace.close()
 
 
-def _close(workspaces: Iterable[Workspace]) -> None:
-    for workspace in workspaces:
-        workspace.close()
+def _check_idle(session: Session) -> None:
+    if session.job is not None:
+        raise ConfigError("This chat is still being answered. Wait for the end, or stop it.")
+
+
+def _to_remove(kept: list[Session], capacity: int, visitor: str | None, error: str) -> Session | None:
+    """Return the session that must be removed so that a visitor can have another, if any.
+
+    A trusted visitor replaces the least recently used. An untrusted visitor may hold no more than there are free
+    places, and then replaces own ones, empty chats first. If no place is free, one that was not used for some time is
+    removed. Raises ConfigError if none can be removed.
+    """
+    free = capacity - len(kept)
+    held = sum(session.visitor == visitor for session in kept)
+    if free > 0 and (visitor is None or held < free):
+        return None
+    idle = [session for session in kept if session.job is None]
+    candidates = [session for session in idle if visitor in (None, session.visitor)]
+    if not candidates and free <= 0:
+        candidates = [session for session in idle if session.last_used < time.monotonic() - ACTIVE_SECONDS]
+        if not candidates:
+            raise ConfigError(error)
+    return min(candidates, key=lambda session: visitor is not None and bool(session.entries), default=None)

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 MARGIN_SECONDS = 0.03  # a running answer yields to a visitor who has used this much less time
-MAX_CREDIT_SECONDS = 0.03  # the most by which a returning visitor is ahead of the others
 MAX_STARTED = 3  # answers in progress at the same time: each holds its caches
 LOOK_SECONDS = 0.25  # between two checks whether a waiting visitor has left
-MAX_VISITORS = 256  # remembered visitors
 
 
 def visitor_id(host: str | None) -> str:
@@ -73,69 +71,42 @@ class Quota:
                 del self.held[visitor]
 
 
-class RateLimit:
-    """Allow `capacity` actions per period of `seconds`.
-
-    Each visitor gets an equal part, calculated for the visitors of the previous period and an additional one. If many
-    come together, at most twice the capacity is allowed.
-    """
+class RateLimit(Quota):
+    """A quota of actions per period of `seconds`."""
 
     def __init__(self, capacity: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity = capacity
-        self.seconds = seconds
+        super().__init__(capacity)
+        self._seconds = seconds
         self._clock = clock
         self._period_start = clock()
-        self._used: Counter[str | None] = Counter()
-        self._visitors = 1
-        self._lock = threading.Lock()
 
-    def allow(self, visitor: str | None) -> bool:
+    def acquire(self, visitor: str | None) -> bool:
         """Count one action; return whether it is allowed now."""
         with self._lock:
-            now = self._clock()
-            if now - self._period_start >= self.seconds:
-                is_recent = now - self._period_start < 2 * self.seconds
-                self._visitors = max(1, len(self._used)) if is_recent else 1
-                self._period_start = now
-                self._used = Counter()
-            share = self.capacity if visitor is None else max(1, self.capacity // (self._visitors + 1))
-            if self._used[visitor] >= share or self._used.total() >= 2 * self.capacity:
-                return False
-            self._used[visitor] += 1
-            return True
+            if self._clock() - self._period_start >= self._seconds:
+                self._period_start = self._clock()
+                self.held.clear()
+        return super().acquire(visitor)
 
 
 @dataclass(eq=False)
 class Slot:
     """One request in a [`FairQueue`]."""
 
-    queue: FairQueue
     visitor: str | None
     on_position: Callable[[int], object]
-    is_alone: bool
     has_started: bool = False
     counted_until: float = 0.0  # work of the running thread at the last count
     position: int | None = None
-    waited_seconds: float = 0.0
-
-    def yield_to_others(self) -> None:
-        """Wait if another visitor should run first. Call it often while the slot runs."""
-        before = time.perf_counter()
-        self.queue.reschedule(self)
-        self.waited_seconds += time.perf_counter() - before
+    waited_seconds: float = 0.0  # since the start, for other visitors
 
 
 class FairQueue:
-    """
-    Give visitors equal shares of the models, even within an answer. One slot runs at a time.
+    """Give visitors equal shares of the models, even within an answer. One slot runs at a time.
 
     The visitor with the least used time runs first. Time used while no other visitor waits is free. Equal visitors,
     and trusted ones (`None`), run in the order of arrival. This is start-time fair queueing (Goyal, Vin and Cheng,
-    SIGCOMM 1996).
-
-    Args:
-        work (`Callable[[], float]`, *optional*, defaults to `time.thread_time`):
-            Returns the seconds that the calling thread has worked. Time lost to other processes does not count.
+    SIGCOMM 1996). `work` returns the seconds that the calling thread has worked.
     """
 
     def __init__(self, work: Callable[[], float] = time.thread_time) -> None:
@@ -144,8 +115,8 @@ class FairQueue:
         self._changed = threading.Condition()
         self._slots: list[Slot] = []  # in the order of arrival; includes the running one
         self._running: Slot | None = None
-        self._floor = 0.0  # time that each waiting visitor is considered to have used
-        self._used: dict[str, float] = {}  # seconds of each waiting or recent visitor
+        self._floor = 0.0  # least used time of the visitors who have started; new visitors begin there
+        self._used: dict[str, float] = {}  # seconds of each visitor who waits or is above the floor
 
     def __len__(self) -> int:
         """Return the number of slots that wait or run."""
@@ -158,50 +129,45 @@ class FairQueue:
         *,
         visitor: str | None = None,
         is_gone: Callable[[], bool] = lambda: False,
-        alone: bool = False,
     ) -> Iterator[Slot | None]:
-        """
-        Wait for the models and hold them inside the `with` block. Yields `None` if the visitor has left.
+        """Wait for the models and hold them inside the `with` block. Yields `None` if the visitor has left.
 
-        Args:
-            on_position (`Callable[[int], object]`, *optional*):
-                Called with the number of slots ahead, on arrival and after each change. Must be quick and not raise.
-            visitor (`str`, *optional*): The visitor to charge.
-            is_gone (`Callable[[], bool]`, *optional*): Returns whether the visitor has left; called while waiting.
-            alone (`bool`, *optional*, defaults to `False`): Wait for started answers, and let no later one start.
+        `on_position` is called with the number of slots ahead, on arrival and after each change. `is_gone` is called
+        while waiting, and returns whether the visitor has left.
         """
-        slot = Slot(self, visitor, on_position, alone)
+        slot = Slot(visitor, on_position)
         with self._changed:
             if visitor is not None:
-                # New visitors start at the floor and not at zero, because addresses are cheap.
-                used = self._used.get(visitor, self._floor)
-                self._used[visitor] = max(used, self._floor - MAX_CREDIT_SECONDS)
+                self._used[visitor] = max(self._used.get(visitor, 0.0), self._floor)
             self._slots.append(slot)
             self._report_positions()
             while not (runs := self._try_to_run(slot)) and not is_gone():
                 self._changed.wait(LOOK_SECONDS)
-            if not runs:
-                self._remove(slot)
-        if not runs:
-            yield None
-            return
         try:
-            yield slot
+            yield slot if runs else None
         finally:
             with self._changed:
-                self._count(slot)
-                self._running = None
-                self._remove(slot)
+                if runs:
+                    self._count(slot)
+                    self._running = None
+                self._slots.remove(slot)
+                waiting = {other.visitor for other in self._slots}
+                self._used = {who: used for who, used in self._used.items() if who in waiting or used > self._floor}
+                self._report_positions()
+                self._changed.notify_all()
 
-    def reschedule(self, slot: Slot) -> None:
-        """Let a visitor who has used less time run first, and wait until the slot may run again."""
+    def yield_to_others(self, slot: Slot) -> None:
+        """Let a visitor who has used less time run first. Call it often while a slot runs."""
         with self._changed:
             self._count(slot)
             best = self._best([other for other in self._slots if other is not slot])
-            if best is not None and self._used_by(best) + MARGIN_SECONDS < self._used_by(slot):
-                self._running = None
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._try_to_run(slot))
+            if best is None or self._used_by(best) + MARGIN_SECONDS >= self._used_by(slot):
+                return
+            started = time.perf_counter()
+            self._running = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._try_to_run(slot))
+            slot.waited_seconds += time.perf_counter() - started
 
     def _try_to_run(self, slot: Slot) -> bool:
         if self._running is not None or self._best(self._slots) is not slot:
@@ -212,53 +178,32 @@ class FairQueue:
         self._report_positions()
         return True
 
-    def _remove(self, slot: Slot) -> None:
-        self._slots.remove(slot)
-        self._report_positions()
-        self._changed.notify_all()
-
     def _best(self, slots: list[Slot]) -> Slot | None:
         """Return which of these slots should run next; `None` if none of them may run."""
-        started = [slot for slot in self._slots if slot.has_started]
-        for i, slot in enumerate(slots):
-            if slot.is_alone:  # slots that arrived later may only continue
-                slots = slots[: i + 1] + [other for other in slots[i + 1 :] if other.has_started]
-                break
-        held = Counter(slot.visitor for slot in started)
-        is_full = len(started) >= self.max_started
+        held = Counter(slot.visitor for slot in self._slots if slot.has_started)
 
         def may_run(slot: Slot) -> bool:
+            is_full = held.total() >= self.max_started
             return slot.has_started or (not is_full and may_take(held, slot.visitor, self.max_started))
 
-        ready = [slot for slot in slots if may_run(slot)]
-        if others := [slot for slot in ready if not slot.is_alone]:
-            return min(others, key=self._used_by)
-        return next((slot for slot in ready if all(other is slot for other in started)), None)
+        return min(filter(may_run, slots), key=self._used_by, default=None)
 
     def _report_positions(self) -> None:
-        for position, slot in enumerate(sorted(self._slots, key=self._order)):
+        ordered = sorted(self._slots, key=lambda slot: (slot is not self._running, self._used_by(slot)))
+        for position, slot in enumerate(ordered):
             if slot.position != position:
                 slot.position = position
                 slot.on_position(position)
-
-    def _order(self, slot: Slot) -> tuple[bool, float]:
-        return slot is not self._running, self._used_by(slot)
 
     def _used_by(self, slot: Slot) -> float:
         return -math.inf if slot.visitor is None else self._used[slot.visitor]
 
     def _count(self, slot: Slot) -> None:
-        """Add the work of a running slot since the last count, and raise the floor.
-
-        The floor is the least used time of the visitors who have started. If it depended on those who may not start
-        yet, a stream of new visitors would always run before the others.
-        """
+        """Add the work of a running slot since the last count, and raise the floor."""
         work = self._work()
         if slot.visitor is not None:
             self._used[slot.visitor] += work - slot.counted_until
         slot.counted_until = work
+        # Those who may not start yet do not count, or a stream of new visitors would always run before the others.
         started = [self._used_by(slot) for slot in self._slots if slot.has_started and slot.visitor is not None]
         self._floor = max(self._floor, min(started, default=0.0))
-        waiting = {slot.visitor for slot in self._slots}
-        if len(self._used) > max(MAX_VISITORS, len(waiting)):
-            del self._used[min(self._used.keys() - waiting, key=self._used.__getitem__)]

@@ -40,7 +40,10 @@ HINT = (
 def transcript(session: Session) -> str:
     """Return the entries of a chat, with the role of a log for screen readers."""
     newest = len(session.entries) - 1
-    entries = [_entry(entry, is_newest=i == newest) for i, entry in enumerate(session.entries)]
+    entries = [
+        _batch(entry, i == newest) if isinstance(entry, Batch) else _answer(entry, i == newest)
+        for i, entry in enumerate(session.entries)
+    ]
     while len(entries) > 1 and sum(map(len, entries)) > MAX_CHARACTERS:
         del entries[0]
     if not entries:
@@ -51,10 +54,6 @@ def transcript(session: Session) -> str:
         f'aria-busy="{str(session.job is not None).lower()}" tabindex="0">{"".join(entries)}'
         f"{_alert(session.notice)}</div>"
     )
-
-
-def _entry(entry: Answer | Batch, *, is_newest: bool) -> str:
-    return _batch(entry, is_newest) if isinstance(entry, Batch) else _answer(entry, is_newest)
 
 
 def _alert(text: str | None) -> str:
@@ -203,8 +202,12 @@ def points(records: Sequence[Record], side: Side) -> list[tuple[int, float]]:
     return [(end, alpha) for end, alpha in found if alpha is not None]
 
 
-def curves(records: Sequence[Record], title: str) -> str:
+def curves(workspace: Workspace, domain: str | None) -> str:
     """Return the acceptance of both drafts over the requests, with marks where a new version began to serve."""
+    records = workspace.snapshot(domain)
+    title = f"α over {WINDOW} requests"
+    if workspace.pair.domains:
+        title += f", {domain or 'all domains'}"
     last = max(len(records), MIN_REQUESTS)
 
     def x(request: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from osd_hf.errors import ConfigError, LearnerError, without_credentials
 from osd_hf_app.pair import ServedPair
 
 SHARED = "shared"  # folder of a draft that all domains share
-MANIFEST = ".osd_hf_app_saved"  # lists the files of a save, which the next save may delete
-INCOMPLETE = ".drafts_incomplete"
 MAX_RECORDS = 5000
 
 Side = Literal["learning", "frozen"]
@@ -27,7 +24,6 @@ Side = Literal["learning", "frozen"]
 class Record:
     """The counts of one request, without text. Both drafts are replayed on the same answer with the same k."""
 
-    number: int
     domain: str
     learning: AcceptanceStats
     frozen: AcceptanceStats
@@ -35,27 +31,15 @@ class Record:
 
 
 class Workspace:
-    """
-    One assistant with a draft per domain, or a single draft, as the pair requires. The pair's draft stays frozen.
+    """One assistant with a draft per domain, or one draft, as the pair requires. The pair's draft stays frozen."""
 
-    Args:
-        pair (`ServedPair`): The models.
-        config (`OnlineConfig`): Settings of the assistant.
-        state (`Path`, *optional*): A saved session to continue.
-        is_lazy (`bool`, *optional*, defaults to `False`): Create the assistant at its first use.
-    """
-
-    def __init__(
-        self, pair: ServedPair, config: OnlineConfig, state: Path | None = None, *, is_lazy: bool = False
-    ) -> None:
+    def __init__(self, pair: ServedPair, config: OnlineConfig, state: Path | None = None) -> None:
         self.pair = pair
         self.config = config
         self.records: list[Record] = []
         self.count = 0
         self._lock = threading.Lock()
-        self._creation_lock = threading.Lock()
-        self._assistant = None if is_lazy else self._new_assistant()
-        self._is_closed = False
+        self.assistant = self._new_assistant()
         if state is not None:
             try:
                 self.assistant.load_state(state)
@@ -63,47 +47,29 @@ class Workspace:
                 self.close()
                 raise
 
-    @property
-    def assistant(self) -> OnlineAssistant:
-        """The assistant. It is created now if it does not exist."""
-        with self._creation_lock:
-            if self._assistant is None:
-                self._assistant = self._new_assistant()
-                if self._is_closed:  # a page still showed this workspace
-                    self._assistant.close()
-            return self._assistant
-
-    @property
-    def has_assistant(self) -> bool:
-        return self._assistant is not None
-
     def _new_assistant(self) -> OnlineAssistant:
         router = LabelRouter() if self.pair.per_domain else None
         return OnlineAssistant(self.pair.target, self.pair.draft, self.pair.tokenizer, self.config, router=router)
 
-    def add(self, domain: str, learning: AcceptanceStats, frozen: AcceptanceStats, version: int) -> None:
+    def add(self, record: Record) -> None:
         """Record a finished request."""
         with self._lock:
             self.count += 1
-            self.records.append(Record(self.count, domain, learning, frozen, version))
+            self.records.append(record)
             del self.records[:-MAX_RECORDS]
 
     def reset(self) -> None:
         """Discard what was learned and recorded. Call it only while no request of this workspace runs."""
-        old = self.assistant
-        self._assistant = self._new_assistant()
-        with contextlib.suppress(LearnerError):
-            old.close()
+        self.close()
+        self.assistant = self._new_assistant()
         with self._lock:
             self.records = []
             self.count = 0
 
     def close(self) -> None:
         """Stop learning. A failure of the learner was logged before."""
-        with self._creation_lock, contextlib.suppress(LearnerError):
-            self._is_closed = True
-            if self._assistant is not None:
-                self._assistant.close()
+        with contextlib.suppress(LearnerError):
+            self.assistant.close()
 
     def snapshot(self, domain: str | None = None) -> list[Record]:
         """Return the records of all domains, or of one."""
@@ -142,32 +108,16 @@ class Workspace:
         }
 
     def save(self, folder: Path) -> list[Path]:
-        """Save the session, and each draft that has learned as a model folder; return the folders.
-
-        The drafts of an earlier save are replaced. Raises ConfigError if other files are among them; then only the
-        session is saved.
-        """
-        session, drafts, incomplete = folder / "session", folder / "drafts", folder / INCOMPLETE
-        self.assistant.save_state(session)
-        manifest = drafts / MANIFEST
-        saved = {MANIFEST, *manifest.read_text(encoding="utf-8").splitlines()} if manifest.is_file() else set()
-        if others := sorted(set(_files(drafts)) - saved):
-            raise ConfigError(
-                f"The session is saved as {session}, the drafts are not: {drafts / others[0]} was not saved by this "
-                "app. Move it away, or save under another name."
-            )
-        shutil.rmtree(incomplete, ignore_errors=True)
-        incomplete.mkdir()
-        domains = [d for d in self.assistant.drafts.domains if self.assistant.drafts.serving_version(d)]
-        # Quoted, because a loaded session may have domains with any name.
-        names = [SHARED if domain is None else quote(domain, safe="").replace(".", "%2E") for domain in domains]
-        for name, domain in zip(names, domains, strict=True):
-            self.assistant.save_pretrained(incomplete / name, domain=domain)
-        (incomplete / MANIFEST).write_text("\n".join(_files(incomplete)), encoding="utf-8")
-        if drafts.is_dir():
-            shutil.rmtree(drafts)
-        incomplete.rename(drafts)
-        return [session, *(drafts / name for name in names)]
+        """Save the session, and each draft that has learned as a model folder; return the folders."""
+        self.assistant.save_state(folder / "session")
+        saved = [folder / "session"]
+        for domain in self.assistant.drafts.domains:
+            if self.assistant.drafts.serving_version(domain):
+                # Quoted, because a loaded session may have domains with any name.
+                name = SHARED if domain is None else quote(domain, safe="").replace(".", "%2E")
+                saved.append(folder / "drafts" / name)
+                self.assistant.save_pretrained(saved[-1], domain=domain)
+        return saved
 
     def push(self, domain: str, repo_id: str, token: str | None) -> str:
         """Push the draft of a domain as a model repository; return its address. Raises ConfigError or HubError."""
@@ -177,10 +127,6 @@ class Workspace:
             raise ConfigError(f"{subject} has learned nothing yet: there is nothing to push.")
         token = (token or "").strip() or None
         return self.assistant.push_to_hub(repo_id.strip(), domain=drafts.key(domain), token=token)
-
-
-def _files(folder: Path) -> list[str]:
-    return [str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()]
 
 
 def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -59,16 +60,12 @@ def test_a_tie_is_general() -> None:
     assert both("red green blue") == GENERAL
     differing = make_classifier({"one": ["red " * 20], "two": ["blue " * 20]})
     assert [differing(p) for p in ("red red", "blue blue", "red blue")] == ["one", "two", GENERAL]
-    assert make_classifier({"one": ["red green"]})("red") == "one"
 
 
 @given(st.text())
 def test_any_text_has_a_domain(text: str) -> None:
     known = make_classifier({"one": ["red 1 + 2"], "two": ["blue ( )"]})
     assert known(text) in ("one", "two", GENERAL)
-
-
-# --- turns ----------------------------------------------------------------------------------------------------------
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
@@ -173,10 +170,8 @@ def counted(examined: int, accepted: int) -> AcceptanceStats:
     return AcceptanceStats(drafted=examined, examined=examined, accepted=min(accepted, examined))
 
 
-def record(
-    number: int = 1, domain: str = "sql", version: int = 0, *, learning: Any = (4, 3), frozen: Any = (4, 1)
-) -> Any:
-    return Record(number, domain, counted(*learning), counted(*frozen), version)
+def record(domain: str = "sql", version: int = 0, *, learning: Any = (4, 3), frozen: Any = (4, 1)) -> Any:
+    return Record(domain, counted(*learning), counted(*frozen), version)
 
 
 SIDES = st.tuples(st.integers(0, 9), st.integers(0, 9))
@@ -196,7 +191,7 @@ def test_a_point_pools_the_window_that_ends_with_it(records: list[Record], side:
 
 @pytest.mark.parametrize("count", [1, MAX_POINTS - 1, MAX_POINTS, MAX_POINTS + 1, 2 * MAX_POINTS + 1, 4999])
 def test_there_are_so_many_points_at_most_and_the_last_request_is_one(count: int) -> None:
-    found = points([record(i) for i in range(count)], "learning")
+    found = points([record() for _ in range(count)], "learning")
     ends = [end for end, _ in found]
     assert len(ends) == count if count <= MAX_POINTS else MAX_POINTS / 2 <= len(ends) <= MAX_POINTS
     assert ends[-1] == count
@@ -204,8 +199,9 @@ def test_there_are_so_many_points_at_most_and_the_last_request_is_one(count: int
     assert ends[0] >= 1
 
 
-def svg_of(records: list[Record], title: str = "title") -> ElementTree.Element:
-    found = re.search(r"<svg .*</svg>", curves(records, title), re.DOTALL)
+def svg_of(records: list[Record], domain: str | None = None) -> ElementTree.Element:
+    workspace: Any = SimpleNamespace(snapshot=lambda _: records, pair=SimpleNamespace(domains=DOMAINS))
+    found = re.search(r"<svg .*</svg>", curves(workspace, domain), re.DOTALL)
     assert found is not None
     return ElementTree.fromstring(found[0])
 
@@ -215,10 +211,10 @@ def promotions(records: list[Record]) -> int:
 
 
 @given(RECORDS, st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff")))
-def test_the_picture_is_xml_and_inside_its_box(records: list[Record], title: str) -> None:
-    svg = svg_of(records, title)
+def test_the_picture_is_xml_and_inside_its_box(records: list[Record], domain: str) -> None:
+    svg = svg_of(records, domain)
     # XML makes spaces of what stands in an attribute and is one.
-    assert (svg.get("aria-label") or "").startswith(f"{title}: ")
+    assert (svg.get("aria-label") or "").startswith(f"α over {WINDOW} requests, {domain or 'all domains'}: ")
     width, height = (float(x) for x in (svg.get("viewBox") or "").split()[2:])
     assert {element.tag for element in svg.iter()} <= {"svg", "line", "text", "path", "polyline", "circle"}
     for line in svg.iter("polyline"):
@@ -229,16 +225,17 @@ def test_the_picture_is_xml_and_inside_its_box(records: list[Record], title: str
 
 
 def test_the_picture_says_where_both_curves_end_and_marks_new_versions() -> None:
-    svg = svg_of([record(i, learning=(4, 3), frozen=(4, 1)) for i in range(30)], "Alpha")
+    svg = svg_of([record(learning=(4, 3), frozen=(4, 1)) for _ in range(30)])
     ends = {line.get("class"): line.get("data-last") for line in svg.iter("polyline")}
     assert ends == {"osd-learning": "0.7500", "osd-frozen": "0.2500"}
-    assert svg.get("aria-label") == "Alpha: frozen draft 0.25, learning draft 0.75 at the end"
+    title = f"α over {WINDOW} requests, all domains"
+    assert svg.get("aria-label") == f"{title}: frozen draft 0.25, learning draft 0.75 at the end"
     for nothing in ([], [record(learning=(0, 0), frozen=(0, 0))]):
-        assert svg_of(nothing, "Alpha").get("aria-label") == "Alpha: no requests yet"
+        assert svg_of(nothing).get("aria-label") == f"{title}: no requests yet"
     served = [("sql", 0), ("math", 0), ("sql", 1), ("math", 0), ("math", 2), ("sql", 1), ("math", 2), ("python", 0)]
-    assert promotions([record(i, domain, version) for i, (domain, version) in enumerate(served)]) == 2
+    assert promotions([record(domain, version) for domain, version in served]) == 2
     # The first version and rolled back ones are not new.
-    assert promotions([record(i, version=version) for i, version in enumerate((3, 3, 4, 2, 2, 5), 1)]) == 2
+    assert promotions([record(version=version) for version in (3, 3, 4, 2, 2, 5)]) == 2
 
 
 # --- visitors -------------------------------------------------------------------------------------------------------
@@ -276,16 +273,16 @@ def test_nobody_holds_more_than_is_left_and_newcomers_find_a_place(capacity: int
     assert not shares.held
 
 
-def test_a_rate_leaves_to_each_what_they_need_however_many_hurry() -> None:
+def test_a_rate_leaves_something_to_each_however_many_hurry() -> None:
     now = [0.0]
     rate = RateLimit(12, 2.0, clock=lambda: now[0])
-    assert [sum(rate.allow(name) for _ in range(20)) for name in "abcdefgh"] == [6, 6, 6, 6, 0, 0, 0, 0]
+    taken = [sum(rate.acquire(name) for _ in range(20)) for name in "abcdefgh"]
+    assert taken[0] == 6
+    assert min(taken) >= 1
     now[0] = 2.0
-    # As many as four came: a share for each, and one for somebody new.
-    assert [sum(rate.allow(name) for _ in range(20)) for name in "abcde"] == [2] * 5
-    now[0] = 9.0
-    assert sum(rate.allow("a") for _ in range(20)) == 6
-    assert sum(rate.allow(None) for _ in range(20)) == 12
+    assert sum(rate.acquire("h") for _ in range(20)) == 6
+    now[0] = 4.0
+    assert sum(rate.acquire(None) for _ in range(20)) == 12
 
 
 class Visits:
@@ -306,7 +303,7 @@ class Visits:
                 for _ in range(rounds if slot is not None else 0):
                     self.order.append(name)
                     self.now += seconds
-                    slot.yield_to_others()
+                    self.queue.yield_to_others(slot)
 
         self.threads.append(threading.Thread(target=visit))
         self.threads[-1].start()
@@ -372,16 +369,6 @@ def test_no_more_answers_begin_than_there_is_memory_for() -> None:
     assert visits.join() == ["long", "long", "long", "short"]
 
 
-def test_what_must_be_alone_waits_for_those_who_have_begun_and_for_no_later_ones() -> None:
-    visits = Visits()
-    with visits.queue.slot():
-        visits.add("a", "a", seconds=1.0, rounds=2)
-        visits.add("b", "b", seconds=2.0, rounds=2)
-        visits.add(None, "alone", alone=True)
-        visits.add("c", "c")
-    assert visits.join() == ["a", "b", "a", "b", "alone", "c"]
-
-
 def test_a_new_address_is_no_better_than_whoever_used_floor() -> None:
     visits = Visits()
     visits.add("old", "old", seconds=1.0)
@@ -404,31 +391,6 @@ def test_work_done_while_nobody_waited_counts_against_nobody() -> None:
         visits.add("late", "late", seconds=1.0, rounds=3)
         visits.add("modest", "modest", seconds=1.0)
     assert visits.join() == ["late", "modest", "late", "late"]
-
-
-def test_one_who_comes_back_goes_before_those_who_have_worked() -> None:
-    visits = Visits()
-    visits.add("modest", "before")
-    visits.join()
-    visits.order.clear()
-
-    def visit(name: str, arrived: threading.Event) -> None:
-        with visits.queue.slot(lambda position: arrived.set(), visitor=name) as slot:
-            assert slot is not None
-            for _ in range(3):
-                visits.order.append(name)
-                visits.now += 1.0
-                if len(visits.order) == 5:
-                    visits.add("modest", "modest")
-                slot.yield_to_others()
-
-    with visits.queue.slot():
-        for name in "ab":
-            arrived = threading.Event()
-            visits.threads.append(threading.Thread(target=visit, args=(name, arrived)))
-            visits.threads[-1].start()
-            assert arrived.wait(PATIENCE)
-    assert visits.join() == ["a", "b", "b", "a", "a", "modest", "b"]
 
 
 def test_one_visitor_cannot_start_so_many_answers_that_others_cannot() -> None:

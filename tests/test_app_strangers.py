@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import json
 import logging
@@ -20,8 +19,11 @@ import pytest
 import uvicorn
 from app_server import app_server
 from gradio import queueing, routes
-from processes import ModuleProcess, run_python
+from processes import ModuleProcess
 from saved_pair import save_pair
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from waiting import LONG
 
 from osd_hf.cli.app import AppSettings, app_command, make_parser
@@ -29,7 +31,7 @@ from osd_hf.errors import ConfigError
 from osd_hf_app import access as access_module
 from osd_hf_app import launch as launch_module
 from osd_hf_app.access import API, CALL_RATE, MAX_BODY_BYTES, AccessMiddleware
-from osd_hf_app.launch import exposure, remove_variables, serve
+from osd_hf_app.launch import exposure, remove_variables
 from osd_hf_app.limits import (
     FAILURE_RATE,
     MAX_EVENTS,
@@ -37,7 +39,6 @@ from osd_hf_app.limits import (
     MAX_UNREAD,
     MAX_UNREAD_OF_PAGE,
     UNREAD_SECONDS,
-    SmallStates,
     limit_log,
     limit_queue,
 )
@@ -90,7 +91,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name, value in (("serve", serve), ("Service", made), ("ServedPair", lambda *_, **__: None),
                         ("limit_log", lambda: None)):  # fmt: skip
         monkeypatch.setattr(launch_module, name, value)
-    monkeypatch.setattr(launch_module, "limit_heap", lambda: found.update(has_bounded_heap=True))
     for name in ("GRADIO_SERVER_NAME", "GRADIO_ROOT_PATH", "SPACE_ID", "OSD_HF_APP_PASSWORD"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GRADIO_RUN_HISTORY", "True")
@@ -106,7 +106,6 @@ def test_a_variable_that_opens_the_address_opens_no_owners_page(
     with pytest.raises(Launched):
         launch_module.launch(parsed())
     assert (launched["host"], launched["is_public"], launched["share"]) == ("0.0.0.0", True, False)
-    assert launched["has_bounded_heap"]
     told = capsys.readouterr().out
     assert "public mode (other machines can reach the address 0.0.0.0): visitors cannot load models" in told
     assert "ignored: GRADIO_ALLOWED_PATHS, GRADIO_RUN_HISTORY, GRADIO_SHARE" in told
@@ -193,35 +192,15 @@ def opened(
     return asyncio.run(call())
 
 
-async def welcome(scope: Any, receive: Any, send: Any) -> None:
-    if scope["method"] == "POST":
-        message = await receive()
-        assert message["type"] == "http.request"
-        assert not message["more_body"]
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
+async def read(scope: Any, receive: Any, send: Any) -> None:
+    await Request(scope, receive).body()
+    await Response()(scope, receive, send)
+
+
+welcome = ExceptionMiddleware(read)
 
 
 JOIN = API + "queue/join"
-
-
-def test_an_event_that_the_queue_would_not_take_is_refused_early() -> None:
-    asked = []
-
-    def has_room(visitor: str) -> bool:
-        asked.append(visitor)
-        return visitor != "192.0.2.1"
-
-    access = AccessMiddleware(welcome, is_public=True, has_room=has_room)
-    for path in (JOIN, API + "call/chat"):
-        assert opened(access, path, "POST", b"{}") == 503
-        assert opened(access, path, "POST", b"{}", visitor="192.0.2.2") == 200
-    assert len(asked) == 4
-    for path in (API + "run/predict", API + "cancel"):
-        assert opened(access, path, "POST", b"{}") == 200
-    assert opened(access, API + "queue/data") == opened(access, API + "call/chat/an-event") == 200
-    assert len(asked) == 4
-    assert access.open_requests.held.total() == 0
 
 
 @pytest.mark.parametrize("host", ["localhost:7860", "127.0.0.1:7860", "[::1]:7860", "LOCALHOST"])
@@ -337,11 +316,8 @@ def joined(page: gr.Blocks, name: str, visitor: str) -> Any:
 
 
 def test_a_visitors_events_are_bounded(page: gr.Blocks) -> None:
-    has_room = limit_queue(page)
-    assert has_room("192.0.2.1")
+    limit_queue(page)
     told = [joined(page, "mine", "192.0.2.1") for _ in range(MAX_EVENTS)]
-    assert not has_room("192.0.2.1")
-    assert has_room("192.0.2.2")
     assert [success for success, _, _ in told].count(True) == MAX_EVENTS // 2
     assert told[-1][2] == "queue_full"
     assert not joined(page, "x" * (MAX_NAME_CHARACTERS + 1), "192.0.2.2")[0]
@@ -374,59 +350,6 @@ def test_unread_messages_are_bounded_and_deleted(page: gr.Blocks) -> None:
     now[0] = UNREAD_SECONDS + 1
     assert joined(page, "reads", "192.0.2.1")[0]
     assert set(queue.pending_messages_per_session) == {"mine", "reads"}  # events of both are still waiting
-
-
-def test_the_state_of_a_page_holds_no_copy_of_it(
-    page: gr.Blocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launch(**settings: Any) -> None:
-        access = settings["app_kwargs"]["middleware"]
-        assert access[0].kwargs["has_room"]("192.0.2.1")
-        page.app = SimpleNamespace(user_middleware=access, build_middleware_stack=lambda: None)  # type: ignore[assignment]
-        page.server = SimpleNamespace(servers=[])  # type: ignore[assignment]
-
-    monkeypatch.setattr(launch_module, "build", lambda service, output_dir: page)
-    monkeypatch.setattr(page, "launch", launch)
-
-    async def start() -> gr.Blocks:
-        service: Any = SimpleNamespace(is_public=True)
-        return serve(service, "127.0.0.1", None, output_dir=tmp_path)
-
-    state = asyncio.run(start()).app.state_holder
-    assert isinstance(state, SmallStates)
-    one, key = state["one"], next(iter(page.blocks))
-    one[key] = page.blocks[key]
-    assert one.config_values == {}
-    assert state["one"] is one
-    assert state["x" * (MAX_NAME_CHARACTERS + 1)].blocks_config.fns == one.blocks_config.fns == page.default_config.fns
-    state.capacity = 2
-    assert [state[name] for name in ("two", "three")][1] is state["three"]
-    assert set(state.session_data) == {"two", "three"}
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="read by glibc 2.33 or newer"
-)
-def test_large_blocks_do_not_stay_in_the_heap() -> None:
-    # In a process of its own: what is set stays set.
-    script = """
-import ctypes
-from osd_hf_app.limits import MMAP_THRESHOLD_BYTES, limit_heap
-class Info(ctypes.Structure):
-    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    _fields_ = [(name, ctypes.c_size_t) for name in names]
-libc = ctypes.CDLL(None)
-libc.mallinfo2.restype, libc.malloc.restype, libc.free.argtypes = Info, ctypes.c_void_p, [ctypes.c_void_p]
-def mapped():
-    before = libc.mallinfo2().hblks
-    blocks = [libc.malloc(2 * MMAP_THRESHOLD_BYTES) for _ in range(64)]  # kept
-    return libc.mallinfo2().hblks > before + 32
-for _ in range(2):
-    libc.free(libc.malloc(4 * MMAP_THRESHOLD_BYTES))
-print(mapped(), limit_heap(), mapped())
-"""
-    done = run_python(script)
-    assert done.stdout.split() == ["False", "True", "True"], done.stderr
 
 
 def test_no_more_failures_are_printed_than_a_few(

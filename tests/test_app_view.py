@@ -149,7 +149,7 @@ def room_of(domain: str, failure: str, outcome: str = "promoted") -> Any:
     decision = GateDecision(outcome, 2, 2, domain, "no reason", 4, 0.5, 0.75)  # type: ignore[arg-type]
     drafts = SimpleNamespace(domains=(domain,), serving_version=lambda _: 2)
     assistant = SimpleNamespace(drafts=drafts, decisions=(decision,), learning_seconds=2.0, saved_seconds=None)
-    records = [Record(1, domain, STATS, STATS, 2)]
+    records = [Record(domain, STATS, STATS, 2)]
     return SimpleNamespace(assistant=assistant, state="failed", failure=failure, snapshot=lambda: records)
 
 
