@@ -42,7 +42,7 @@ from osd_hf.engines.completions import ResponseReader
 from osd_hf.models import load_config
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.extra_fields import add_fields
-from osd_hf.proxy.recorder import AnswerWriter, ProxyCounts, Recorder
+from osd_hf.proxy.recorder import ProxyCounts, Recorder
 from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.listener import Listener
 
@@ -87,7 +87,7 @@ def engine_of(args: argparse.Namespace) -> Iterator[str]:
 def proxied(url: str, store: CorrectionStore, counts: ProxyCounts) -> Iterator[str]:
     """Run a proxy in a thread of this process; yield its address."""
     size = load_config(str(data_folder() / "lab/target")).vocab_size
-    recorder = Recorder(AnswerWriter(ResponseReader(size, NUM_LOGPROBS), store), counts)
+    recorder = Recorder(ResponseReader(size, NUM_LOGPROBS), store, counts, in_process=False)
     running, ready = Listener("127.0.0.1", 0), threading.Event()
     app = Proxy([Upstream(url)], counts, recorder).app()
     thread = threading.Thread(target=lambda: running.run(app, shutdown_seconds=10, on_start=ready.set), daemon=True)

@@ -19,9 +19,10 @@ from osd_hf.cli.collect import StoreSettings
 from osd_hf.cli.settings import CommandParser, flag
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
-from osd_hf.proxy.recorder import AnswerWriterProcess, ProxyCounts, Recorder
+from osd_hf.proxy.recorder import ProxyCounts, Recorder
 from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.metrics import metrics_route, proxy_metrics
+from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
 RESTART_SECONDS = 30.0  # before a restart
@@ -103,9 +104,8 @@ def proxy_command(settings: ProxySettings) -> int:
     listener: Any = importlib.import_module("osd_hf.server.listener")
     running = listener.Listener(settings.host, settings.port)
     reader = settings.read_target(settings.num_logprobs)[1]
-    with settings.open_store(settings.store.expanduser()) as store:  # shows errors of the store before requests come
-        writer = AnswerWriterProcess(reader, store)
-    recorder = Recorder(writer, counts)
+    store = settings.open_store(settings.store.expanduser())
+    recorder = Recorder(reader, store, counts)
     proxy = Proxy(
         [by_url[url] for url in dict.fromkeys(settings.url)], counts, recorder, share=settings.share,
         routes={domain: by_url[url] for domain, url in settings.routes().items()}, domain=settings.domain,
@@ -121,7 +121,7 @@ def proxy_command(settings: ProxySettings) -> int:
             on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
         )
     finally:
-        failed = _close(recorder, learner, writer)
+        failed = _close(recorder, learner, store)
     report: dict[str, Any] = counts.to_dict()
     settings.say(
         f"{counts.requests} requests, {counts.collected} collected with {counts.tokens} tokens in {settings.store}, "
@@ -133,13 +133,13 @@ def proxy_command(settings: ProxySettings) -> int:
     return FAILED if failed else 0
 
 
-def _close(recorder: Recorder, learner: LearnProcess | None, writer: AnswerWriterProcess) -> bool:
+def _close(recorder: Recorder, learner: LearnProcess | None, store: CorrectionStore) -> bool:
     """Store pending answers and end the learner; returns whether that failed."""
     recorder.close()
     if learner is not None:
         learner.stop()
     try:
-        writer.close()
+        store.close()
     except StoreError as error:
         print(f"osd-hf: error: {error}", file=sys.stderr)
         return True
