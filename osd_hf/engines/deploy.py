@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -328,21 +328,24 @@ class Engine:
             logger.warning("%s cannot be asked at /metrics, and is not watched until it can: %s.", self.name, reason)
         return None
 
-    def set_version(self, digest: str | None, *, is_known: bool = True) -> None:
-        """Note which version the engine serves; its counts so far may be of another one."""
-        self.digest = digest
-        self._is_known = is_known
-        self._restart_counting()
+    def state_dict(self) -> dict[str, Any]:
+        """Return what another process needs to continue; ready for JSON."""
+        return {
+            "digest": self.digest,
+            "is_known": self._is_known,
+            "windows": list(self.windows),
+            "earlier_windows": self.earlier_windows,
+        }
 
-    def set_unknown(self) -> None:
-        """Note that the engine may serve any version."""
-        self._is_known = False
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from another process."""
+        # A reloaded engine may have restarted since; the other methods restore what was loaded last.
+        may_have_restarted = self.method.kind == "reload" and state["digest"] is not None
+        self.digest = state["digest"]
+        self._is_known = state["is_known"] and not may_have_restarted
         self._restart_counting()
-
-    def set_windows(self, windows: Iterable[DraftCounts]) -> None:
-        """Take over the counts of another process, with the version that the engine serves."""
-        self.windows = deque(windows)
-        self._has_own_history = False
+        self.windows = deque(DraftCounts(*window) for window in state["windows"])
+        self.earlier_windows = [DraftCounts(*window) for window in state["earlier_windows"]]
 
     def _restart_counting(self) -> None:
         self._window_start = None
@@ -389,7 +392,9 @@ class Engine:
         elif not has_changed:  # the engine had not restarted
             self._is_known = True
             return False
-        self.set_version(version.digest)
+        self.digest = version.digest
+        self._is_known = True
+        self._restart_counting()
         self._window_start = self._read_counters()
         return True
 
@@ -617,7 +622,7 @@ class Deployer:
         if self._lock.acquire(blocking=False):  # otherwise a load is under way, and this does not wait for it
             with contextlib.suppress(OSError):
                 if self._has_read_journal and (version := self.candidate or self.serving) is not None:
-                    self._note("closed", version, windows=self._windows())
+                    self._note("closed", version)
                 self._write()
             self._lock.release()
         for engine in self.engines:
@@ -687,8 +692,7 @@ class Deployer:
         if has_changed:
             again = " again" if earlier == wanted.digest else ""
             logger.info("Loaded version %d into %s%s.", wanted.number, engine.name, again)
-            before, windows = engine.earlier_windows, self._windows(engine)
-            self._note("loaded", wanted, engine=engine.name, before=before, windows=windows)
+            self._note("loaded", wanted, engine=engine.name)
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
@@ -745,27 +749,29 @@ class Deployer:
             logger.warning("Version %d is rolled back, version %d serves: %s.", version.number, serving.number, reason)
             self._rejected_digests.add(version.digest)
             self._unwritten_rejections.append(decision)
-            self._note(outcome, version, **decision.to_dict())
         else:
             logger.info("Version %d stays: %s.", version.number, reason)
             for engine in self.engines:
                 engine.earlier_windows = []
-            self._note("kept", version, **decision.to_dict(), windows=self._windows())
         self.serving = serving
         self.candidate = None
+        self._note("kept" if outcome == "promoted" else outcome, version, **decision.to_dict())
         with contextlib.suppress(OSError):  # repeated and logged at the end of each look
             self._write()
         self._pin()
 
     # --- the journal ------------------------------------------------------------------------------------------------
 
-    def _windows(self, *engines: Engine) -> dict[str, Any]:
-        """Return the counts of engines with the version that they serve, by name."""
-        return {e.name: {"digest": e.digest, "windows": list(e.windows)} for e in engines or self.engines}
-
     def _note(self, event: str, version: PublishedVersion, /, **facts: Any) -> None:
-        line = {"at_seconds": time.time(), "event": event, **facts}
-        self._unwritten_lines.append(json_text({**line, "version": version.number, "digest": version.digest}) + "\n")
+        """Add a line to the journal: an event, and the state after it."""
+        state = {
+            "serving": None if self.serving is None else self.serving.number,
+            "candidate": None if self.candidate is None else self.candidate.number,
+            "rejected": sorted(self._rejected_digests),
+            "engines": {engine.name: engine.state_dict() for engine in self.engines},
+        }
+        line = {"at_seconds": time.time(), "event": event, **facts, "version": version.number}
+        self._unwritten_lines.append(json_text({**line, "digest": version.digest, "state": state}) + "\n")
 
     def _write(self) -> None:
         """Write rejections and journal lines; raises OSError, and keeps what could not be written."""
@@ -788,18 +794,15 @@ class Deployer:
             raise failure
 
     def _read_journal(self) -> None:
-        """Restore the state from the journal; raises OSError."""
-        journal, lines = self.versions.path / JOURNAL, list[dict[str, Any]]()
-        for text in journal.read_text(errors="replace").splitlines() if journal.is_file() else ():
-            with contextlib.suppress(ValueError, TypeError):  # half a line
-                line = json.loads(text)
-                if "event" in line and "digest" in line:
-                    lines.append(line)
+        """Restore the state from the last complete line of the journal; raises OSError."""
+        journal = self.versions.path / JOURNAL
+        lines = journal.read_text(errors="replace").splitlines() if journal.is_file() else []
         self._rejected_digests |= self.versions.rejected()
         self.serving = self.versions.version(0)
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                self._replay(line)
+        for text in reversed(lines):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line
+                self._load_state(json.loads(text)["state"])
+                break
         newest = self.versions.newest()
         serving = self.serving
         if newest and serving and newest.digest in self._rejected_digests - {serving.digest}:
@@ -810,26 +813,11 @@ class Deployer:
         self._has_read_journal = True
         self._pin()
 
-    def _replay(self, line: Mapping[str, Any]) -> None:
-        event, version = line["event"], self.versions.version(int(line["version"]))
-        is_serving = self.serving is not None and line["digest"] == self.serving.digest
-        if event == "rolled back":
-            self._rejected_digests.add(line["digest"])
-            self.candidate = None
-        elif event == "kept":
-            self.candidate = None
-            self.serving = version or self.serving
-        elif event == "loaded" and version is not None and not is_serving:
-            self.candidate = version
-        windows = line.get("windows", {})
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        serving, candidate = state["serving"], state["candidate"]
+        self.serving = (None if serving is None else self.versions.version(serving)) or self.serving
+        self.candidate = None if candidate is None else self.versions.version(candidate)
+        self._rejected_digests |= set(state["rejected"])
         for engine in self.engines:
-            if event == "kept":
-                engine.earlier_windows = []
-            if event == "loaded" and engine.name == line["engine"]:
-                # A reloaded engine may have restarted since; the other methods restore what was loaded last.
-                engine.set_version(line["digest"], is_known=engine.method.kind != "reload")
-                engine.earlier_windows = [DraftCounts(*window) for window in line["before"]]
-            if event == "failed" and engine.name == line["engine"]:
-                engine.set_unknown()
-            if (own := windows.get(engine.name)) is not None and own["digest"] == engine.digest:
-                engine.set_windows(DraftCounts(*window) for window in own["windows"])
+            if engine.name in state["engines"]:
+                engine.load_state_dict(state["engines"][engine.name])

@@ -77,9 +77,8 @@ class VersionFolder:
     """
     Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one.
 
-    Readers only find complete versions: each one is written to a hidden folder, synced, and renamed; then the link is
-    replaced. `v000000` is the original draft, for rollbacks. Other files in the folder stay unchanged: versions are
-    recognized by their `version.json`. Methods may be called from several threads.
+    Each version is written to a hidden folder, synced, and renamed; then the link is replaced. `v000000` is the
+    original draft, for rollbacks. Other files in the folder stay unchanged. Methods may be called from any thread.
 
     Args:
         path (`Path`): Folder of the versions; it is created if it is missing.
@@ -115,14 +114,9 @@ class VersionFolder:
         if os.path.lexists(pointer) and not pointer.is_symlink():
             self.close()
             raise ConfigError(f"{pointer} is not a link to a version. Choose another folder, or move it away.")
-        for entry in sorted(self.path.iterdir()):
-            if not UNFINISHED.fullmatch(entry.name):
-                continue
-            # A publisher was killed before the version had its name, or before the link was replaced.
-            if entry.name.startswith(f".{LATEST}") and (entry / FACTS).is_file() and not (entry / REJECTED).exists():
-                with contextlib.suppress(OSError):
-                    os.replace(entry, pointer)
-            _remove(entry)
+        for entry in list(self.path.iterdir()):
+            if UNFINISHED.fullmatch(entry.name):  # of a publisher that was killed
+                _remove(entry)
         good = [number for number in self._numbers() if not (self._folder(number) / REJECTED).exists()]
         if good and self._pointed is None:  # a link that a user has set back stays
             with contextlib.suppress(OSError):
@@ -173,8 +167,7 @@ class VersionFolder:
                 raise StateError(f"The folder {self.path} cannot be read: {error}.") from error
             while os.path.lexists(self._folder(number)):  # of another program
                 number += 1
-            unfinished, link = self._hidden(f"v{number:06d}"), self._hidden(LATEST)
-            points = not is_start or self._pointed is None
+            unfinished = self._hidden(f"v{number:06d}")
             try:
                 write(unfinished)
                 unfinished.mkdir(exist_ok=True)
@@ -183,15 +176,10 @@ class VersionFolder:
                     known["digest"] = weights_digest(unfinished)
                 write_report(unfinished / FACTS, known)
                 sync_tree(unfinished)
-                if points:  # before the rename, so that the next publisher can finish if this one is killed in between
-                    os.symlink(self._folder(number).name, link, target_is_directory=True)
                 os.replace(unfinished, self._folder(number))
-                with contextlib.suppress(OSError):  # a lasting failure is raised below
-                    sync_folder(self.path)
                 try:
-                    if points:
-                        os.replace(link, self.path / LATEST)
-                        sync_folder(self.path)
+                    if not is_start or self._pointed is None:
+                        self._point(number)
                 except BaseException:
                     if self._pointed != number:
                         _remove(self._folder(number))
@@ -200,7 +188,6 @@ class VersionFolder:
                 raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
             finally:
                 _remove(unfinished)
-                _remove(link)
             if is_start:
                 self.pinned |= {number}
             self._sweep(number)
