@@ -358,20 +358,6 @@ def test_another_process_compares_with_what_was_counted_before_it(
     assert [(each.outcome, each.serving) for each in again.decisions] == [("rolled back", 1)]
 
 
-def test_what_cannot_be_compared_does_not_stay(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, _ = make(engine)
-    poisoned = versions.publish(weights(1.0), {})
-    engine.alphas[weights_digest(poisoned)] = 0.2
-    deployer.look()
-    deployer.engines[0].earlier_windows = []  # as of a journal that has lost it
-    drive(deployer, engine, requests=WATCH)
-    assert (engine.loads, deployer.decisions) == (["v000001", "v000000"], [])
-    drive(deployer, engine, requests=WATCH)  # counted, and then tried again
-    assert engine.loads == ["v000001", "v000000"] * 2
-    assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
-
-
 def test_the_first_version_is_compared_with_what_the_engine_had_counted(make: Any, versions: VersionFolder) -> None:
     engine = FakeVLLM("http://one:8000")
     engine.serve(100_000)

@@ -53,7 +53,6 @@ EXTENSION_HINT = (
     "has more."
 )
 DRAFTS, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens"
-ACCEPTED_BY_POSITION, REQUESTS = f"{ACCEPTED}_per_pos", "request_success"
 
 logger = logging.getLogger(__name__)
 
@@ -79,22 +78,14 @@ class DraftCounts(NamedTuple):
 
 
 def read_counts(metrics: str) -> DraftCounts | None:
-    """
-    Read the counters of vLLM's `/metrics`, summed over its engines and models; `None` if it does not draft.
-
-    A round examines its first draft token, and each one after an accepted token: the number of rounds, plus the tokens
-    accepted at all positions but the last.
-    """
-    found = vllm_counters(metrics)
-    names = {name: name.partition("@") for name in found}
-    positions = {
-        int(at or 0): found[name] for name, (counter, _, at) in names.items() if counter == ACCEPTED_BY_POSITION
-    }
+    """Read the counters of vLLM's `/metrics`, summed over its engines and models; `None` if it does not draft."""
+    found, prefix = vllm_counters(metrics), f"{ACCEPTED}_per_pos@"
+    positions = {int(name.removeprefix(prefix)): found[name] for name in found if name.startswith(prefix)}
     if DRAFTS not in found or not positions:
         return None
-    last = max(positions)
-    examined = found[DRAFTS] + sum(count for position, count in positions.items() if position != last)
-    return DraftCounts(found.get(REQUESTS, 0.0), examined, found.get(ACCEPTED, 0.0))
+    # A round examines its first draft token, and each one after an accepted token.
+    examined = found[DRAFTS] + sum(positions.values()) - positions[max(positions)]
+    return DraftCounts(found["request_success"], examined, found[ACCEPTED])
 
 
 class AcceptanceChange(NamedTuple):
@@ -197,24 +188,7 @@ class UnreachableError(ServerError):
 
 
 class Engine:
-    """
-    An engine that versions are loaded into: what it serves, and what it counts.
-
-    Args:
-        method (`DeployMethod`): How to load versions.
-        watch_requests (`int`): Number of requests that a version is watched for.
-        load_seconds (`float`): Maximum time of a load.
-        stop (`threading.Event`), clock (`Callable[[], float]`): Ends waiting; returns the time in seconds.
-
-    Attributes:
-        digest (`str`, *optional*): Weights digest of the version that was loaded last, if any.
-        windows (`deque[DraftCounts]`), earlier_windows (`list[DraftCounts]`):
-            Counts with that version, and with the version before it.
-        counts_drafts (`bool`, *optional*): Whether the engine counts draft tokens; `None` before the first answer.
-        is_away (`bool`): Whether the last attempt to read the counters failed.
-        failed_digest (`str`, *optional*), num_failures (`int`):
-            The version that could not be loaded, and how often in a row the engine was reached and failed.
-    """
+    """An engine that versions are loaded into: what it serves, and what it counts. See [`Deployer`] for arguments."""
 
     def __init__(
         self,
@@ -226,13 +200,13 @@ class Engine:
     ) -> None:
         self.method = method
         self.name = method.engine_name
-        self.digest: str | None = None
-        self.windows: deque[DraftCounts] = deque()
-        self.earlier_windows: list[DraftCounts] = []
-        self.counts_drafts: bool | None = None
-        self.is_away = False
-        self.failed_digest: str | None = None
-        self.num_failures = 0
+        self.digest: str | None = None  # of the version that was loaded last
+        self.windows: deque[DraftCounts] = deque()  # with that version
+        self.earlier_windows: list[DraftCounts] = []  # with the version before it
+        self.counts_drafts: bool | None = None  # unknown before the first answer
+        self.is_away = False  # the last attempt to read the counters failed
+        self.failed_digest: str | None = None  # of the version that could not be loaded
+        self.num_failures = 0  # loads in a row for which the engine was reached
         self._watch_requests = watch_requests
         self._load_seconds = load_seconds
         self._stop = stop
@@ -303,11 +277,7 @@ class Engine:
                 total -= self.windows.popleft().requests
 
     def _read_counters(self) -> DraftCounts | None:
-        """
-        Return the counts; `None` if the engine is away or does not count drafts.
-
-        An engine that has counted drafts before and does not now is away: another program may have its address.
-        """
+        """Return the counts; `None` if the engine is away, does not count drafts, or does not any more."""
         was_away, self.is_away = self.is_away, True
         try:
             response = self._send("GET", self.method.url, "/metrics", timeout=QUICK_SECONDS)
@@ -355,15 +325,11 @@ class Engine:
 
     def load(self, version: PublishedVersion, previous: PublishedVersion | None, *, is_new: bool) -> bool:
         """
-        Load a version.
+        Load a version; returns whether the engine did not serve it before.
 
         Args:
-            version (`PublishedVersion`): The version.
             previous (`PublishedVersion`, *optional*): The version that serves elsewhere, for a webhook.
             is_new (`bool`): Whether the version will be compared with the one before, or is that one.
-
-        Returns:
-            `bool`: Whether the engine did not serve it before.
 
         Raises:
             ServerError: the version was not loaded.
@@ -418,13 +384,13 @@ class Engine:
 
     def _reset_prefix_cache(self) -> None:
         """Drop the draft's cached prompts, which old weights computed. They would cost acceptance, never an answer."""
-        until, is_done = self._clock() + RESET_SECONDS, False
-        params = {"reset_running_requests": "true"}
-        while not is_done:
+        until, params = self._clock() + RESET_SECONDS, {"reset_running_requests": "true"}
+        while True:
             with contextlib.suppress(ServerError, AttributeError):
                 answer = self._post(self.method.url, "/reset_prefix_cache", timeout=QUICK_SECONDS, params=params)
-                is_done = bool(answer.get("success"))
-            if not is_done and (self._clock() >= until or self._stop.wait(PAUSE_SECONDS)):
+                if answer.get("success"):
+                    return
+            if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
                 logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
                 return
 
@@ -519,7 +485,7 @@ class Deployer:
     Args:
         versions (`VersionFolder`): The published versions.
         methods (`Sequence[DeployMethod]`): The engines, in the order of loading.
-        domain (`str`, *optional*): The domain of the versions, for decisions.
+        domain (`str`, *optional*): The domain of the versions.
         watch_requests (`int`, *optional*, defaults to 200):
             Number of requests after which a version is kept, if it is not clearly better or worse before; at least 30.
         load_seconds (`float`, *optional*, defaults to 600.0): Maximum time of a load into one engine.
@@ -562,7 +528,6 @@ class Deployer:
         self._unwritten_lines: list[str] = []  # of the journal
         self._unwritten_rejections: list[GateDecision] = []
         self._has_read_journal = False
-        self._has_warned_no_start = False
         self._failure = ""
         self._lock = threading.Lock()
         with contextlib.suppress(OSError):  # raised and logged at the first look
@@ -574,11 +539,7 @@ class Deployer:
             self.look()
 
     def look(self) -> None:
-        """
-        Read the counters, decide about the watched version, and load versions: a new one into one engine at most.
-
-        Failures are logged once and repeated at the next call. May be called from several threads.
-        """
+        """Read the counters, decide about the watched version, and load versions; may be called from any thread."""
         with self._lock:
             try:
                 if not self._has_read_journal:
@@ -709,14 +670,7 @@ class Deployer:
         if len(engines) == len(self.engines) and all(engine.counts_drafts is False for engine in engines):
             self._decide("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
         elif change is None:
-            has_no_baseline = not any(engine.earlier_windows for engine in engines)
-            if num_requests >= self.watch_requests and self.serving is not None and has_no_baseline:
-                logger.info(
-                    "Version %d has nothing to be compared with: version %d is loaded again, and counted.",
-                    self.candidate.number,
-                    self.serving.number,
-                )
-                self.candidate = None
+            return
         elif change.outcome != "unclear" or num_requests >= self.watch_requests:
             reason = (
                 f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
@@ -726,9 +680,6 @@ class Deployer:
                 self._decide("promoted", reason, num_requests, change)
             elif self.serving is not None:
                 self._decide("rolled back", reason, num_requests, change)
-            elif not self._has_warned_no_start:
-                self._has_warned_no_start = True
-                logger.warning("Version %d: %s, and there is no version to go back to.", self.candidate.number, reason)
 
     def _decide(
         self,
