@@ -40,19 +40,12 @@ T = TypeVar("T")
 
 @dataclass
 class CollectionReport:
-    """
-    The result of a collection.
-
-    Attributes:
-        requests (`int`), tokens (`int`): Stored traces, and the tokens of their answers.
-        skipped (`Counter[str]`): Answers that cannot be learned from, by reason.
-        unanswered (`int`): Prompts without an answer when the collection ended.
-    """
+    """The result of a collection: stored traces and their tokens, and answers that cannot be learned from."""
 
     requests: int = 0
     tokens: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    unanswered: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    unanswered: int = 0  # prompts without an answer when the collection ended
     seconds: float = 0.0
     _reasons: dict[str, str] = field(default_factory=dict, repr=False)  # reason without numbers -> first such reason
 
@@ -102,13 +95,11 @@ def collect(
         prompts (`Sequence[tuple[Prompt, list[int]]]`): Prompts with their token ids.
         report (`CollectionReport`, *optional*): Filled with counts, also if an error ends the collection.
         on_request (`Callable[[Trace], object]`, *optional*): Called for each stored trace.
-        stop (`threading.Event`, *optional*): Ends the collection. Answers that come within seconds are stored.
+        stop (`threading.Event`, *optional*): Ends the collection.
         max_new_tokens (`int`), settings (`Any`): Passed to [`~CompletionClient.complete`].
 
     Raises:
-        ServerError: the server cannot be reached, or refuses all requests. Earlier answers are in the store.
-        DataError: answers without token ids or log-probs.
-        StoreError: the store cannot be written.
+        ServerError, DataError, StoreError: the server, its answers, or the store fail. Earlier answers are stored.
     """
     report = report or CollectionReport()
     waiting, running = deque(prompts), set[Future[list[Trace]]]()
@@ -140,29 +131,28 @@ def collect(
                 report.keep(store, traces, on_request)
         return fatal
 
+    fatal: ServerError | DataError | None = None
     try:
-        try:
-            while not (stop is not None and stop.is_set()):
-                while waiting and len(running) < concurrency:
-                    running.add(_run_in_daemon(ask, *waiting.popleft()))
-                if not running:
-                    break
-                fatal = keep(wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done)
-                if fatal is not None:
-                    raise fatal
-        finally:
-            keep(wait(running, timeout=GRACE_SECONDS).done)
-            report.unanswered += len(waiting) + len(running)
-        if failures and not report.requests:
-            raise failures[-1]
+        while fatal is None and not (stop is not None and stop.is_set()):
+            while waiting and len(running) < concurrency:
+                running.add(_run_in_daemon(ask, *waiting.popleft()))
+            if not running:
+                break
+            fatal = keep(wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done)
+        keep(wait(running, timeout=GRACE_SECONDS).done)
     finally:
+        report.unanswered += len(waiting) + len(running)
         report.seconds += time.perf_counter() - start
         store.flush()
+    if failures and not report.requests:
+        fatal = fatal or failures[-1]
+    if fatal is not None:
+        raise fatal
     return report
 
 
 def _run_in_daemon(call: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Run a call in a thread that does not delay the end of the program, unlike those of an executor."""
+    """Run a call in a thread that, unlike those of an executor, does not delay the end of the program."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -335,16 +325,7 @@ def collect_log(
     on_request: Callable[[Trace], object] | None = None,
     stop: threading.Event | None = None,
 ) -> CollectionReport:
-    """
-    Store the new answers of a log.
-
-    Args:
-        domain (`str`, *optional*): Label of all answers.
-        report, on_request, stop: As for [`collect`].
-
-    Raises:
-        StoreError: the store cannot be written. The lines since the last flush are read again the next time.
-    """
+    """Store the new answers of a log with the label `domain`; see [`collect`] for the other arguments."""
     report = report or CollectionReport()
     start, num_unflushed = time.perf_counter(), 0
     try:

@@ -121,7 +121,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _remover_of(*secrets: str) -> Callable[[str], str]:
-    """Return a function that removes secrets from a text. An attribute would show them when a client is printed."""
+    """Return a function that removes secrets from a text, because attributes of a client would show them."""
     known = sorted(filter(None, secrets), key=len, reverse=True)
 
     def remove(text: str) -> str:
@@ -224,16 +224,10 @@ class CompletionClient:
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, num_logprobs: int, **settings: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """
-        Request an answer with log-probs.
+        Request an answer with log-probs; returns the bodies of the request and of the response.
 
         Args:
-            prompt_ids (`Sequence[int]`): Token ids of the prompt.
-            max_new_tokens (`int`): Maximum length of the answer.
-            num_logprobs (`int`): Number of log-probs per position.
             settings: `temperature`, `top_p`, `top_k` and `seed`; greedy by default.
-
-        Returns:
-            `tuple`: The bodies of the request and of the response.
 
         Raises:
             RequestRefusedError: the server refused this request.
@@ -354,8 +348,6 @@ class ResponseReader:
         num_logprobs (`int`): Number of log-probs per position that are kept (K); responses must have at least K.
         eos_token_ids (`Sequence[int]`, *optional*): Ids that end an answer, in addition to the last id of a response.
         target_version (`str`, *optional*): Version of the target; by default the model name in each response.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.time`):
-            Returns the Unix time, used for traces if the server's time is implausible.
     """
 
     vocab_size: int
@@ -371,9 +363,7 @@ class ResponseReader:
         Return one trace per choice, without rounds.
 
         Args:
-            response (`Mapping[str, Any]`):
-                Body of a response with token ids and log-probs. vLLM sends them for `logprobs=K`,
-                `return_token_ids=true` and `return_tokens_as_token_ids=true`; llama.cpp always names ids.
+            response (`Mapping[str, Any]`): Body of a response with token ids and log-probs.
             request (`Mapping[str, Any]`, *optional*):
                 Body of the request. Without it, an answer of most probable tokens counts as greedy.
             domain (`str`, *optional*): Label of the traces.

@@ -54,8 +54,8 @@ class StoreLearner:
     """
     Learns from new requests in stores, and publishes the versions that pass the gate.
 
-    Requests are replayed as if the draft had drafted their answers. What was learned and how far each store was read
-    are saved together, so that a killed learner continues without learning a request twice or not at all.
+    What was learned and how far each store was read are saved together, so that a killed learner continues without
+    learning a request twice or not at all.
 
     Args:
         draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
@@ -74,12 +74,9 @@ class StoreLearner:
             The target of that version. It rescores requests of other versions (see [`rescore`]), which are then
             learned from, but not used by the gate. Without it they are left out.
         facts (`DraftFacts`, *optional*): Facts for the model cards.
-        repo_id (`str`, *optional*), token (`str`, *optional*), private (`bool`, *optional*):
-            Hub repo that versions are pushed to, see [`~osd_hf.hub.push.push_folder`].
-        publish_seconds (`float`, *optional*, defaults to 0.0):
-            Minimum time between two publications. In between, the newest version waits.
+        repo_id, token, private (*optional*): Hub repo that versions are pushed to, see [`~hub.push.push_folder`].
+        publish_seconds (`float`, *optional*, defaults to 0.0): Minimum time between two publications.
         accelerator (`Accelerator`, *optional*): Runs the training steps, and has the trackers.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
 
     Raises:
         ConfigError: no fixed number of draft tokens, or a `target` of another version.
@@ -88,9 +85,8 @@ class StoreLearner:
 
     Attributes:
         skipped (`Counter[str]`): Requests of this run that do not fit, by reason.
-        learned (`deque[AcceptanceStats]`), frozen (`deque[AcceptanceStats]`):
-            Acceptance of the serving version and of the initial draft on the newest requests of this run.
-        domains (`deque[str]`): Labels of these requests.
+        learned, frozen (`deque[AcceptanceStats]`), domains (`deque[str]`):
+            Acceptance of the serving version and of the initial draft on the newest requests of this run, and labels.
         published (`list[dict]`): Facts of the versions that this run published.
     """
 
@@ -199,19 +195,15 @@ class StoreLearner:
         limit: int | None = None,
     ) -> int:
         """
-        Process some new requests.
+        Process some new requests; returns their number.
 
         Args:
             on_request (`Callable`, *optional*):
                 Called for each request with the acceptance of the serving and of the initial draft, and the version.
             limit (`int`, *optional*): Maximum number of requests.
 
-        Returns:
-            `int`: The number of processed requests; 0 if there is nothing new.
-
         Raises:
-            StateError: a version or the session cannot be written. Further calls continue to learn, and try to write
-                again after half a minute.
+            StateError: a version or the session cannot be written. This is tried again after half a minute.
         """
         self._follow_engines()
         taken = self.follower.take(min(limit or MAX_REQUESTS_PER_STEP, MAX_REQUESTS_PER_STEP))
@@ -270,15 +262,7 @@ class StoreLearner:
         counts[0], counts[1] = counts[0] + 1, counts[1] + len(trace)
 
     def _choose_version(self, arrivals: Iterable[tuple[str | None, float]]) -> None:
-        """
-        Select the target version of the newest request.
-
-        A new version is selected immediately. An earlier one is selected when no request of the present one arrives
-        any more, because requests of both may come mixed.
-
-        Args:
-            arrivals (`Iterable[tuple[str | None, float]]`): Target versions of requests, and when these ended.
-        """
+        """Select the newest target version, or an earlier one when no request of the present one arrives any more."""
         known, arrived = set(self._last_seen), set[str]()
         for version, at in arrivals:
             if version is not None:
@@ -307,11 +291,7 @@ class StoreLearner:
             )
 
     def _target_is_current(self) -> bool:
-        """
-        Return whether the target is of the selected version.
-
-        Engines may name their versions. A name that was selected when the target was given, or first, is its own.
-        """
+        """Return whether the target is of the selected version. The first name of an engine counts as its own."""
         if is_fingerprint(self._version):
             return version_of(self._target) == self._version
         self._version_of_target = self._version_of_target or self._version
@@ -373,41 +353,30 @@ class StoreLearner:
 
     def publish(self) -> bool:
         """
-        Publish and push the versions that wait.
-
-        Returns:
-            `bool`: Whether there were any.
+        Publish and push the versions that wait; returns whether there were any.
 
         Raises:
-            StateError: a version cannot be written, or its files differ from the draft. Earlier versions stay, those
-                of other drafts are published, the session is saved, and another call tries again.
+            StateError: a version cannot be written, or its files differ from the draft. Another call tries again.
         """
         self._follow_engines()
         if not self._unpublished and self._unpushed is None and not self._unpublished_starts:
             return False
-        failures = []
+        failure: StateError | None = None
         waiting = [partial(self._start, domain) for domain in self._unpublished_starts]
         for publish in (*waiting, *(partial(self._publish, decision) for decision in self._unpublished.values())):
             try:
                 publish()
-            except StateError as error:
-                failures.append(error)
-            except OSError as error:
-                failures.append(StateError(f"The folder {self.versions.path} cannot be used: {first_line(error)}."))
+            except (StateError, OSError) as error:
+                failure = StateError(f"Versions cannot be published: {first_line(error)}.")
         if self._unpushed is not None:
             self._push(self._unpushed)
-        if failures:
+        if failure is not None:
             self.save()
-            raise failures[0]
+            raise failure
         return True
 
     def publish_start(self, domain: str | None = None) -> None:
-        """
-        Publish the initial draft as `v000000`, for rollbacks.
-
-        Raises:
-            StateError: it cannot be written now. [`~StoreLearner.publish`] tries again.
-        """
+        """Publish the initial draft as `v000000`, for rollbacks; raises StateError, and `publish` tries again."""
         self._unpublished_starts.append(domain)
         self._start(domain)
 
@@ -464,11 +433,7 @@ class StoreLearner:
         check_written(folder, draft, draft)
 
     def _follow_engines(self) -> None:
-        """
-        Continue from the version that engines serve after a rollback.
-
-        This needs weights that this process has published. Otherwise learning continues from its own weights.
-        """
+        """Continue from the version that engines serve after a rollback, if this process has published it."""
         drafts, has_gone_back = self.learner.drafts, False
         for decision in self.versions.take_rejections():
             domain, (number, weights) = decision.domain, (0, None)
@@ -493,7 +458,7 @@ class StoreLearner:
                 self.save()
 
     def _push(self, folder: Path) -> None:
-        """Push the newest version. After a failure, try again when the next publication is due."""
+        """Push a version; a failure is repeated when the next publication is due."""
         assert self.repo_id is not None
         self._unpushed = folder
         message = f"Version {int(folder.name.removeprefix('v'))} of the draft"

@@ -123,13 +123,7 @@ class VersionFolder:
                 self._point(good[-1])
 
     def of(self, domain: str | None) -> VersionFolder:
-        """
-        Return the versions of a domain, which are in a subfolder; for `None`, return this folder.
-
-        Raises:
-            ConfigError: the name is too long.
-            StateError: the subfolder cannot be used now.
-        """
+        """Return the versions of a domain, which are in a subfolder; raises ConfigError and StateError."""
         if domain is None:
             return self
         if domain not in self._domains:
@@ -146,16 +140,12 @@ class VersionFolder:
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any], *, is_start: bool = False) -> Path:
         """
-        Publish the next version.
+        Publish the next version, and return its folder.
 
         Args:
             write (`Callable[[Path], object]`): Writes the version to a folder that does not exist yet.
             facts (`dict`): Content of `version.json`, in addition to the number and the digest of the weights.
-            is_start (`bool`, *optional*, defaults to `False`):
-                Whether this is `v000000`, which `latest` only points to if there is no other version.
-
-        Returns:
-            `Path`: The folder of the version.
+            is_start (`bool`): Whether this is `v000000`, which `latest` only points to if there is no other version.
 
         Raises:
             StateError: the version cannot be written. Earlier versions and the link stay unchanged.

@@ -24,12 +24,7 @@ def _do_nothing() -> None:
 
 class Listener:
     """
-    An address where an application will be served.
-
-    The address is bound immediately, so that an error comes before models are loaded.
-
-    Args:
-        host (`str`), port (`int`): Where to listen; port 0 selects a free one.
+    An address where an application will be served, bound immediately; port 0 selects a free one.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -65,17 +60,15 @@ class Listener:
         on_stop: Callable[[], object] = _do_nothing,
     ) -> None:
         """
-        Serve until SIGTERM, SIGINT or [`~Listener.stop`].
+        Serve an ASGI application until SIGTERM, SIGINT or [`~Listener.stop`].
 
         Then no connections are accepted, running requests have some seconds to finish, and are canceled after that. A
         second signal cancels them immediately. Signals are only handled in the main thread.
 
         Args:
-            app (`Any`): An ASGI application with a lifespan.
             shutdown_seconds (`float`): Time for running requests.
-            on_start (`Callable[[], object]`, *optional*): Called in the event loop when the address answers.
-            on_stop (`Callable[[], object]`, *optional*):
-                Called in the event loop when stopping begins. An `OSError` is ignored, such as that of a closed pipe.
+            on_start, on_stop (`Callable[[], object]`, *optional*):
+                Called in the event loop when the address answers, and when stopping begins.
         """
         config = uvicorn.Config(
             app,

@@ -43,15 +43,7 @@ PROXY_COUNTS = {
 
 
 def metrics_text(*sources: Source) -> bytes:
-    """
-    Return the current figures in Prometheus' text format.
-
-    Args:
-        sources (`Callable[[], Iterable[Metric]]`): Functions such as `partial(assistant_metrics, assistant)`.
-
-    Raises:
-        ConfigError: the extra `serve` is not installed.
-    """
+    """Return the current figures of functions such as `partial(assistant_metrics, assistant)`; raises ConfigError."""
     registry = _registry(sources)
     from prometheus_client import generate_latest
 
@@ -75,15 +67,7 @@ def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
 
 @contextlib.contextmanager
 def serve_metrics(port: int, *sources: Source, host: str = "127.0.0.1") -> Iterator[int]:
-    """
-    Answer scrapes in a thread, inside a `with` block.
-
-    Args:
-        port (`int`): Port to listen at; 0 selects a free one. The block gets the port.
-
-    Raises:
-        ConfigError: the extra `serve` is not installed, or the port cannot be bound.
-    """
+    """Answer scrapes in a thread, inside a `with` block that gets the port; raises ConfigError."""
     registry = _registry(sources)
     from prometheus_client import start_http_server
 
@@ -161,12 +145,7 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
 
 
 def proxy_metrics(counts: Mapping[str, float | Mapping[str, float]]) -> Iterator[Metric]:
-    """
-    Yield the counts of a proxy.
-
-    Args:
-        counts (`Mapping`): Numbers by name, or by name and reason.
-    """
+    """Yield the counts of a proxy: numbers by name, or by name and reason."""
     for name, count in counts.items():
         help, label = PROXY_COUNTS.get(name, (f"What the proxy counts as {name}.", "kind"))
         if isinstance(count, Mapping):
