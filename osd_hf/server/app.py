@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 Update = str | ApiError | None  # a piece of text, an error, or the end of the answer
 
 
-def stopping_error() -> ApiError:
-    """Return the error for requests that come while the server stops."""
+def _stopping_error() -> ApiError:
     return ApiError(503, "The server is stopping. Send the request again, a little later.", code="stopping")
 
 
@@ -62,24 +61,16 @@ def client_left_error() -> ApiError:
 
 
 class Job:
-    """
-    A request while it waits, is answered, and is learned from.
-
-    Attributes:
-        updates (`asyncio.Queue`): What the client gets next.
-        is_left (`threading.Event`): Set when the client has left.
-        is_answered (`bool`): Whether the client has the answer. The draft may still learn from it.
-        future (`Future`): Done when the draft has learned, or when the job is canceled.
-    """
+    """A request while it waits, is answered, and is learned from."""
 
     def __init__(self, answer: Answer, learn: bool, domain: str | None) -> None:
         self.answer = answer
         self.learn = learn
         self.domain = domain
-        self.updates: asyncio.Queue[Update] = asyncio.Queue()
-        self.is_left = threading.Event()
-        self.is_answered = False
-        self.future: Future[None]
+        self.updates: asyncio.Queue[Update] = asyncio.Queue()  # what the client gets next
+        self.is_left = threading.Event()  # set when the client has left
+        self.is_answered = False  # the client has the answer, and the draft may still learn from it
+        self.future: Future[None]  # done when the draft has learned, or when the job is canceled
         self._loop = asyncio.get_running_loop()
 
     def send(self, update: Update) -> None:
@@ -106,11 +97,6 @@ class Service:
         learn (`bool`, *optional*, defaults to `True`): Whether the draft learns from requests.
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
             Arguments of the chat template; those of a request take precedence.
-
-    Attributes:
-        assistant (`OnlineAssistant`, *optional*): `None` while it is loaded.
-        jobs (`set[Job]`): The waiting requests, and the one that is answered or learned from.
-        num_reading (`int`): Requests with a body that is being read.
     """
 
     def __init__(
@@ -125,11 +111,11 @@ class Service:
         self.name = name
         self.max_queue = max_queue
         self.learn = learn
-        self.assistant: OnlineAssistant | None = None
+        self.assistant: OnlineAssistant | None = None  # while it is loaded
         self.reader: RequestReader | None = None
         self.is_stopping = False
-        self.jobs: set[Job] = set()
-        self.num_reading = 0
+        self.jobs: set[Job] = set()  # that wait, and the one that is answered or learned from
+        self.num_reading = 0  # requests with a body that is being read
         self._template_kwargs = chat_template_kwargs
         self._max_new_tokens = max_new_tokens
         self._domains: set[str] = set()
@@ -156,7 +142,7 @@ class Service:
         if self.state == "loading":
             raise ApiError(503, "The model is being loaded. Try again a little later.", code="loading")
         if self.state == "stopping":
-            raise stopping_error()
+            raise _stopping_error()
         if self.num_reading + sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
             raise ApiError(503, f"{self.max_queue} requests are waiting. Try again a little later.", code="queue_full")
 
@@ -239,15 +225,10 @@ class Service:
     def cancel_all(self) -> None:
         """Cancel all requests; called in the event loop."""
         for job in list(self.jobs):
-            job.leave(stopping_error())
+            job.leave(_stopping_error())
 
     def close(self) -> None:
-        """
-        Wait for the running request and for learning, and save the session if it has a folder.
-
-        Raises:
-            LearnerError: see [`~OnlineAssistant.close`].
-        """
+        """Wait for the running request and for learning, and save the session; see [`~OnlineAssistant.close`]."""
         for job in list(self.jobs):
             job.is_left.set()
         self._worker.shutdown(cancel_futures=True)
@@ -279,10 +260,10 @@ class _Endpoints:
         return JSONResponse(model if name else {"object": "list", "data": [model]})
 
     async def chat(self, request: Request) -> Response:
-        return await self._complete(request, lambda reader, body: reader.chat(body))
+        return await self._complete(request, RequestReader.chat)
 
     async def completion(self, request: Request) -> Response:
-        return await self._complete(request, lambda reader, body: reader.completion(body))
+        return await self._complete(request, RequestReader.completion)
 
     async def _complete(
         self, request: Request, read: Callable[[RequestReader, dict[str, Any]], CompletionRequest]
@@ -299,7 +280,14 @@ class _Endpoints:
             refuse(LEARN_HEADER, "must be true or false", learn)
         if domain is not None and not (domain.isprintable() and len(domain) <= MAX_DOMAIN_CHARACTERS):
             refuse(DOMAIN_HEADER, f"must have at most {MAX_DOMAIN_CHARACTERS} characters", domain)
-        completion_request = await self._read(body, read)
+        self.service.check()
+        reader = self.service.reader
+        assert reader is not None
+        self.service.num_reading += 1
+        try:  # in a thread, because long prompts take time
+            completion_request = await run_in_threadpool(lambda: read(reader, _parse(body)))
+        finally:
+            self.service.num_reading -= 1
         job = self.service.begin(completion_request, learn=learn == "true", domain=domain)
         watch, is_streaming = asyncio.create_task(_watch(request, job)), False
         try:
@@ -317,19 +305,6 @@ class _Endpoints:
         if isinstance(update, ApiError):
             raise update
         return JSONResponse(job.answer.body())
-
-    async def _read(
-        self, body: bytearray, read: Callable[[RequestReader, dict[str, Any]], CompletionRequest]
-    ) -> CompletionRequest:
-        """Read a body in a thread, because long prompts take time."""
-        self.service.check()
-        reader = self.service.reader
-        assert reader is not None
-        self.service.num_reading += 1
-        try:
-            return await run_in_threadpool(lambda: read(reader, _parse(body)))
-        finally:
-            self.service.num_reading -= 1
 
     def _check_key(self, request: Request) -> None:
         if self._key is None:

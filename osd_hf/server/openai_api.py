@@ -100,31 +100,18 @@ _SHORT_REPR.maxother = 100
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """
-    A checked request.
-
-    Args:
-        prompt_ids (`tuple[int, ...]`): Token ids of the prompt, at least one.
-        max_new_tokens (`int`): Maximum length of the answer; prompt and answer fit into the model.
-        is_chat (`bool`): Whether the request came to `/v1/chat/completions`.
-        sampling (`Mapping[str, Any]`): `do_sample` and other sampling settings of `generate`.
-        stop (`tuple[str, ...]`): The answer ends before the first of these texts.
-        seed (`int`, *optional*): Seed of sampling.
-        logprobs (`int`, *optional*): Number of alternatives per token in the response; `None` for no log-probs.
-        is_stream (`bool`), with_usage (`bool`): Whether the answer is streamed, and whether its usage follows.
-        owner (`str`, *optional*): The user that the request belongs to.
-    """
+    """A checked request: prompt and answer fit into the model."""
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     is_chat: bool
-    sampling: Mapping[str, Any]
-    stop: tuple[str, ...] = ()
+    sampling: Mapping[str, Any]  # settings of `generate`
+    stop: tuple[str, ...] = ()  # the answer ends before the first of these texts
     seed: int | None = None
-    logprobs: int | None = None
+    logprobs: int | None = None  # alternatives per token in the response; `None` for no log-probs
     is_stream: bool = False
     with_usage: bool = False
-    owner: str | None = None
+    owner: str | None = None  # the user that the request belongs to
 
 
 class RequestReader:
@@ -132,12 +119,8 @@ class RequestReader:
     Reads request bodies for one target.
 
     Args:
-        name (`str`): Name of the served model.
         target (`PreTrainedModel`): Gives the maximum length, the vocabulary size, and the default sampling settings.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer. A copy is used, because another thread decodes.
-        max_new_tokens (`int`): Maximum length of a chat's answer if the request does not say one.
-        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
-            Arguments of the chat template; those of a request take precedence.
+        name, max_new_tokens, chat_template_kwargs: See [`~osd_hf.server.app.Service`].
 
     Raises:
         ConfigError: `chat_template_kwargs` without a chat template, or with arguments of `apply_chat_template`.
@@ -160,7 +143,7 @@ class RequestReader:
                 + ("." if has_template else ", and the tokenizer has no chat template.")
             )
         self.name = name
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer = copy.deepcopy(tokenizer)  # because another thread decodes
         self._defaults = target.generation_config
         self._max_new_tokens = max_new_tokens
         self._vocab_size = vocab_size_of(target)
@@ -352,22 +335,14 @@ def _message(message: Any, name: str) -> dict[str, Any]:
 
 
 def _template_names(tokenizer: Any) -> set[str]:
-    """Return the arguments of `apply_chat_template`, which a client must not set."""
-    return set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    return set(inspect.signature(tokenizer.apply_chat_template).parameters)  # which a client must not set
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
 class StopText(StoppingCriteria):
-    """
-    Ends an answer at the token that completes one of the stop texts.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Decodes the last tokens.
-        stops (`Sequence[str]`): The stop texts.
-        prompt_tokens (`int`): Length of the prompt, where stop texts are ignored.
-    """
+    """Ends an answer at the token that completes one of the stop texts, which are ignored in the prompt."""
 
     is_stateless = True
 
@@ -384,19 +359,7 @@ class StopText(StoppingCriteria):
 
 
 class Answer:
-    """
-    The answer to one request while it grows, and its response bodies.
-
-    Args:
-        request (`CompletionRequest`): The request.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        generation_config (`GenerationConfig`): The target's, with the tokens that end an answer.
-        model_name (`str`): Name of the served model.
-
-    Attributes:
-        ids (`list[int]`), text (`str`): The answer so far.
-        logprobs (`dict`, *optional*): Log-probs in the form of the API.
-    """
+    """The answer to one request while it grows, and its response bodies."""
 
     def __init__(
         self,
@@ -459,12 +422,7 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
     def set_logprobs(self, logits: Sequence[torch.Tensor]) -> None:
-        """
-        Set the log-probs of the shown tokens from the target's raw logits.
-
-        Args:
-            logits (`Sequence[torch.Tensor]`): Logits of each token, `(1, vocab)`, before temperature and the like.
-        """
+        """Set the log-probs of the shown tokens from the target's raw logits, `(1, vocab)` for each token."""
         num_alternatives = self.request.logprobs
         assert num_alternatives is not None
         tokens, offsets, offset = list[dict[str, Any]](), list[int](), 0
