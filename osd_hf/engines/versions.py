@@ -45,15 +45,6 @@ class PublishedVersion(NamedTuple):
     path: Path
     digest: str
 
-    @classmethod
-    def at(cls, folder: Path) -> PublishedVersion:
-        """Read the version in a folder; raises OSError or ValueError if there is none."""
-        try:
-            facts = json.loads((folder / FACTS).read_text())
-            return cls(int(facts["version"]), folder, str(facts.get("digest") or weights_digest(folder)))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{folder / FACTS} does not describe a version") from error
-
 
 def latest_version(path: Path) -> Path | None:
     """Return the folder that the link in a folder of versions points to, if there is one."""
@@ -185,12 +176,9 @@ class VersionFolder:
 
     def _sweep(self, number: int) -> None:
         """Remove old versions, but not `number`."""
-        old_numbers: list[int] = []
         with contextlib.suppress(OSError):
-            old_numbers = self._numbers()[: -self.keep]
-        for old in filter(self._is_ours, old_numbers):
-            if old not in self.pinned and old != number:
-                with contextlib.suppress(OSError):  # renamed first, so that no reader finds half a version
+            for old in self._numbers()[: -self.keep]:
+                if old not in self.pinned and old != number:  # renamed first, so that no reader finds half a version
                     os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
                     _remove(gone)
 
@@ -203,11 +191,9 @@ class VersionFolder:
         """
         with self._busy:
             if decision not in self._unfinished:
-                self._rejections.append(decision)
-                self._unfinished[decision] = decision.version
                 self._unfinished[decision] = max(self.number, decision.version)
-            pointed = self._pointed
-            if pointed is None or pointed <= self._unfinished[decision]:  # otherwise there is a later version by now
+                self._rejections.append(decision)
+            if (self._pointed or 0) <= self._unfinished[decision]:  # otherwise there is a later version by now
                 self._point(decision.serving)
             with contextlib.suppress(FileNotFoundError):  # it was removed
                 at = {"rejected_at_seconds": time.time()}
@@ -260,8 +246,11 @@ class VersionFolder:
 
     def version(self, number: int) -> PublishedVersion | None:
         """Return a version by its number, if it is still there."""
-        with contextlib.suppress(OSError, ValueError):
-            return PublishedVersion.at(self._folder(number))
+        folder = self._folder(number)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            facts = json.loads((folder / FACTS).read_text())
+            digest = facts.get("digest") or weights_digest(folder)
+            return PublishedVersion(int(facts["version"]), folder, str(digest))
         return None
 
     def newest(self) -> PublishedVersion | None:
@@ -282,13 +271,6 @@ class VersionFolder:
     def _numbers(self) -> list[int]:
         names = (VERSION.fullmatch(entry.name) for entry in self.path.iterdir())
         return sorted(int(name[1]) for name in names if name is not None and (self.path / name[0] / FACTS).is_file())
-
-    def _is_ours(self, number: int) -> bool:
-        """Return whether this class published the version; another program may use such a name."""
-        try:
-            return bool(json.loads((self._folder(number) / FACTS).read_text())["version"] == number)
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
 
     def close(self) -> None:
         """Release the lock, so that another process can publish here."""

@@ -36,8 +36,6 @@ KEPT_SETTINGS = (
     "temperature", "max_tokens", "max_completion_tokens", "stop", "prompt", "truncate_prompt_tokens",
     *(name for name, _, _ in WARPERS),
 )  # fmt: skip
-UNREADABLE = "An answer cannot be collected"
-UNWRITABLE = "Answers cannot be stored now, and are dropped"
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +174,7 @@ class Recorder:
     """
     Reads answers in a process, because that would delay the events of other answers, and stores them in a thread.
 
-    Failures are counted and never raised. Each kind of failure is logged once until it works again.
+    Failures are counted, logged once, and never raised.
 
     Args:
         reader (`ResponseReader`): Turns responses into traces.
@@ -208,7 +206,7 @@ class Recorder:
         self._is_failing = False  # the last write failed
         self._retry_at = -float("inf")
         self._has_unflushed = False
-        self._warned: set[str] = set()  # kinds of failures
+        self._has_warned = False  # of an internal error
         self._thread = threading.Thread(target=self._run, name="osd_hf-recorder", daemon=True)
         self._thread.start()
 
@@ -254,7 +252,9 @@ class Recorder:
                 self._write(recording)
             except Exception as error:  # noqa: BLE001  # an internal error must not cost an answer
                 self.counts.leave_out("it cannot be read because of an internal error")
-                self._warn(UNREADABLE, error)
+                if not self._has_warned:
+                    logger.warning("An answer cannot be collected: %s. Clients are served all the same.", error)
+                self._has_warned = True
             finally:
                 self._bytes_done += recording.num_bytes
                 self._queue.task_done()
@@ -281,7 +281,6 @@ class Recorder:
                 self._fail(error)
         self.counts.collected += len(traces)
         self.counts.tokens += sum(map(len, traces))
-        self._warned.discard(UNREADABLE)
 
     def _read(self, recording: Recording) -> list[Trace]:
         answer = (self._reader, recording.pieces, recording.is_stream, recording.request, recording.domain)
@@ -307,18 +306,13 @@ class Recorder:
             return False
         self._has_unflushed = False
         self._is_failing = False
-        self._warned.discard(UNWRITABLE)
         return True
 
     def _fail(self, error: Exception) -> None:
+        if not self._is_failing:
+            logger.warning("Answers cannot be stored now, and are dropped: %s.", first_line(error))
         self._is_failing = True
         self._retry_at = self._clock() + RETRY_SECONDS
-        self._warn(UNWRITABLE, error)
-
-    def _warn(self, kind: str, error: Exception) -> None:
-        if kind not in self._warned:
-            logger.warning("%s: %s. Clients are served all the same.", kind, first_line(error))
-        self._warned.add(kind)
 
 
 def _start_worker() -> None:
