@@ -669,17 +669,17 @@ class Deployer:
         change = compare_windows(before, after, self.watch_requests)
         if len(engines) == len(self.engines) and all(engine.counts_drafts is False for engine in engines):
             self._decide("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
-        elif change is None:
             return
-        elif change.outcome != "unclear" or num_requests >= self.watch_requests:
-            reason = (
-                f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
-                f"{change.standard_error:.3f}, over {num_requests} requests"
-            )
-            if change.outcome != "fell":
-                self._decide("promoted", reason, num_requests, change)
-            elif self.serving is not None:
-                self._decide("rolled back", reason, num_requests, change)
+        if change is None or (change.outcome == "unclear" and num_requests < self.watch_requests):
+            return
+        reason = (
+            f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
+            f"{change.standard_error:.3f}, over {num_requests} requests"
+        )
+        if change.outcome != "fell":
+            self._decide("promoted", reason, num_requests, change)
+        elif self.serving is not None:
+            self._decide("rolled back", reason, num_requests, change)
 
     def _decide(
         self,
