@@ -231,8 +231,7 @@ class World:
 
     async def disk_is_full(self, clients: Clients) -> None:
         """Limit the size of files to a few bytes."""
-        process = self.child(READER)
-        assert process is not None
+        process = psutil.Process(self.proxy.pid)
         limits = process.rlimit(psutil.RLIMIT_FSIZE)
         process.rlimit(psutil.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         await asyncio.sleep(self.seconds)
