@@ -83,22 +83,15 @@ def parse_address(url: str) -> tuple[httpx2.URL, str, str]:
     Raises:
         ServerError: the URL is not an address, or has a query, which libraries and servers would log.
     """
+    rule = "http://HOST or https://HOST, without a query; in user and password, @ / ? # are percent-encoded"
     try:
         address = httpx2.URL(url)
         authority = url.partition("//")[2].partition("/")[0]
-        is_valid = (
-            address.scheme in ("http", "https") and bool(address.host) and url.count("@") == authority.count("@")
-        )
-        reason = "http://HOST or https://HOST is expected"
-    except (httpx2.InvalidURL, ValueError) as error:
-        # The library's message may contain a part of the password.
-        is_valid, reason = False, "" if {"@", "?", "#"} & set(url) else first_line(error)
-    if "@" in url and not is_valid:
-        reason = "in user and password, characters such as @ / ? # are percent-encoded"
-    elif "?" in url or "#" in url:
-        is_valid, reason = False, "it may have no query and no fragment; a key is given apart from it"
-    if not is_valid:
-        raise ServerError(f"{shown_address(url)} is no address: {reason}.") from None
+        is_valid = address.scheme in ("http", "https") and address.host and url.count("@") == authority.count("@")
+    except (httpx2.InvalidURL, ValueError):  # whose message may contain a part of the password
+        is_valid = False
+    if not is_valid or {"?", "#"} & set(url):
+        raise ServerError(f"{shown_address(url)} is no address ({rule}).") from None
     return address.copy_with(userinfo=b""), address.username, address.password
 
 
