@@ -19,6 +19,7 @@ from osd_hf.losses import overlap
 from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)
+_warn_once = lru_cache(256)(logger.warning)
 
 GROUP_ELEMENTS = 1 << 20  # processed together: larger temporaries take longer to allocate than to compute
 ROOM_TOKENS = 256  # that a buffer grows by
@@ -126,19 +127,13 @@ def _rebuilt(model: PreTrainedModel, trace: Trace, prompt_tokens: int) -> Sequen
     )
     rebuilt = [type(p).__name__ for p in processors]
     if rebuilt != recorded:
-        _warn_inexact(tuple(recorded), tuple(rebuilt))
+        _warn_once(
+            "Traces were made with logits processors %s, of which their settings rebuild %s: replay is approximate, "
+            "and so is the gate.",
+            str(recorded),
+            str(rebuilt),
+        )
     return processors
-
-
-@lru_cache(256)
-def _warn_inexact(recorded: tuple[str, ...], rebuilt: tuple[str, ...]) -> None:
-    """Warn once per process, although every replay of such a trace finds it again."""
-    logger.warning(
-        "Traces were made with logits processors %s, of which their settings rebuild %s: replay is approximate, and "
-        "so is the gate.",
-        list(recorded),
-        list(rebuilt),
-    )
 
 
 # --- of a batch -----------------------------------------------------------------------------------------------------

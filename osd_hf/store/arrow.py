@@ -14,7 +14,7 @@ from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 from osd_hf.utils.report import plain
 
-__all__ = ["SCHEMA", "split_by_bytes", "table_to_traces", "traces_to_table"]
+__all__ = ["SCHEMA", "table_to_traces", "traces_to_table"]
 
 
 def _list_of(kind: Any) -> Any:
@@ -86,17 +86,6 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
         return [_row_to_trace(dict(zip(SCHEMA.names, row, strict=True))) for row in zip(*columns, strict=True)]
     except (ValueError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
         raise StoreError(f"the table is not a table of traces: {error}") from error
-
-
-def split_by_bytes(traces: Sequence[Trace], limit: int) -> Iterator[Sequence[Trace]]:
-    start = size = 0
-    for i, trace in enumerate(traces):
-        if i > start and size + trace.nbytes > limit:
-            yield traces[start:i]
-            start, size = i, 0
-        size += trace.nbytes
-    if start < len(traces):
-        yield traces[start:]
 
 
 def _trace_to_row(trace: Trace) -> dict[str, Any]:

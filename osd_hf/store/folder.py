@@ -13,24 +13,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from osd_hf.errors import StoreError
-from osd_hf.store.arrow import (
-    OPTIONAL_COLUMNS,
-    PARQUET,
-    SCHEMA,
-    split_by_bytes,
-    table_to_traces,
-    traces_to_table,
-)
+from osd_hf.store.arrow import OPTIONAL_COLUMNS, PARQUET, SCHEMA, table_to_traces, traces_to_table
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, is_open_to_others, make_private_folder, sync_folder, wait_for_lock, write_whole
 
@@ -63,16 +55,17 @@ def store_errors(action: str, path: Path) -> Iterator[None]:
 class Shard:
     """The facts about a finished shard that are kept in memory, in the order of its rows."""
 
-    def __init__(
-        self, path: str, nbytes: int, times: NDArray[np.float64], domains: list[str | None], group_sizes: list[int]
-    ) -> None:
+    def __init__(self, path: str, file: Any) -> None:
+        columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict()
+        group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         folder, name = os.path.split(path)
         self.path = path
-        self.nbytes = nbytes
-        self.times = times
-        self.domains = domains
+        self.nbytes = os.path.getsize(path)
+        # The clock of the writer may have been wrong.
+        self.times = np.minimum(np.array(columns["created_at_seconds"], np.float64), os.path.getmtime(path))
+        self.domains: list[str | None] = [domain and sys.intern(domain) for domain in columns["domain"]]
         self.group_starts = np.cumsum([0, *group_sizes[:-1]])
-        self.oldest = float(times.min(initial=math.inf))
+        self.oldest = float(self.times.min(initial=math.inf))
         # Other files are never deleted.
         self.is_written_here = bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
 
@@ -175,19 +168,9 @@ class Folder:
 
     def refresh(self) -> None:
         """Find the shards that other writers have added and deleted."""
-        found = ((path, self.shards.get(path) or self._index(path)) for path in list_shards(self.path))
-        self.shards = {path: shard for path, shard in found if shard is not None}
-
-    def _index(self, path: str) -> Shard | None:
-        def extract(file: Any) -> Shard:
-            columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict()
-            # The clock of the writer may have been wrong.
-            times = np.minimum(np.array(columns["created_at_seconds"], np.float64), os.stat(path).st_mtime)
-            domains = [domain and sys.intern(domain) for domain in columns["domain"]]
-            group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            return Shard(path, os.path.getsize(path), times, domains, group_sizes)
-
-        return read_from(path, extract)
+        known = self.shards
+        found = {path: known.get(path) or read_from(path, partial(Shard, path)) for path in list_shards(self.path)}
+        self.shards = {path: shard for path, shard in found.items() if shard is not None}
 
     def read(self, shard: Shard, row: int) -> Trace | None:
         """Return one trace, or `None` if its shard is deleted."""
@@ -210,21 +193,18 @@ class Folder:
         traces_to_table([])  # pyarrow imports pandas at the first conversion, which fails while Python exits
 
     def write(self, traces: Sequence[Trace]) -> None:
+        """Write a shard, which the next `refresh` finds."""
         self.start_writing()
         assert self.own is not None
-        sink, groups = pa.BufferOutputStream(), list(split_by_bytes(traces, GROUP_BYTES))
-        with pq.ParquetWriter(sink, SCHEMA, **PARQUET) as writer:
-            for group in groups:
-                writer.write_table(traces_to_table(group), row_group_size=len(group))
+        sink = pa.BufferOutputStream()
+        group_size = max(1, GROUP_BYTES * len(traces) // sum(trace.nbytes for trace in traces))
+        pq.write_table(traces_to_table(traces), sink, row_group_size=group_size, **PARQUET)
         data = sink.getvalue()
         path = self.own / f"shard-{self.own_count + 1:06d}.parquet"
         with store_errors("write", path):
             write_whole(path, data)
         self.own_count += 1
         self.written_nbytes += data.size
-        times = np.array([t.created_at_seconds for t in traces], np.float64)
-        domains, sizes = [t.domain for t in traces], [len(group) for group in groups]
-        self.shards[str(path)] = Shard(str(path), data.size, times, domains, sizes)
 
     def delete(self, shard: Shard) -> None:
         """Delete a shard, unless it was not written by a store."""
