@@ -20,7 +20,6 @@ from test_lossless import TIE, fits, stopped_distribution, stopping_pair, transi
 from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria, pipeline
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.decoding import batch as capture_batch
 from osd_hf.decoding import batch as drafting_batch
 from osd_hf.router import CallableRouter
 
@@ -130,52 +129,6 @@ def test_a_target_whose_rows_cannot_go_on_independently_answers_by_itself(
         assistant.generate(**row, **settings, on_trace=one.append)
         assert trace.prompt_ids.tolist() == one[0].prompt_ids.tolist()
         assert np.abs(trace.kept_logprobs() - one[0].kept_logprobs()).max() < 0.02
-
-
-def break_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows see what was rejected behind the first of their new tokens."""
-    feed = drafting_batch.Ragged.feed
-
-    def leaky(self: Any, ids: Any, starts: Any, last: Any = None, **settings: Any) -> Any:
-        model = self.model
-
-        class Leaks:
-            def __call__(self, attention_mask: torch.Tensor, **kwargs: Any) -> Any:
-                return model(attention_mask=attention_mask | True, **kwargs)
-
-        self.model = Leaks()
-        try:
-            return feed(self, ids, starts, last, **settings)
-        finally:
-            self.model = model
-
-    monkeypatch.setattr(drafting_batch.Ragged, "feed", leaky)
-
-
-def shift_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = drafting_batch.Ragged.feed
-    monkeypatch.setattr(
-        drafting_batch.Ragged,
-        "feed",
-        lambda self, ids, starts, last=None, **s: feed(self, ids, [max(starts)] * len(starts), last, **s),
-    )
-
-
-def swap_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The place of a row that has left is taken by another one than the loop takes it to be."""
-    leave = drafting_batch.Ragged.leave
-    monkeypatch.setattr(drafting_batch.Ragged, "leave", lambda self, row: leave(self, self.rows - 1))
-
-
-@pytest.mark.parametrize("spoil", [break_the_mask, shift_positions, swap_rows])
-def test_a_wrong_mask_position_or_row_fails_the_check(
-    spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assistant, batch = assistant_of("qwen3"), padded(LENGTHS[:4])
-    settings = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": ends_of(assistant.target, batch)}
-    assert divergences(assistant.target, assistant.generate(**batch, **settings), batch, settings) == []
-    spoil(monkeypatch)
-    assert divergences(assistant.target, assistant.generate(**batch, **settings), batch, settings) != []
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------
@@ -386,27 +339,6 @@ def test_sampled_rows_have_the_targets_distribution() -> None:
 def accept_too_readily(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.rand_like
     monkeypatch.setattr(torch, "rand_like", lambda like: 0.2 * draw(like))
-
-
-def forget_what_was_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = drafting_batch.judged
-
-    def judged(candidates: Any, scores: torch.Tensor, *, do_sample: bool) -> Any:
-        verdict = judge(candidates, scores, do_sample=do_sample)
-        own = scores[torch.arange(len(scores)), verdict.accepted].softmax(-1)
-        return verdict._replace(token=torch.multinomial(own, 1)[:, 0])
-
-    monkeypatch.setattr(capture_batch, "judged", judged)
-
-
-def swap_the_rows_of_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = drafting_batch.judged
-
-    def judged(candidates: Any, scores: torch.Tensor, *, do_sample: bool) -> Any:
-        swapped = None if candidates.logits is None else candidates.logits.flip(0)
-        return judge(candidates._replace(logits=swapped), scores, do_sample=do_sample)
-
-    monkeypatch.setattr(capture_batch, "judged", judged)
 
 
 @pytest.mark.parametrize("spoil", [accept_too_readily, forget_what_was_rejected, swap_the_rows_of_the_draft])

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.utils.context import neutral_context
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -221,18 +220,6 @@ def test_answers_and_traces_are_those_outside_the_context(
     nothing_failed(caplog)
 
 
-@cases("entry context", *(f"{entry} autocast-bf16" for entry in ENTRIES))
-def test_half_precision_requests_are_recorded(entry: str, context: Context, caplog: pytest.LogCaptureFixture) -> None:
-    traces, expected = list[Trace](), outside(entry)
-    with context():
-        ENTRIES[entry][0](traces.append, do_sample=False)
-    assert len(traces) == len(expected)
-    for trace, other in zip(traces, expected, strict=True):
-        assert trace.top_logits.dtype == np.float16 and trace.top_logits.shape == (len(trace), 16)
-        assert trace.target == other.target
-    nothing_failed(caplog)
-
-
 @cases("context", *HALF)
 def test_half_precision_rows_are_the_targets_own(context: Context) -> None:
     target, traces = pair()[0], list[Trace]()
@@ -368,24 +355,6 @@ def test_a_session_that_is_loaded_in_inference_mode_learns_on(tmp_path: Path) ->
     same_weights(*found)
 
 
-def test_steps_that_are_not_finite_are_dropped_under_anomaly_detection() -> None:
-    target, draft = pair()
-    draft = copy.deepcopy(draft)
-    with torch.no_grad():
-        draft.model.norm.weight.fill_(torch.inf)
-    found = []
-    for around in (contextlib.nullcontext, lambda: torch.autograd.set_detect_anomaly(True)):
-        assistant = OnlineAssistant(target, draft, tokenizer(), CONFIG)
-        for ids, mask in PROMPTS:
-            assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
-        with around(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says where it found NaN
-            report = assistant.update()
-        found.append((report.steps, report.dropped_steps, dict(report.set_aside)))
-    assert found[0] == found[1]
-    assert found[0][1] == CONFIG.steps_per_update
-
-
 # --- measures -------------------------------------------------------------------------------------------------------
 
 
@@ -404,16 +373,3 @@ def test_replay_counts_the_same_in_the_context(context: Context) -> None:
     fresh = [copy.copy(trace) for trace in traces]  # of which nothing is known
     with context():
         assert replay(pair()[1], fresh) == expected
-
-
-@cases("context", "autocast-bf16", "device-meta", "default-device-meta", "function-mode")
-def test_the_neutral_context_leaves_the_callers_as_it_was(context: Context) -> None:
-    def seen() -> tuple[Any, ...]:
-        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_device()
-
-    neutral = (False, torch.device("cpu"))
-    with context():
-        before = seen()
-        with neutral_context():
-            assert (torch.is_autocast_enabled("cpu"), torch.get_default_device()) == neutral
-        assert seen() == before

@@ -14,16 +14,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from transformers import (
     DynamicCache,
-    EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
     MambaForCausalLM,
     PreTrainedModel,
     StaticCache,
-    StoppingCriteriaList,
 )
-from transformers.generation import candidate_generator, logits_process, stopping_criteria
-from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
+from transformers.generation import candidate_generator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from osd_hf.decoding import request as capture
 
@@ -70,33 +68,6 @@ def test_methods_of_candidate_generators() -> None:
     )  # told apart by type, not isinstance
 
 
-def test_a_generator_has_what_is_mended() -> None:
-    target, draft = models.pair()
-    seen: list[Any] = []
-
-    class Spy(type(target)):  # type: ignore[misc]
-        def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append(super()._get_candidate_generator(*args, **kwargs))
-            seen.append((args, kwargs))
-            return seen[0]
-
-    target.__class__ = Spy
-    ids = models.prompt()
-    target.generate(
-        ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=3, top_p=0.9, do_sample=True
-    )
-    generator, (args, kwargs) = seen
-    assert type(generator) is AssistedCandidateGenerator
-    assert args == ()  # everything is passed by name, as the hook reads it
-    assert "logits_processor" in kwargs
-    assert generator.assistant_model is draft
-    assert isinstance(generator.generation_config, GenerationConfig)
-    assert generator.generation_config.top_p == 0.9
-    assert "past_key_values" in generator.assistant_kwargs
-    # The list is copied: what is put into the loop's own list later, the draft does not see.
-    assert generator.logits_processor is not kwargs["logits_processor"]
-
-
 def test_the_loop_calls_the_generator_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     calls: list[tuple[str, int]] = []
@@ -122,14 +93,6 @@ def test_the_loop_calls_the_generator_as_assumed(monkeypatch: pytest.MonkeyPatch
     assert lengths[-1] == output.shape[1]
 
 
-def test_stopping_criteria_are_told_apart() -> None:
-    target = models.build()
-    config = GenerationConfig(max_new_tokens=3, max_length=9, eos_token_id=2)
-    target._prepare_special_tokens(config, True)
-    criteria = target._get_stopping_criteria(generation_config=config, stopping_criteria=StoppingCriteriaList())
-    assert {type(c) for c in criteria} == {stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria}
-
-
 def test_settings_that_are_read_exist() -> None:
     known = GenerationConfig().to_dict() | dict.fromkeys(GenerationConfig._get_default_generation_params())
     assert set(capture.SAMPLING_FIELDS) - {"forced_bos_token_id"} <= set(known) | set(vars(GenerationConfig()))
@@ -149,107 +112,6 @@ def test_warpers_are_those_that_sampling_adds() -> None:
 
 
 # --- what lean drafting leans on ------------------------------------------------------------------------------------
-
-
-class Scripted(CandidateGenerator):
-    """Drafts one round after the other, as told; moves the end of the answer before the second."""
-
-    def __init__(self, drafts: list[list[int]], before: Any = lambda number: None) -> None:
-        self.drafts = drafts
-        self.before = before
-        self.emitted: list[int] = []
-        self.ids = torch.zeros(1, 0, dtype=torch.long)
-
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        assert kwargs == {}
-        self.before(len(self.emitted))
-        draft = self.drafts[len(self.emitted)] if len(self.emitted) < len(self.drafts) else []
-        self.ids = input_ids
-        return torch.cat([input_ids, torch.tensor([draft], dtype=torch.long)], dim=1), None
-
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        self.emitted.append(input_ids.shape[1] - self.ids.shape[1])
-
-
-def assisted_by(target: Any, generator: Any, seen: list[dict[str, Any]], ids: torch.Tensor, **settings: Any) -> Any:
-    class Spy(type(target)):  # type: ignore[misc]
-        def _get_candidate_generator(self, **kwargs: Any) -> Any:
-            seen.append({**kwargs, "model_kwargs": dict(kwargs["model_kwargs"])})
-            return generator
-
-    cls, target.__class__ = type(target), Spy
-    try:
-        return target.generate(
-            ids,
-            assistant_model=models.build("t5" if target.config.is_encoder_decoder else "llama"),
-            **{"attention_mask": torch.ones_like(ids), "do_sample": False, **settings},
-        )
-    finally:
-        target.__class__ = cls
-
-
-@pytest.mark.parametrize("architecture", ["llama", "bart"])
-def test_the_loop_says_what_a_generator_needs(architecture: str) -> None:
-    target = models.build(architecture)
-    ids = models.prompt()
-    seen: list[dict[str, Any]] = []
-    mask = (torch.arange(6) >= 2).long()[None]
-    assisted_by(target, Scripted([]), seen, ids, max_new_tokens=4, eos_token_id=[2, 9], attention_mask=mask)
-    (kwargs,) = seen
-    config = kwargs["generation_config"]
-    start = 1 if target.config.is_encoder_decoder else 6
-    assert kwargs["input_ids"].shape == (1, start)
-    assert config.max_length == start + 4
-    assert config._eos_token_tensor.tolist() == [2, 9]
-    assert config.do_sample is False
-    assert isinstance(kwargs["logits_processor"], list)
-    assert torch.equal(kwargs["inputs_tensor"], ids)  # of an encoder-decoder, its source
-    assert torch.equal(kwargs["model_kwargs"]["attention_mask"], mask)
-    bare = target.generation_config
-    target._prepare_special_tokens(bare, True)
-    assert bare._eos_token_tensor is None
-
-
-def test_the_loop_cuts_a_round_at_the_length_of_its_config() -> None:
-    target = models.build()
-    ids = models.prompt()
-    own = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-    answer = own[0, 6:].tolist()
-    seen: list[dict[str, Any]] = []
-
-    def move(number: int) -> None:
-        seen[0]["generation_config"].max_length = 6 + 3 if number == 0 else 6 + 12
-
-    generator = Scripted([answer[:5], answer[3:8]], move)
-    output = assisted_by(target, generator, seen, ids, max_new_tokens=12)
-    # Looked at each round; the criterion that ends the loop keeps a length of its own.
-    assert generator.emitted[:2] == [3, 6]
-    assert torch.equal(output, own)
-
-
-def test_plain_decoding_calls_its_processors_with_each_row() -> None:
-    target = models.double(models.build())
-    rows: list[torch.Tensor] = []
-
-    class Watched(logits_process.LogitsProcessorList):  # type: ignore[misc]
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
-            assert scores.dtype == torch.float32
-            rows.append(scores.clone())
-            return super().__call__(input_ids, scores, **kwargs)
-
-    class Spy(type(target)):  # type: ignore[misc]
-        def _assisted_decoding(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-            kwargs = {k: v for k, v in kwargs.items() if k not in capture.ASSISTED_ONLY}
-            return self._sample(input_ids, **{**kwargs, "logits_processor": Watched(kwargs["logits_processor"])})
-
-    target.__class__ = Spy
-    ids = models.prompt()
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 7}
-    output = target.generate(ids, assistant_model=models.build(), **settings)
-    assert torch.equal(output, target.generate(ids, **settings))
-    with torch.no_grad():
-        expected = target(output).logits[0, 5:-1].float()  # as the loop has them
-        torch.testing.assert_close(torch.cat(rows)[:7], expected, atol=1e-10, rtol=models.rounding(2))
 
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
@@ -281,18 +143,6 @@ def test_dynamic_caches_take_tokens_back(architecture: str) -> None:
     assert architecture == "llama" or max(held) > models.WINDOW  # until it is cropped, with 0 too
     cache.crop(0)
     assert all(layer.keys.shape[2] < models.WINDOW for layer in cache.layers if layer.is_sliding)
-
-
-def test_caches_of_encoder_decoders_take_tokens_back() -> None:
-    config = models.build("bart").config.get_text_config(decoder=True)
-    cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    cache.activate_past_recording()
-    for part, length in ((cache.self_attention_cache, 5), (cache.cross_attention_cache, 7)):
-        for index in range(len(part.layers)):
-            part.update(torch.zeros(1, 4, length, 8), torch.zeros(1, 4, length, 8), index)
-    cache.crop(-2)
-    assert cache.get_seq_length() == 3
-    assert cache.cross_attention_cache.get_seq_length() == 7
 
 
 def test_a_static_cache_is_set_back_by_its_length() -> None:
@@ -362,9 +212,3 @@ def test_what_preparing_a_model_sets_on_it_is_known(no_accelerator: None) -> Non
     # The last is set by some versions only.
     known = {"forward", "_original_forward", "_is_accelerate_prepared"}
     assert {"forward", "_original_forward"} <= set(vars(model)) - before <= known
-
-
-def test_lists_of_tensors_are_averaged_in_place() -> None:
-    mean, new = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
-    torch._foreach_lerp_([mean], [new], 0.5)
-    assert mean.tolist() == [2.0, 4.0]

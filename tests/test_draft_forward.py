@@ -21,7 +21,6 @@ from osd_hf.decoding.forward import (
     SMALLEST_STATIC_CACHE,
     CompiledDraft,
     DraftForward,
-    StaticForward,
     compiles_draft,
     static_sizes,
 )
@@ -158,33 +157,10 @@ def served_eagerly(architecture: str) -> Any:
     return target, draft, requests, (served(eager, requests), eager.stats)
 
 
-@pytest.fixture(scope="module")
-def double() -> tuple[Any, CompiledDraft]:
-    """A draft in double precision, traced once for all tests that change nothing of it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", traced_alone)
-        model = models.double(models.build())
-        compiled = CompiledDraft(model)
-        compiled.forward(model, 40, 40).close()
-    return model, compiled
-
-
 @pytest.mark.parametrize("architecture", COMPILABLE)
 def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, caplog: pytest.LogCaptureFixture) -> None:
     same_as_eager(*served_eagerly(architecture))
     assert "not compiled" not in caplog.text
-
-
-def test_nothing_of_a_request_is_left_for_the_next(double: tuple[Any, CompiledDraft]) -> None:
-    model, compiled = double
-    with torch.inference_mode():
-        for length in (30, 4, 9):
-            forward = compiled.forward(model, 64, 64)
-            ids = models.prompt(length, seed=length)
-            forward.feed(ids[:, :-1])
-            logits = forward.feed(ids[:, -1:])
-            torch.testing.assert_close(logits, by_itself(model, ids[0].tolist()), atol=1e-10, rtol=0)
-            forward.close()
 
 
 class Gone:
@@ -200,38 +176,6 @@ class Gone:
 
     def end(self) -> None:
         pass
-
-
-def test_a_failed_request_gives_its_cache_back(untraced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair(num_hidden_layers=1)
-    assistant = assistant_of(target, draft)
-    before = answer(assistant, models.prompt())
-    made: list[int] = []
-    monkeypatch.setattr(CompiledDraft, "new_cache", lambda self, model, size: made.append(size))
-
-    for _ in range(2):
-        with pytest.raises(ConnectionResetError):
-            answer(assistant, models.prompt(), streamer=Gone(3))
-    assert answer(assistant, models.prompt()) == before
-    assert made == []
-
-
-def test_a_copy_is_served_with_its_own_weights_by_what_was_compiled_before(
-    double: tuple[Any, CompiledDraft], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, compiled = double
-    monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: pytest.fail("compiled again"))
-    other = models.draft_of(model, noise=0.5)
-    ids = [3, 4, 5, 6]
-    assert (by_itself(model, ids) - by_itself(other, ids)).abs().max() > 0.1
-    with torch.inference_mode():
-        for draft in (other, model, other):
-            forward = compiled.forward(draft, 40, 40)
-            assert type(forward) is StaticForward
-            with models.ForwardCounter(draft.lm_head) as eager:
-                feed_and_crop(draft, forward)
-            assert eager.count < 40  # the first prompt, and what is compared with
-            forward.close()
 
 
 def test_an_update_reaches_what_is_compiled(traced: None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from osd_hf.decoding.draft_length import DRAFT, Acceptance, Costs, FixedPace, Pace, Pacer, RoundTime
+from osd_hf.decoding.draft_length import DRAFT, FixedPace, Pace, Pacer, RoundTime
 from osd_hf.decoding.text import Guess
 from osd_hf.speedup import expected_block_efficiency
 
@@ -204,21 +204,6 @@ def test_where_confidence_tells_rounds_end_by_it(alpha: float, draft: float) -> 
     assert measured > 1.02 * best
 
 
-def test_a_token_that_is_likelier_right_is_drafted_behind() -> None:
-    world = World(0.6, 0.1, tells=True)
-    pacer = settled(world, 40)
-    pace = pacer.pace()
-    goes_on: dict[float, int] = {SURE: 0, UNSURE: 0}
-    for confidence in goes_on:
-        for _ in range(40):
-            pace.begin()
-            if pace.next(()) == DRAFT:
-                pace.drafted(1, confidence)
-                goes_on[confidence] += pace.next(()) == DRAFT
-    assert goes_on[SURE] >= 38  # now and then a round is plain
-    assert goes_on[UNSURE] <= 10  # or finds out what it would not draft
-
-
 def test_a_machine_that_slows_down_changes_nothing() -> None:
     world = World(0.75, 0.15)
     pacer = settled(world)
@@ -324,26 +309,6 @@ def test_speculation_comes_back_once_it_pays(length: int) -> None:
     assert rate(0.85, 0.2, pacer.plan().k) > 0.95 * rate(0.85, 0.2, best_fixed(0.85, 0.2))
 
 
-def test_speculation_ends_once_it_does_not_pay() -> None:
-    world = World(0.85, 0.3)
-    pacer = settled(world)
-    assert pacer.plan().speculates
-    world.alpha = 0.05
-    for _ in range(30):
-        world.serve(pacer.pace())
-    assert not pacer.plan().speculates
-
-
-def test_requests_are_plain_as_a_whole_but_for_a_probe_now_and_then() -> None:
-    world = World(0.0, 0.5)
-    pacer = settled(world)
-    plain = 0
-    for _ in range(100):
-        plain += pacer.pace().is_plain()
-        world.serve(pacer.pace())
-    assert 50 < plain < 100
-
-
 # --- what is known --------------------------------------------------------------------------------------------------
 
 
@@ -375,17 +340,6 @@ def test_domains_share_costs_and_nothing_else() -> None:
     assert other.examined < 10
     assert 0.4 < other.alpha < 0.8
     assert other.draft_seconds == pacer.plan("easy").draft_seconds == pytest.approx(0.2, rel=0.2)
-
-
-def test_a_new_draft_halves_what_is_known_of_the_old_one() -> None:
-    world = World(0.7, 0.1)
-    pacer = settled(world)
-    before = pacer.plan()
-    pacer.draft_changed()
-    after = pacer.plan()
-    assert after.examined == pytest.approx(before.examined / 2)
-    assert after.alpha == before.alpha
-    assert after.draft_seconds == before.draft_seconds
 
 
 @settings(max_examples=60)
@@ -427,22 +381,6 @@ def test_whatever_it_is_told_a_plan_comes_out(rounds: list[tuple[list[float], in
 # --- a fixed number -------------------------------------------------------------------------------------------------
 
 
-def test_a_fixed_pace_drafts_its_k() -> None:
-    pace = FixedPace(4)
-    assert not pace.reads_confidence
-    assert not pace.reads_text
-    assert not pace.is_plain()
-    for accepted in range(5):
-        pace.begin()
-        for confidence in (0.0, 0.5, 1.0, 0.3):
-            assert pace.next([GUESS]) == DRAFT
-            pace.drafted(1, confidence)
-        assert pace.next([GUESS]) is None
-        pace.judged(accepted, [1] * (accepted + 1))
-        pace.timed(RoundTime(4, 4, 0.4, 1.0))
-    assert not pace.is_plain()
-
-
 @given(st.floats(0, 1), st.floats(0, 1, exclude_min=True))
 def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, threshold: float) -> None:
     pace = FixedPace(3, threshold)
@@ -454,17 +392,6 @@ def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, thr
 
 
 # --- what once went wrong -------------------------------------------------------------------------------------------
-
-
-def test_noise_does_not_drive_level_and_costs_apart() -> None:
-    costs, draw = Costs(), random.Random(0)
-    for number in range(40_000):
-        k = 0 if number % 100 == 0 or number < 12 and number % 2 else 3
-        noise = draw.lognormvariate(0, 0.3)
-        costs.add(RoundTime(k, k, 0.8 * k * noise, (10.0 if k == 0 else 11.0 + 0.2 * k + 0.8 * k) * noise))
-    assert 1 / 3 < costs.level < 3
-    plain, round_of_three = (costs.level * costs.round(k, k) for k in (0, 3))
-    assert 0.8 < round_of_three / plain / 1.4 < 1.25
 
 
 def test_a_hard_request_is_drafted_less_than_its_domain() -> None:
@@ -486,19 +413,6 @@ def test_a_hard_request_is_drafted_less_than_its_domain() -> None:
     assert drafted < 2 * 20
 
 
-def test_fading_makes_up_no_evidence() -> None:
-    seen = Acceptance()
-    seen.ended(8, 10)
-    for before in (None, 0.9):
-        seen.judged(0.9, before, True)
-    before = {confidence: seen.chances(confidence, seen.alpha.mean) for confidence in (0.05, 0.5, 0.9)}
-    weight = seen.alpha.weight
-    seen.fade(0.5)
-    assert seen.chances(0.05, seen.alpha.mean) == before[0.05]
-    assert seen.chances(0.5, seen.alpha.mean) == before[0.5]
-    assert seen.alpha.weight < weight
-
-
 def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     pacer = Pacer()
     assert pacer.token_seconds(0.5) is None
@@ -517,24 +431,6 @@ def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     assert pacer.could_save(30, 0.5, 4) == pytest.approx(0.016 * (rounds[0] - rounds[1]), rel=0.05)
     best = [min((0.012 + 0.001 * k) / expected_block_efficiency(a, k) for k in range(1, 33)) for a in (0.5, 0.7, 0.9)]
     assert found == pytest.approx(best, rel=0.05)
-
-
-def test_no_draft_could_save_what_past_text_saves() -> None:
-    pacer = Pacer()
-    for _ in range(40):
-        for k in (1, 4, 8):  # 10 ms a plain round, 12 and 1 a drafted token otherwise
-            pacer.costs.add(RoundTime(seconds=0.010))
-            pacer.costs.add(RoundTime(k, k, 0.001 * k, 0.012 + 0.001 * k))
-    best = pacer.token_seconds(0.9)
-    assert best is not None
-    with pacer.lock:
-        for _ in range(400):  # ten tokens a round, all of past text
-            pacer.took(RoundTime(9, seconds=0.012), 10)
-    assert pacer.could_save(30, 0.5, None) == 0
-    with pacer.lock:
-        for _ in range(400):
-            pacer.took(RoundTime(1, 1, 0.001, 0.013), 1)
-    assert pacer.could_save(30, 0.5, None) > 0  # type: ignore[operator]
 
 
 def test_a_token_of_a_batch_takes_its_share_of_the_round() -> None:

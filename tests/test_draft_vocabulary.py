@@ -14,7 +14,7 @@ from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, 
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
-from osd_hf.decoding.generator import LeanCandidateGenerator, LeanDrafting
+from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.decoding.vocabulary import RestrictedDraft, TrafficVocabulary
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.replay import completion_logits
@@ -54,33 +54,6 @@ def test_the_fewest_tokens_are_chosen_that_make_up_what_comes() -> None:
     assert known.chosen is not None
     assert set(range(10_000, 11_000)) < set(known.chosen.tolist())
     assert known.chosen.tolist()[:100] == list(range(100))  # the rest are the most frequent of any text
-
-
-def test_what_the_target_found_likely_is_chosen_before_it_comes() -> None:
-    known = TrafficVocabulary()
-    for _ in range(24):
-        known.add(request(np.arange(5000, 5050), likely=[5000, 9000, 12_000], prompt=[15_000]))
-    assert known.chosen is not None
-    assert {9000, 12_000, 15_000} <= set(known.chosen.tolist())
-
-
-def test_what_was_known_before_is_ranked_and_tried_anew() -> None:
-    known = TrafficVocabulary()
-    for trace in traffic(4000, 5000, 64):
-        known.add(trace)
-    assert known.chosen is not None
-    for _ in range(3):  # as often as it may be
-        known.restore(traffic(9000, 10_000, 64))
-        assert known.chosen is None
-    sizes = []
-    for trace in traffic(9000, 10_000, 16, seed=1):
-        known.add(trace)
-        sizes.append(None if known.chosen is None else len(known.chosen))
-    assert sizes[6] is None
-    assert sizes[7] == 2048
-    assert set(range(9000, 10_000)) < set(known.chosen.tolist())
-    known.restore(())
-    assert known.chosen is None
 
 
 def test_other_traffic_brings_all_tokens_back_until_it_is_known() -> None:
@@ -239,24 +212,6 @@ def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("small")
-def test_a_new_version_drafts_with_its_own_rows() -> None:
-    target = models.build()
-    assistant = assistant_of(target, models.draft_of(target, noise=0.2))
-    for number, ids in enumerate(models.prompts(4) * 4):
-        assistant.generate(ids, max_new_tokens=12, do_sample=False)
-        drafting = assistant.drafting
-        assert drafting is not None
-        if drafting.token_ids is not None and number > 8:
-            restricted = drafting._restricted[len(drafting.token_ids)]
-            torch.testing.assert_close(
-                logits_of(restricted.model), logits_of(assistant.draft)[..., drafting.token_ids]
-            )
-    assert assistant.version > 2
-    assert drafting is not None
-    assert drafting.token_ids is not None
-
-
-@pytest.mark.usefixtures("small")
 def test_a_fixed_number_of_tokens_is_drafted_among_all(small: None) -> None:
     target = models.build()
     assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
@@ -276,19 +231,6 @@ def served(assistant: OnlineAssistant, domain: str | None = None) -> list[int | 
         assistant.generate(ids, max_new_tokens=12, do_sample=False, domain=domain)
         sizes.append(assistant.drafting_plan(domain).vocab_size)  # type: ignore[union-attr]
     return sizes
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("settings", [{"num_assistant_tokens": 3}, {}])
-def test_a_draft_is_restricted_unless_it_is_not_to_be(settings: dict[str, Any]) -> None:
-    target = models.build()
-    config = {"update_strategy": "manual", **settings}
-    assistant = OnlineAssistant(target, models.draft_of(target), config=OnlineConfig(**config))
-    for ids in models.prompts(4) * 3:
-        assistant.generate(ids, max_new_tokens=12, do_sample=False)
-    drafting = assistant.drafting
-    assert drafting is not None
-    assert (drafting.token_ids is None) == bool(settings)
 
 
 @pytest.mark.usefixtures("small")
@@ -322,46 +264,3 @@ def test_a_session_knows_the_tokens_in_use(tmp_path: Path) -> None:
         sizes.append(one.drafting_plan().vocab_size)  # type: ignore[union-attr]
     assert sizes[0] is not None
     assert sizes[1] is None
-
-
-@pytest.mark.usefixtures("small")
-def test_nobody_drafts_with_rows_that_change() -> None:
-    """A request under way keeps its tokens; those that come meanwhile draft with them as well."""
-    target = models.build()
-    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
-    served(assistant)
-    drafts, lesson = assistant.drafts, assistant.drafts.requests[None]
-    with drafts.lease() as first:
-        assert first.drafting is not None
-        before = first.drafting.token_ids
-        assert before is not None
-        lesson.vocabulary.chosen = np.arange(len(before))
-        with drafts.lease() as second:
-            assert second.drafting is not None
-            assert second.drafting.token_ids is before
-    with drafts.lease() as third:
-        assert third.drafting is not None
-        assert third.drafting.token_ids is lesson.vocabulary.chosen
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    ("settings", "is_few"), [({"temperature": 0.7, "top_p": 0.9}, True), ({"repetition_penalty": 1.2}, False)]
-)
-def test_processors_that_go_by_ids_alone_get_whole_rows(settings: dict[str, Any], is_few: bool) -> None:
-    target = models.build()
-    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
-    served(assistant)
-    widths: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        processed = LeanCandidateGenerator._logits
-
-        def seen(self: Any, ids: torch.Tensor, last: Any) -> torch.Tensor:
-            rows = processed(self, ids, last)
-            widths.append(rows.shape[-1])
-            return rows
-
-        patch.setattr(LeanCandidateGenerator, "_logits", seen)
-        assistant.generate(models.prompt(), max_new_tokens=12, do_sample=True, **settings)
-    few = len(assistant.drafting.token_ids)  # type: ignore[union-attr, arg-type]
-    assert set(widths) == {few if is_few else VOCAB}

@@ -218,38 +218,6 @@ def test_experts_with_a_capacity_get_no_more_tokens_than_it(capacity: int) -> No
     assert (assistant.stats.drafted > 0) == (capacity > 1)
 
 
-@pytest.mark.parametrize(
-    "limits, length, prompt_tokens, expected",
-    [
-        (UNLIMITED, 5, 5, float("inf")),
-        (Limits(max_tokens=3), 8, 5, 2),
-        (Limits(max_tokens=3), 2, 2, 1),
-        (Limits(max_tokens=1), 8, 5, 0),
-        (Limits(max_length=10), 8, 5, 2),
-        (Limits(max_length=10), 12, 5, 0),
-        (Limits(max_length=10, min_prompt=10), 12, 11, float("inf")),
-        (Limits(max_length=10, min_prompt=12), 13, 11, 0),
-        (Limits(with_prompt=False), 5, 5, 0),
-        (Limits(with_prompt=False), 6, 5, float("inf")),
-    ],
-)
-def test_limits_say_how_many_candidates_may_follow(
-    limits: Limits, length: int, prompt_tokens: int, expected: float
-) -> None:
-    assert limits.max_candidates(length, prompt_tokens) == expected
-    assert limits.combined(UNLIMITED) == UNLIMITED.combined(limits) == limits
-
-
-def test_the_stricter_of_two_limits_holds() -> None:
-    both = Limits("a", max_length=10, min_prompt=10).combined(Limits("b", max_tokens=4, max_length=20))
-    assert both == Limits("a; b", 4, 10, float("inf"))
-    assert both.forbid(10)
-    assert not both.forbid(9)
-    assert not both.allow_any(5, 8)
-    assert Limits("a", max_length=10).combined(Limits("b", max_tokens=1)).reason == "b"
-    assert Limits(max_length=10, min_prompt=10).allow_any(11, 99)
-
-
 # --- PEFT -----------------------------------------------------------------------------------------------------------
 
 
@@ -420,18 +388,6 @@ def test_a_window_that_is_left_to_the_cache_is_a_limit() -> None:
     same(target, OnlineAssistant(target, models.draft_of(target), config=MANUAL), **inputs(6))
 
 
-def test_a_model_is_probed_once_and_its_answers_cost_no_further_forwards() -> None:
-    target = models.build()
-    assistant = OnlineAssistant(target, models.draft_of(target, noise=0.0), config=MANUAL)
-    counts = list[int]()
-    for _ in range(3):
-        with models.ForwardCounter(target) as forwards:
-            assistant.generate(**inputs(6), max_new_tokens=10, do_sample=False)
-        counts.append(forwards.count)
-    assert counts[0] - counts[1] <= 10
-    assert counts[1] == counts[2] == 2
-
-
 def arguments_of(target: Any) -> dict[str, Any]:
     config = copy.deepcopy(target.generation_config)
     config.max_length = 99
@@ -466,18 +422,6 @@ def test_a_probe_changes_nothing() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert mask == {name: m.training for name, m in target.named_modules()}
     assert arguments["generation_config"] == before
-
-
-def test_a_probe_that_fails_is_tried_again() -> None:
-    target = models.build()
-
-    def broken(*_: Any) -> None:
-        raise MemoryError
-
-    hook = target.register_forward_pre_hook(broken)
-    assert limits_of(target, models.prompt(), arguments_of(target)).forbid(6)
-    hook.remove()
-    assert limits_of(target, models.prompt(), arguments_of(target)) == UNLIMITED
 
 
 # --- inputs under other names ---------------------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import threading
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -411,21 +409,6 @@ def test_each_decision_is_told(strategy: Any, tmp_path: Path) -> None:
     assistant.close()
     assert tuple(told) == assistant.decisions[: len(told)]
     assert told[0].outcome == "promoted"
-
-
-def test_an_assistant_that_who_listens_refers_to_goes_once_nobody_uses_it() -> None:
-    def listening() -> weakref.ref[OnlineAssistant]:
-        pair = models.pair(num_hidden_layers=1)
-        assistant = OnlineAssistant(*pair, config=MANUAL, on_update=lambda _: told.append(assistant.version))
-        requests(assistant, 1)
-        assistant.update()
-        return weakref.ref(assistant)
-
-    told: list[int] = []
-    assistant = listening()
-    gc.collect()
-    assert assistant() is None
-    assert told == [1]
 
 
 def test_who_fails_on_an_update_costs_no_answer_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from test_draft_forward import COMPILABLE, feed_and_crop, same_as_eager, served_eagerly
+from test_draft_forward import COMPILABLE, same_as_eager, served_eagerly
 
 from osd_hf import OnlineConfig
 from osd_hf.decoding import forward as graphs
@@ -77,28 +77,6 @@ def test_captured_drafts_are_the_eager_ones(
     assert "eagerly" not in caplog.text
 
 
-def test_rounds_of_any_length_are_what_forwards_without_a_cache_are(recorder: Recorder) -> None:
-    model = models.double(models.build())
-    with torch.inference_mode():
-        feed_and_crop(model, CapturedDraft(model).forward(model, 40, 40))
-    assert recorder.replays > recorder.graphs > 0
-
-
-def test_each_copy_cache_and_number_of_tokens_is_captured_once(recorder: Recorder) -> None:
-    model, copy = models.build(), models.build()
-    captured, ids = CapturedDraft(model), models.prompt(9)
-    for _ in range(2):
-        logits_of(captured, model, ids)
-        assert recorder.graphs == 2  # of one token, and of three
-    logits_of(captured, copy, ids)
-    assert recorder.graphs == 4
-    with torch.inference_mode():
-        kept = captured.forward(model, 40, 40)  # whose cache the next request does not get
-        logits_of(captured, model, ids)
-        kept.close()
-    assert recorder.graphs == 6
-
-
 def test_graphs_follow_weights_that_are_written_and_weights_that_move(recorder: Recorder) -> None:
     model, other, ids = models.build(), models.build(), models.prompt(9)
     with torch.no_grad():
@@ -144,18 +122,6 @@ def test_what_cannot_be_captured_runs_eagerly(
     assert caplog.text.count(told) == is_given_up
     assert (recorder.replays > 0) != is_given_up
     assert not left
-
-
-def test_a_number_of_tokens_is_captured_where_it_comes_often(recorder: Recorder) -> None:
-    model, ids = models.build(), models.prompt(9)
-    with torch.inference_mode():
-        forward = CapturedDraft(model).forward(model, 40, 40)
-        forward.feed(ids[:, :4])
-        for number in range(1, graphs.MIN_EAGER_FORWARDS + 2):
-            forward.feed(ids[:, 4:6])
-            forward.crop(4)
-            assert recorder.graphs == 1 + (number >= graphs.MIN_EAGER_FORWARDS)
-    assert recorder.replays == 2 + 1
 
 
 def test_by_default_a_draft_on_cuda_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

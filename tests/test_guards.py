@@ -7,7 +7,6 @@ import models
 import pytest
 import torch
 from transformers import (
-    GenerationConfig,
     LlamaModel,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
@@ -57,23 +56,6 @@ def test_modes_are_refused_before_any_work(name: str, pair: tuple[Any, Any]) -> 
     assert assistant.stats.num_requests == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["num_beams", "assistant_ensemble_weight", "prompt_lookup_num_tokens", "penalty_alpha"]
-)
-def test_modes_are_refused_in_a_generation_config_too(name: str, pair: tuple[Any, Any]) -> None:
-    target, draft = pair
-    assistant = OnlineAssistant(target, draft)
-    config = GenerationConfig(max_new_tokens=3, **REFUSED[name])
-    with models.ForwardCounter(target, assistant.draft) as forwards:
-        with pytest.raises(UnsupportedGenerationError, match=name):
-            assistant.generate(models.prompt(), generation_config=config)
-        other = OnlineAssistant(models.build(), draft)
-        other.target.generation_config = config
-        with pytest.raises(UnsupportedGenerationError, match=name):
-            other.generate(models.prompt(), max_new_tokens=3)
-        assert forwards.count == 0
-
-
 @pytest.mark.parametrize("attach", ["attached", "capture"])
 def test_modes_are_refused_where_the_caller_generates(attach: str, pair: tuple[Any, Any]) -> None:
     name = "assistant_ensemble_weight"
@@ -118,24 +100,6 @@ def test_harmless_values_are_taken(pair: tuple[Any, Any]) -> None:
         assert assistant.generate(ids, **settings, **kwargs).shape == (1, 9)
     assert assistant.generate(input_ids=ids, **settings).shape == (1, 9)
     assert assistant.stats.num_requests == 3
-
-
-@pytest.mark.parametrize(
-    ("inputs", "words"),
-    [
-        (torch.ones(0, 5, dtype=torch.long), "shape"),
-        (torch.ones(5, dtype=torch.long), "shape"),
-        ("What is it?", "return_tensors"),
-        ([1, 2, 3], "return_tensors"),
-    ],
-)
-def test_prompts_of_another_shape_are_refused(inputs: Any, words: str, pair: tuple[Any, Any]) -> None:
-    assistant = OnlineAssistant(*pair)
-    with models.ForwardCounter(*pair) as forwards:
-        for call in ({"inputs": inputs}, {"input_ids": inputs}):
-            with pytest.raises(UnsupportedGenerationError, match=words):
-                assistant.generate(**call, max_new_tokens=3)
-        assert forwards.count == 0
 
 
 def test_tokenizers_that_differ_are_refused(tmp_path: Any) -> None:

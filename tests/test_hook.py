@@ -1,14 +1,8 @@
 import contextvars
 import copy
-import gc
-import inspect
-import io
 import itertools
 import pickle
 import threading
-import warnings
-import weakref
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +10,13 @@ import models
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList, pipeline
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.decoding.draft_length import AutoPace
-from osd_hf.decoding.request import Request, compress_rows
-from osd_hf.errors import CaptureError, UnsupportedGenerationError, UnsupportedModelError
+from osd_hf.errors import CaptureError
 from osd_hf.models import unwrap
 from osd_hf.trace import Trace
-
-LOOP = "_assisted_decoding"  # what is listened to
 
 
 def captured(
@@ -39,6 +29,9 @@ def captured(
         output = target.generate(ids, assistant_model=draft, **kwargs)
     assert len(traces) == 1
     return output, traces[0]
+
+
+PLAIN = {"num_assistant_tokens": 0}  # the target decodes alone
 
 
 def stats(trace: Trace) -> AcceptanceStats:
@@ -102,20 +95,15 @@ def through(assistant: OnlineAssistant, ids: torch.Tensor, **kwargs: Any) -> tup
     return output, traces[0]
 
 
-def plain_assistant(architecture: str, monkeypatch: pytest.MonkeyPatch) -> OnlineAssistant:
-    """One that leaves every request to its target, as where speculation loses."""
-    monkeypatch.setattr(AutoPace, "is_plain", lambda self: True)
-    config = OnlineConfig(update_strategy="manual", num_assistant_tokens="auto", candidates="draft")
+def assistant_of(architecture: str = "llama") -> OnlineAssistant:
+    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=5)
     return OnlineAssistant(*models.pair(architecture, **models.SHALLOW[architecture]), config=config)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5"])
-def test_requests_that_the_target_decodes_alone_are_captured(
-    architecture: str, do_sample: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assistant = plain_assistant(architecture, monkeypatch)
-    ids = models.prompt()
+def test_requests_that_the_target_decodes_alone_are_captured(architecture: str, do_sample: bool) -> None:
+    assistant, ids = assistant_of(architecture), models.prompt()
     requests: list[tuple[torch.Tensor, dict[str, Any]]] = [
         (ids, {"repetition_penalty": 1.4}),
         (ids, {"eos_token_id": list(range(3, 12))}),
@@ -127,24 +115,24 @@ def test_requests_that_the_target_decodes_alone_are_captured(
         requests.append((padded, {"attention_mask": (torch.arange(10) >= 4).long()[None]}))
     with models.ForwardCounter(assistant.draft) as forwards:
         for prompt, settings in requests:
-            output, trace = through(assistant, prompt, do_sample=do_sample, **{"max_new_tokens": 10, **settings})
+            output, trace = through(
+                assistant, prompt, do_sample=do_sample, **{**PLAIN, "max_new_tokens": 10, **settings}
+            )
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             assert trace.completion_ids.tolist() == sequences[0, -len(trace) :].tolist()
             rounds = [(len(r.drafted_ids), r.num_accepted, r.num_emitted) for r in trace.rounds]
             assert rounds == [(0, 0, 1)] * len(trace)
-            assert trace.sampling.get("do_sample", False) == do_sample
+            assert trace.is_sampled == do_sample
             assert trace.prompt_ids.tolist() == ids[0].tolist()
             assert total_variation(trace, plain_rows(assistant.target, trace)) < 1e-3  # raw, before any processor
     assert forwards.count == 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_a_cache_of_an_earlier_turn_is_used_where_the_target_decodes_alone(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assistant = plain_assistant(architecture, monkeypatch)
+def test_a_cache_of_an_earlier_turn_is_used_where_the_target_decodes_alone(architecture: str) -> None:
+    assistant = assistant_of(architecture)
     target = assistant.target
-    settings: dict[str, Any] = {"return_dict_in_generate": True}
+    settings: dict[str, Any] = {**PLAIN, "return_dict_in_generate": True}
     first, _ = through(assistant, models.prompt(), **settings)
     more = torch.cat([first.sequences, models.prompt(4, seed=9)], dim=1)
     again, trace = through(assistant, more, past_key_values=first.past_key_values, **settings)
@@ -152,17 +140,6 @@ def test_a_cache_of_an_earlier_turn_is_used_where_the_target_decodes_alone(
     assert torch.equal(again.sequences, own)
     assert trace.prompt_ids.tolist() == more[0].tolist()
     assert total_variation(trace, plain_rows(target, trace)) < 1e-3
-
-
-def test_a_draft_that_is_never_right_is_never_accepted() -> None:
-    right = [3 + i % 7 for i in range(20)]
-    target = models.scripted(right, 4)
-    draft = models.scripted([token + 1 for token in right], 4)
-    for eos in (None, right[9]):
-        _, trace = captured(target, draft, models.prompt(4, vocab_size=16), eos_token_id=eos)
-        assert stats(trace).alpha == 0.0
-        assert stats(trace).examined > 0
-        assert all(r.num_emitted == 1 for r in trace.rounds)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -220,32 +197,6 @@ def test_stored_rows_are_the_targets(architecture: str, num_logprobs: int | None
         worst = max(worst, total_variation(trace, plain_rows(target, trace)))
     print(f"{architecture}, K={num_logprobs}: total variation at most {worst:.1e}")
     assert worst <= 1e-3
-
-
-@pytest.mark.parametrize("num_logprobs", [64, None])
-@pytest.mark.parametrize("sharpness", [1e-3, 0.1, 1.0, 5.0])
-def test_rows_over_4096_tokens_are_stored_exactly_enough(num_logprobs: int | None, sharpness: float) -> None:
-    logits = sharpness * torch.randn(50, 4096, generator=torch.Generator().manual_seed(0)) + 3
-    top_logits, top_ids, tail = compress_rows(logits, num_logprobs)
-    trace = Trace(
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(50, np.int32),
-        rounds=(),
-        top_logits=top_logits.numpy(),
-        top_ids=np.zeros((50, 0), np.uint16) if top_ids is None else top_ids.numpy().astype(np.uint16),
-        tail_logprob=tail.numpy(),
-        vocab_size=4096,
-    )
-    worst = total_variation(trace, logits)
-    print(f"K={num_logprobs}, sharpness {sharpness}: total variation at most {worst:.1e}")
-    assert worst <= 1e-3
-
-
-def test_rows_of_no_entries_are_kept_where_none_are_asked_for() -> None:
-    target, draft = models.pair()
-    _, trace = captured(target, draft, models.prompt(), num_logprobs=1)
-    assert trace.top_logits.shape == (20, 1)
-    np.testing.assert_array_equal(trace.top_ids[:, 0], trace.completion_ids)
 
 
 # --- every stock assisted generate ----------------------------------------------------------------------------------
@@ -319,10 +270,12 @@ def test_capture_does_not_change_sampled_output() -> None:
         assert ((r.q > 0) & (r.q <= 1) & (r.p >= 0) & (r.p <= 1)).all()
 
 
-def test_probabilities_of_drafted_tokens_are_the_processed_ones() -> None:
-    target, draft = models.pair()
-    ids = models.prompt()
-    _, trace = captured(target, draft, ids, do_sample=True, temperature=1.7, top_k=5, num_logprobs=None)
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_probabilities_of_drafted_tokens_are_the_processed_ones(is_lean: bool) -> None:
+    assistant, ids = assistant_of(), models.prompt()
+    target, draft = assistant.target, models.draft_of(assistant.target)
+    settings = {"do_sample": True, "temperature": 1.7, "top_k": 5}
+    _, trace = through(assistant, ids, **settings) if is_lean else captured(target, draft, ids, **settings)
     rows = [plain_rows(model, trace) / 1.7 for model in (target, draft)]
     start = 0
     for r in trace.rounds:
@@ -335,29 +288,14 @@ def test_probabilities_of_drafted_tokens_are_the_processed_ones() -> None:
         start += r.num_emitted
 
 
-def test_streamers_see_the_same_tokens() -> None:
-    target, draft = models.pair()
-    ids = models.prompt()
-    listener = Listener()
-    output, _ = captured(target, draft, ids, streamer=listener)
-    assert listener.ids == output[0].tolist()
-    assert listener.ended
-
-
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 @pytest.mark.parametrize("architecture", ["llama", "bart"])
 def test_scores_and_logits_are_returned_as_without_capture(architecture: str, penalty: float) -> None:
     target, draft = map(models.double, models.pair(architecture))
     ids = models.prompt()
-    settings = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "repetition_penalty": penalty,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-    }
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    settings |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    settings["repetition_penalty"] = penalty
     alone = target.generate(ids, **settings)
     output, trace = captured(target, draft, ids, **settings)
     assert type(output) is type(alone)
@@ -382,31 +320,6 @@ def test_caches_are_reused_across_turns(architecture: str, padding: int) -> None
     again, trace = captured(target, draft, more, past_key_values=first.past_key_values, **settings)
     assert torch.equal(again.sequences, alone.sequences)
     assert trace.prompt_ids.tolist() == more[0, padding:].tolist()
-    assert total_variation(trace, plain_rows(target, trace)) < 1e-3
-
-
-@pytest.mark.parametrize("architecture", models.DECODER_ONLY)
-def test_left_padding_is_not_in_the_trace(architecture: str) -> None:
-    target, draft = models.pair(architecture, noise=0.05)
-    ids = models.prompt(5)
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], dim=1)
-    mask = (torch.arange(9) >= 4).long()[None]
-    alone = target.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=20)
-    output, trace = captured(target, draft, padded, attention_mask=mask)
-    assert torch.equal(output, alone)
-    assert trace.prompt_ids.tolist() == ids[0].tolist()
-    assert total_variation(trace, plain_rows(target, trace)) < 1e-3
-
-
-def test_padding_of_an_encoders_input_is_not_in_the_trace() -> None:
-    target, draft = models.pair("t5")
-    ids = models.prompt(5)
-    padded = torch.cat([ids, torch.zeros(1, 4, dtype=torch.long)], dim=1)
-    mask = (torch.arange(9) < 5).long()[None]
-    _, trace = captured(target, draft, padded, attention_mask=mask)
-    assert trace.prompt_ids.tolist() == ids[0].tolist()
-    assert trace.decoder_prompt_ids is not None
-    assert trace.decoder_prompt_ids.tolist() == [0]
     assert total_variation(trace, plain_rows(target, trace)) < 1e-3
 
 
@@ -439,18 +352,6 @@ def test_peft_targets_and_drafts_are_captured() -> None:
         assert type(unwrap(pair[0])) is cls
 
 
-def test_a_pipelines_requests_are_captured() -> None:
-    target, draft = models.pair()
-    tokenizer = models.tokenizer()
-    pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft, device="cpu")
-    traces: list[Trace] = []
-    with capture_traces(target, traces.append):
-        answer = pipe("cde", max_new_tokens=10, do_sample=False)
-    assert len(traces) == 1
-    assert traces[0].prompt_ids.tolist() == [5, 6, 7]
-    assert tokenizer.decode(traces[0].completion_ids) in answer[0]["generated_text"]
-
-
 class Compiled:
     """What `torch.compile` returns: it hides the model as `_orig_mod` and passes the rest on."""
 
@@ -468,131 +369,27 @@ def test_a_compiled_target_is_unwrapped() -> None:
     assert trace.completion_ids.tolist() == output[0, 6:].tolist()
 
 
-# --- the model is as before -----------------------------------------------------------------------------------------
-
-
-def test_the_model_is_as_before() -> None:
-    target, draft = models.pair()
-    cls, config = type(target), target.generation_config.to_dict()
-    names, own, loop = (cls.__name__, cls.__module__, cls.__qualname__), dict(vars(cls)), vars(GenerationMixin)[LOOP]
-    traces: list[Trace] = []
-    with capture_traces(target, traces.append):
-        assert type(target) is target.__class__ is cls
-        assert (type(target).__name__, type(target).__module__, type(target).__qualname__) == names
-        assert inspect.signature(cls._assisted_decoding) == inspect.signature(loop)
-        with capture_traces(target, print):
-            pass
-        captured_still = target.generate(models.prompt(), assistant_model=draft, max_new_tokens=4)
-    assert [len(t) for t in traces] == [captured_still.shape[1] - 6] == [4]
-    assert type(target) is cls
-    assert pickle.loads(pickle.dumps(target)).config.vocab_size == models.VOCAB
-    for trigger in (RuntimeError, KeyboardInterrupt):
-        with pytest.raises(trigger), capture_traces(target, print):
-            raise trigger
-        assert type(target) is cls
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no forward")
-
-    handle = target.model.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="no forward"), capture_traces(target, print):
-        target.generate(models.prompt(), assistant_model=draft, max_new_tokens=4)
-    handle.remove()
-    assert type(target) is cls
-    assert target.generation_config.to_dict() == config
-    _, trace = captured(target, draft, models.prompt())
-    assert len(trace) == 20
-    assert target.generation_config.to_dict() == config
-    assert dict(vars(cls)) == own
-    assert vars(GenerationMixin)[LOOP] is loop
-
-
 # --- what users do with a model meanwhile ---------------------------------------------------------------------------
 
 
-def through_file(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Any] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "deepcopy of what holds it": lambda model: copy.deepcopy({"models": [model, model]})["models"][1],
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "pickle, old protocol": lambda model: pickle.loads(pickle.dumps(model, protocol=2)),
-    "torch.save": through_file,
-    "another process": lambda model: pickle.loads(ForkingPickler.dumps(copy.deepcopy(model))),
-}
+COPIES: dict[str, Any] = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
 
 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("listens", ["capture_traces", "attached"])
 def test_copies_made_inside_are_ordinary_models(how: str, listens: str) -> None:
-    target, draft = models.pair()
-    cls, ids = type(target), models.prompt()
+    assistant, ids, traces = assistant_of(), models.prompt(), list[Trace]()
+    target, draft = assistant.target, models.draft_of(assistant.target)
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
     alone = target.generate(ids, **settings)
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
-    traces: list[Trace] = []
     with assistant.attached() if listens == "attached" else capture_traces(target, traces.append):
         copied = COPIES[how](target)
-        assert type(copied) is cls
         assert torch.equal(copied.generate(ids, assistant_model=draft, **settings), alone)
         assert (len(traces), assistant.stats.num_requests) == (0, 0)
         output, trace = captured(copied, draft, ids, max_new_tokens=8)
-        assert torch.equal(output, alone)
-        assert len(trace) == 8
-    output, trace = captured(copied, draft, ids, max_new_tokens=8)
     assert torch.equal(output, alone)
     assert len(trace) == 8
-    assert type(copied) is type(target) is cls
-
-
-def test_a_class_is_let_go_of_with_its_models() -> None:
-    def serve() -> weakref.ref[type]:
-        target, draft = models.pair()
-
-        class Short(type(target)):  # type: ignore[misc]
-            pass
-
-        target.__class__ = Short
-        captured(target, draft, models.prompt())
-        return weakref.ref(Short)
-
-    made = serve()
-    gc.collect()
-    assert made() is None
-
-
-def test_a_request_that_has_ended_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
-    through(assistant, models.prompt())
-    held: list[weakref.ref[Any]] = []
-    watch = Request.watch
-
-    def watched(self: Request, generator: Any, *args: Any) -> None:
-        held.extend((weakref.ref(self), weakref.ref(generator)))
-        watch(self, generator, *args)
-
-    monkeypatch.setattr(Request, "watch", watched)
-    gc.collect()
-    gc.disable()  # the cache of a draft is too large to wait for it
-    try:
-        through(assistant, models.prompt())
-        assert [ref() for ref in held] == [None, None]
-    finally:
-        gc.enable()
-
-
-def test_a_model_saved_under_capture_names_its_own_class(tmp_path: Path) -> None:
-    target = models.build()
-    with capture_traces(target, print):
-        target.save_pretrained(tmp_path)
-    assert type(target).from_pretrained(tmp_path).config.architectures == ["LlamaForCausalLM"]
+    assert type(copied) is type(target)
 
 
 def test_plain_requests_are_not_captured() -> None:
@@ -600,8 +397,6 @@ def test_plain_requests_are_not_captured() -> None:
     traces: list[Trace] = []
     with capture_traces(target, traces.append):
         target.generate(models.prompt(), max_new_tokens=4)
-        with pytest.warns(UserWarning):
-            warnings.warn("so that none of the above warned", stacklevel=1)
     assert traces == []
 
 
@@ -640,17 +435,6 @@ def test_nested_captures_both_see_the_request() -> None:
     assert outer[0].completion_ids.tolist() == inner[0].completion_ids.tolist()
 
 
-def test_captures_of_two_targets_do_not_meet() -> None:
-    first, second = models.build(seed=0), models.build(seed=1)
-    draft = models.draft_of(first)
-    traces: list[Trace] = []
-    with capture_traces(first, traces.append):
-        second.generate(models.prompt(), assistant_model=draft, max_new_tokens=5)
-        assert traces == []
-        first.generate(models.prompt(), assistant_model=draft, max_new_tokens=5)
-    assert len(traces) == 1
-
-
 def test_a_thread_without_the_context_is_not_captured() -> None:
     target, draft = models.pair()
     traces: list[Trace] = []
@@ -680,13 +464,8 @@ def test_threads_with_captures_of_their_own_do_not_mix() -> None:
         with capture_traces(target, seen[length].append):
             ready.wait()
             for ids in models.prompts(4):
-                target.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    assistant_model=own,
-                    max_new_tokens=length,
-                    do_sample=False,
-                )
+                settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": length, "do_sample": False}
+                target.generate(ids, assistant_model=own, **settings)
 
     threads = [threading.Thread(target=serve, args=(length,)) for length in seen]
     for thread in threads:
@@ -720,16 +499,8 @@ def test_a_failing_sink_costs_no_answer() -> None:
     assert [a.shape[1] - 6 for a in answers] == [4, 5, 6]
     assert [len(t) for t in taken] == [4, 6]
     assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_a_callers_own_error_is_not_hidden_by_a_sinks() -> None:
-    target, draft = models.pair()
-
-    def sink(trace: Trace) -> None:
-        raise OSError("disk full")
-
-    with pytest.raises(ZeroDivisionError), capture_traces(target, sink):
-        target.generate(models.prompt(), assistant_model=draft, max_new_tokens=4)
+    with pytest.raises(ZeroDivisionError), capture_traces(target, sink):  # the caller's own error is not hidden
+        target.generate(models.prompt(), assistant_model=draft, max_new_tokens=5)
         raise ZeroDivisionError
 
 
@@ -739,44 +510,11 @@ def test_a_prompt_that_lies_only_in_the_cache_is_not_captured(long: bool, caplog
     ids = models.prompt(8)
     cut = 2 if long else 7
     cache = target(ids[:, :cut], use_cache=True).past_key_values
-    alone = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    alone = target.generate(ids, **settings)
     traces: list[Trace] = []
     with capture_traces(target, traces.append):
-        output = target.generate(
-            ids[:, cut:],
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            assistant_model=draft,
-            max_new_tokens=4,
-            do_sample=False,
-        )
+        output = target.generate(ids[:, cut:], past_key_values=cache, assistant_model=draft, **settings)
     assert torch.equal(output[0, -4:], alone[0, -4:])
     assert traces == []
     assert "not captured" in caplog.text
-
-
-def test_capture_needs_a_model_that_generates() -> None:
-    target = models.build()
-    with pytest.raises(UnsupportedModelError, match="AutoModelForCausalLM"), capture_traces(target.model, print):
-        pass
-    with pytest.raises(UnsupportedModelError, match="list"), capture_traces([], print):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
-        ({"guidance_scale": 2.0}, "guidance_scale"),
-        ({"assistant_early_exit": 1}, "assistant_early_exit"),
-    ],
-)
-def test_lossy_and_draftless_modes_are_refused_under_capture(settings: dict[str, Any], name: str) -> None:
-    target, draft = models.pair()
-    if name in ("assistant_ensemble_weight", "guidance_scale"):
-        settings["assistant_model"] = draft
-    with models.ForwardCounter(target, draft) as forwards, capture_traces(target, print):
-        with pytest.raises(UnsupportedGenerationError, match=name):
-            target.generate(models.prompt(), max_new_tokens=4, **settings)
-        assert forwards.count == 0

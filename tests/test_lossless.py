@@ -501,24 +501,6 @@ def test_a_criterion_leaves_sampled_answers_their_distribution(way: str) -> None
     assert p_value > 1e-3
 
 
-def test_a_draft_that_leaves_out_the_token_of_a_criterion_fails_the_sampled_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    propose = LeanCandidateGenerator.get_candidates
-
-    def get_candidates(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        ids, logits = propose(self, input_ids, **kwargs)
-        stops = [i for i, token in enumerate(ids[0, input_ids.shape[1] :].tolist()) if token in STOPS]
-        if logits is None or not stops:
-            return ids, logits
-        return ids[:, : input_ids.shape[1] + stops[0]], logits[:, : stops[0]] if stops[0] else None
-
-    monkeypatch.setattr(LeanCandidateGenerator, "get_candidates", get_candidates)
-    target, draft = stopping_pair()
-    assistant = assistant_of(target, draft, "lean", FROZEN)
-    assert fits(stopped_answers(assistant, 2, 350), stopped_distribution(target, 2), [end_of]) < 1e-6
-
-
 # --- drafts that break down -----------------------------------------------------------------------------------------
 
 

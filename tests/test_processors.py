@@ -302,25 +302,3 @@ def test_a_processor_that_fails_begins_anew(pair: tuple[Any, Any]) -> None:
     with pytest.raises(AssertionError, match="no token of the grammar"):
         processor(torch.cat([IDS, torch.tensor([[wrong]])], dim=1), scores)
     assert torch.equal(processor(IDS, scores), expected)
-
-
-def test_rows_that_sampling_verifies_with_are_the_targets_own() -> None:
-    # p of each drafted token, as the loop had it, against a pass of the target alone over the answer.
-    target, draft = models.pair(noise=0.2)
-    assistant = OnlineAssistant(target, draft, config=FROZEN)
-    kwargs = {"do_sample": True, "temperature": 1.4, "top_k": 4, "max_new_tokens": 20}
-    processor = opted_in(True)
-    for number in range(4):
-        torch.manual_seed(number)
-        output = assistant.generate(
-            IDS, logits_processor=[processor], output_scores=True, return_dict_in_generate=True,
-            attention_mask=torch.ones_like(IDS), **kwargs,
-        )  # fmt: skip
-        matcher, rows = Matcher(), output.scores
-        with torch.no_grad():
-            logits = target(output.sequences).logits[:, IDS.shape[1] - 1 : -1].float()
-        for i, row in enumerate(rows):
-            plain = matcher(output.sequences[:, : IDS.shape[1] + i], logits[:, i]) / 1.4
-            plain = plain.masked_fill(plain < plain.topk(4).values[..., -1:], -torch.inf)
-            assert torch.equal(row.isfinite(), plain.isfinite())
-            assert torch.allclose(row.softmax(-1).double(), plain.softmax(-1).double(), rtol=1e-3, atol=1e-4)

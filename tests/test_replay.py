@@ -1,6 +1,5 @@
 import importlib
 import itertools
-import threading
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from osd_hf import AcceptanceStats, DraftRound, Trace, capture_traces, replay
+from osd_hf import AcceptanceStats, Trace, capture_traces, replay
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError, VocabularyMismatchError
-from osd_hf.replay import completion_states, redraft, replay_each, rounds_of
-from osd_hf.trace import bare_trace
+from osd_hf.replay import redraft, replay_each, rounds_of
 
 
 def live(target: Any, draft: Any, prompts: list[torch.Tensor], **settings: Any) -> list[Trace]:
@@ -238,23 +236,6 @@ def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatc
     assert largest.elements == 6 * 4096  # a part; of 24 positions
 
 
-def test_a_head_that_stands_aside_serves_other_threads() -> None:
-    model, shapes = models.build(), []
-    states = torch.zeros(1, 3, model.lm_head.in_features)
-
-    def serve(*_: Any) -> None:
-        thread = threading.Thread(target=lambda: shapes.append(tuple(model.lm_head(states).shape)))
-        thread.start()
-        thread.join()
-
-    model.model.register_forward_hook(serve)
-    trace = bare_trace([3, 4, 5], [6, 7], models.VOCAB)
-    with torch.no_grad():
-        found = completion_states(model, [trace])
-    assert found.shape == (len(trace), model.lm_head.in_features)
-    assert shapes == [(1, 3, models.VOCAB)]
-
-
 # --- care -----------------------------------------------------------------------------------------------------------
 
 
@@ -284,11 +265,3 @@ def test_processors_that_cannot_be_rebuilt_are_named(caplog: pytest.LogCaptureFi
     replay(draft, [foreign])
     assert "Mine" in caplog.text
     assert "approximate" in caplog.text
-
-
-def test_rounds_know_what_was_examined() -> None:
-    ids = np.arange(5, dtype=np.int32)
-    assert DraftRound(ids, 2, 3).num_examined == 3
-    assert DraftRound(ids, 5, 6).num_examined == 5
-    assert DraftRound(ids, 3, 3).num_examined == 3  # cut at EOS: an accepted token ends the answer
-    assert DraftRound(ids[:0], 0, 1).num_examined == 0

@@ -11,12 +11,12 @@ import models
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.decoding.draft_length import DRAFT, Acceptance, AutoPace, Pace, Pacer, RoundTime
+from osd_hf.decoding.draft_length import DRAFT, Pace
 from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.decoding.text import (
     BYTES_PER_TOKEN,
@@ -76,50 +76,6 @@ def test_a_guess_is_what_follows_the_longest_match_most_often(texts: list[list[i
     assert next(index.guesses(tail), None) == found_by_hand(text, tail)
 
 
-@given(tokens.filter(bool), st.integers(1, 20))
-def test_guesses_go_on_as_the_text_does(text: list[int], start: int) -> None:
-    index = TextIndex(1024)
-    index.extend([9, *range(10, 30), *text])
-    tail = list(range(10, 10 + min(start, 20)))
-    expected = [*range(10 + len(tail), 30), *text]
-    found = list(index.guesses(tail))
-    assert [guess.token for guess in found] == expected
-    assert [guess.length for guess in found] == [min(len(tail) + i, MAX_MATCH_TOKENS) for i in range(len(found))]
-    assert all(guess[3:] == (1, 1) for guess in found)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 5), max_size=400), st.integers(1, 80), tokens.filter(bool))
-def test_the_oldest_text_gives_way(text: list[int], capacity: int, tail: list[int]) -> None:
-    index = TextIndex(capacity)
-    index.extend(text)
-    assert len(index) <= capacity
-    assert index.nbytes <= capacity * BYTES_PER_TOKEN
-    held = text[len(text) - len(index) :]
-    found = next(index.guesses(tail), None)
-    if found is not None:  # it stands there, behind such a match
-        match = tail[-found.length :]
-        n = len(match)
-        assert any([*held[i : i + n], held[i + n]] == [*match, found.token] for i in range(len(held) - n))
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.lists(st.integers(-1, 5), min_size=1, max_size=300), min_size=1, max_size=4),
-    st.sampled_from([64, 256, 1024]),
-    tokens.filter(bool),
-)
-@example([[1] * 32 + [3]], 256, [1])  # 1 and 3 share a place in a table that has not grown yet
-def test_tokens_are_indexed_alike_in_parts_of_any_size(parts: list[list[int]], size: int, tail: list[int]) -> None:
-    at_once, in_turn = TextIndex(size), TextIndex(size)
-    for part in parts:
-        at_once.extend(part)
-        for token in part:
-            in_turn.extend([token])
-    found = list(itertools.islice(in_turn.guesses(tail), 40))
-    assert list(itertools.islice(at_once.guesses(tail), 40)) == found
-
-
 def test_threads_may_add_while_others_look_up() -> None:
     index, failures = TextIndex(1 << 15), list[Exception]()
     is_done = threading.Event()
@@ -143,16 +99,6 @@ def test_threads_may_add_while_others_look_up() -> None:
     assert failures == []
 
 
-def test_what_is_separate_is_not_gone_on_with() -> None:
-    index = TextIndex(256)
-    index.extend([1, 2, 3])
-    index.separate()
-    index.extend([4, 5])
-    assert next(index.guesses([2, 3]), None) is None
-    assert [guess.token for guess in index.guesses([2])] == [3]
-    assert [guess.token for guess in index.guesses([3, 4])] == [5]  # one token is the same
-
-
 # --- of a request ---------------------------------------------------------------------------------------------------
 
 
@@ -169,15 +115,6 @@ def test_a_request_is_continued_by_its_own_text_and_by_earlier_one() -> None:
     assert text.guesses() == []
     text.proposed(7)
     assert [(g.token, g.kind) for g in text.guesses()] == [(60, 0), (8, 1)]  # the newest of its own
-
-
-def test_a_source_is_looked_up_and_not_gone_on_with() -> None:
-    text = RequestText([5, 6, 7], [1], 20)
-    assert text.guesses() == []
-    text.settled([6])
-    assert [g.token for g in text.guesses()] == [7]
-    alone = RequestText([5, 6, 7], [7], 20)
-    assert alone.guesses() == []
 
 
 # --- whose it is ----------------------------------------------------------------------------------------------------
@@ -224,101 +161,6 @@ def test_earlier_text_is_bounded_and_the_longest_unused_goes() -> None:
     for _ in range(20):
         one.add(None, None, range(100), range(100))
     assert one.nbytes <= one.max_bytes
-
-
-# --- which source ---------------------------------------------------------------------------------------------------
-
-
-def measured(**seconds: float) -> Pacer:
-    """A pacer that knows costs: of a plain round, of one with candidates and of each, of the draft's tokens."""
-    cost = {"plain": 1.0, "base": 1.0, "each": 0.02, "draft": 0.1, **seconds}
-    pacer = Pacer()
-    for _ in range(200):
-        pacer.costs.add(RoundTime(seconds=cost["plain"]))
-        for k in (1, 2, 4, 8):
-            pacer.costs.add(RoundTime(k, seconds=cost["base"] + cost["each"] * k))
-            draft = cost["draft"] * k
-            seconds_of_it = cost["base"] + cost["each"] * k + draft
-            pacer.costs.add(RoundTime(k, k, draft, seconds_of_it))
-    return pacer
-
-
-def taught(pacer: Pacer, *, draft: float, text: dict[Guess, float], sources: str = "both") -> AutoPace:
-    """A request's pace where so many tokens of the draft's, and guesses of each kind, were right."""
-    pace, known = pacer.pace(None, sources), pacer._domains[None]
-    known.alpha.mean = draft
-    known.alpha.weight = 128.0
-    for cell in (*known._by_confidence, *known._next_by_confidence):
-        cell.mean, cell.weight = draft, 128.0
-    for guess, share in text.items():
-        cell = known.guessed(guess)
-        cell.mean, cell.weight = share, 256.0
-    return pace
-
-
-SURE, RARE = Guess(7, 0, 12, 1, 1), Guess(7, 0, 1, 1, 5)
-SHARES = {SURE: 0.95, RARE: 0.05}
-
-
-@pytest.mark.parametrize(
-    ("draft", "cost", "guess", "expected"),
-    [
-        (0.8, 0.1, SURE, SURE),  # nothing is gained by asking the draft
-        (0.8, 0.1, RARE, DRAFT),
-        (0.8, 0.1, None, DRAFT),
-        (0.8, 2.0, RARE, RARE),  # it takes too long; a candidate costs next to nothing
-        (0.0, 0.1, None, None),
-        (0.0, 0.1, SURE, SURE),
-    ],
-)
-def test_a_candidate_comes_from_where_it_pays(draft: float, cost: float, guess: Guess | None, expected: Any) -> None:
-    pace = taught(measured(draft=cost), draft=draft, text=SHARES)
-    found = []
-    for _ in range(10):
-        pace.begin()
-        found.append(pace.next([] if guess is None else [guess]))
-        drafted = int(found[-1] == DRAFT)
-        if drafted:
-            pace.drafted(3, 0.5)
-        pace.judged(0, [1])
-        pace.timed(RoundTime(int(found[-1] is not None), drafted, cost * drafted, 1.0 + cost * drafted))
-    assert found.count(expected) >= 8  # now and then a round is plain, or finds out
-
-
-def test_a_round_has_as_many_guesses_as_they_are_worth() -> None:
-    def count(share: float, each: float) -> int:
-        pace = taught(measured(each=each), draft=0.0, text={SURE: share})
-        pace.begin()
-        return sum(1 for _ in itertools.takewhile(bool, (pace.next([SURE]) for _ in range(40))))
-
-    assert count(0.99, 0.02) > count(0.8, 0.02) > count(0.3, 0.02) >= 1
-    assert count(0.8, 0.02) > count(0.8, 0.2)
-    assert count(1.0, 0.0001) == 32
-
-
-def test_guesses_are_judged_by_what_came_whether_they_were_proposed_or_not() -> None:
-    pacer = measured(draft=5.0)
-    pace = taught(pacer, draft=0.0, text={SURE: 0.5, RARE: 0.5}, sources="text")
-    known = pacer._domains[None]
-    pace.begin()
-    assert pace.next([SURE]) == SURE
-    assert pace.next([RARE]) == RARE
-    pace.judged(1, [7, 9])  # the second one was wrong
-    assert known.guessed(SURE).mean > 0.5 > known.guessed(RARE).mean
-    before = known.guessed(RARE).mean
-    pacer.costs.plain.mean = 0.1  # candidates do not pay
-    pace.begin()
-    assert pace.next([RARE]) is None
-    pace.judged(0, [7])
-    assert known.guessed(RARE).mean > before
-
-
-def test_text_that_brings_nothing_is_hardly_looked_up() -> None:
-    pacer, domain = measured(), Acceptance()
-    domain.text_tokens.mean, domain.text_tokens.weight = 0.0, 128.0
-    pacer._domains[None] = domain
-    looked_up = [not pacer.pace(None, "text").is_plain() for _ in range(150)]
-    assert looked_up.count(True) == 10
 
 
 # --- rounds from past text ------------------------------------------------------------------------------------------

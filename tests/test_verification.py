@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_draft_forward import COMPILE, Gone, served_together
+from test_draft_forward import COMPILE, served_together
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
@@ -387,16 +387,6 @@ def test_adapters_of_the_target_are_served_as_they_are_now(
     assert "not compiled" not in caplog.text
 
 
-def test_autocast_goes_through_the_targets_own_forward(untraced: None, fed: list[int]) -> None:
-    target, draft = models.pair(**models.SHALLOW["llama"])
-    assistant, ids = assistant_of(target, draft), models.prompt()
-    with torch.autocast("cpu", torch.bfloat16):
-        answer(assistant.generate, ids, learn=False)
-    assert fed == []
-    same_as_alone(assistant, ids)
-    assert len(fed) > 2
-
-
 # --- failures -------------------------------------------------------------------------------------------------------
 
 COMPLAINT = "no C++ compiler.\nSee the log."
@@ -423,49 +413,6 @@ def test_without_a_compiler_the_target_verifies_eagerly(
     assert fed == []
     assert caplog.text.count("The target is not compiled and runs eagerly") == 1
     assert "RuntimeError: no C++ compiler" in caplog.text
-
-
-def test_a_changed_target_that_cannot_be_compiled_again_verifies_eagerly(
-    fed: list[int], free: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    graphs = Graphs()
-
-    def backend(graph: Any, example: Any) -> Any:
-        return fail() if graphs else graphs.backend(graph, example)
-
-    monkeypatch.setattr(torch, "compile", lambda step, **_: COMPILE(step, fullgraph=True, backend=backend))
-    caplog.set_level(logging.WARNING)
-    assistant, ids = assistant_of(*small()), models.prompt()
-    same_as_alone(assistant, ids, 14)
-    assert "runs eagerly" not in caplog.text
-    assistant.target.model.layers[0].mlp = torch.nn.Linear(32, 32, dtype=torch.float64)
-    cache = DynamicCache()
-    first = same_as_alone(assistant, ids, 14)
-    rounds = len(fed)
-    assert rounds > 3
-    for _ in range(2):  # given up, and told once
-        assert answer(assistant.generate, ids, 14, past_key_values=cache) == first
-        assert same_as_alone(assistant, models.prompt(seed=3), 14) != first
-        cache = DynamicCache()
-    assert len(fed) == rounds
-    assert len(free) == 1
-    assert caplog.text.count("The target is not compiled and runs eagerly") == 1
-
-
-def test_a_failed_request_gives_its_cache_back(untraced: None, fed: list[int], free: list[Any]) -> None:
-    assistant = assistant_of(*small())
-    same_as_alone(assistant, models.prompt())
-    rounds, cache = len(fed), DynamicCache()
-
-    for _ in range(2):
-        with pytest.raises(ConnectionResetError):
-            answer(assistant.generate, models.prompt(), streamer=Gone(5), past_key_values=cache)
-        assert cache.get_seq_length() > 6  # with what it was fed
-        cache = DynamicCache()
-    assert len(fed) > rounds + 2
-    for seed in range(2):
-        same_as_alone(assistant, models.prompt(seed=seed))
-    assert len(free) == 1
 
 
 # --- threads and modes ----------------------------------------------------------------------------------------------
