@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,13 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3ForCausalLM,
+    StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
 
 VOCAB = 64
 WINDOW = 8  # of the sliding models; answers in tests are longer
@@ -241,6 +244,30 @@ def pair(
     return target, draft_of(target, noise, k=k)
 
 
+def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
+    """An assistant with five drafted tokens, updates by hand, and no gate, unless `settings` say otherwise."""
+    fixed = {"num_assistant_tokens": 5, "update_strategy": "manual", "gate": False}
+    return OnlineAssistant(target, draft, config=OnlineConfig(**{**fixed, **settings}))
+
+
+def greedy(ids: torch.Tensor, **settings: Any) -> dict[str, Any]:
+    """Arguments of `generate` for twenty greedy tokens, unless `settings` say otherwise."""
+    return {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **settings}
+
+
+def alone(target: Any, ids: torch.Tensor, **settings: Any) -> Any:
+    return target.generate(ids, **greedy(ids, **settings))
+
+
+def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[Any, Trace]:
+    """What `generate` returned, and the trace of the request."""
+    traces: list[Trace] = []
+    with capture_traces(assistant.target, traces.append):
+        output = assistant.generate(ids, **greedy(ids, **settings))
+    (trace,) = traces
+    return output, trace
+
+
 def prompt(length: int = 6, seed: int = 0, vocab_size: int = VOCAB) -> torch.Tensor:
     """Ids of shape `(1, length)`, special ones left out."""
     generator = torch.Generator().manual_seed(seed)
@@ -355,6 +382,41 @@ class Largest(TorchDispatchMode):
             if isinstance(part, torch.Tensor):
                 self.elements = max(self.elements, part.numel())
         return output
+
+
+class Streamer:
+    """Keeps the chunks that are put, and calls a function with their number after each."""
+
+    def __init__(self, then: Callable[[int], object] = lambda count: None) -> None:
+        self.chunks: list[list[int]] = []
+        self.then = then
+        self.has_ended = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk]
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.has_ended
+        self.chunks.append(value.flatten().tolist())
+        self.then(len(self.chunks))
+
+    def end(self) -> None:
+        self.has_ended = True
+
+
+class EndsWith(StoppingCriteria):  # type: ignore[misc]
+    """Ends each row at one of these tokens; counts the lengths at which it was asked."""
+
+    is_stateless = True  # except for the counts
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens = torch.tensor(sorted(tokens))
+        self.calls: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls.append(input_ids.shape[1])
+        return torch.isin(input_ids[:, -1], self.tokens)
 
 
 class ForwardCounter:

@@ -9,10 +9,9 @@ from typing import Any
 import models
 import pytest
 import torch
-from test_draft_forward import Gone
 from test_lossless import transitions_fit
 
-from osd_hf import OnlineAssistant, OnlineConfig, Trace
+from osd_hf import OnlineAssistant, Trace
 from osd_hf.decoding.forward import DraftForward
 from osd_hf.decoding.generator import MAX_CHATS
 
@@ -34,9 +33,9 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    fixed = {"num_assistant_tokens": 5, "update_strategy": "manual", "gate": False}
-    return OnlineAssistant(target, draft, config=OnlineConfig(**{**fixed, **settings}))
+def leave(count: int) -> None:
+    if count == 2:
+        raise ConnectionResetError
 
 
 def turn(assistant: OnlineAssistant, ids: torch.Tensor, cache: Any = None, **settings: Any) -> tuple[Any, Trace]:
@@ -53,11 +52,6 @@ def asked_on(output: Any, seed: int = 1) -> torch.Tensor:
     return torch.cat([output.sequences, models.prompt(MORE, seed=seed)], dim=1)
 
 
-def alone(target: Any, ids: torch.Tensor) -> list[int]:
-    output = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
-    return list(output[0].tolist())
-
-
 def drafted(trace: Trace) -> list[list[int]]:
     return [r.drafted_ids.tolist() for r in trace.rounds]
 
@@ -66,7 +60,7 @@ def drafted(trace: Trace) -> list[list[int]]:
 def test_the_second_turn_reads_what_is_new_and_proposes_what_a_fresh_draft_would(
     architecture: str, fed: list[int]
 ) -> None:
-    assistant = assistant_of(*models.pair(architecture, noise=0.08))
+    assistant = models.assistant_of(*models.pair(architecture, noise=0.08))
     first, _ = turn(assistant, models.prompt(30))
     ids, fresh = asked_on(first), copy.deepcopy(first.past_key_values)
     fed.clear()
@@ -75,7 +69,11 @@ def test_the_second_turn_reads_what_is_new_and_proposes_what_a_fresh_draft_would
     fed.clear()
     ours, trace = turn(assistant, ids, first.past_key_values)
     assert MORE < fed[0] <= MORE + UNREAD
-    assert ours.sequences.tolist() == theirs.sequences.tolist() == [alone(assistant.target, ids)]
+    assert (
+        ours.sequences.tolist()
+        == theirs.sequences.tolist()
+        == [models.alone(assistant.target, ids, max_new_tokens=NEW)[0].tolist()]
+    )
     assert drafted(trace) == drafted(its_trace)
     assert any(r.num_accepted for r in trace.rounds)
 
@@ -84,7 +82,7 @@ def test_the_second_turn_reads_what_is_new_and_proposes_what_a_fresh_draft_would
 def test_a_history_that_was_edited_is_read_from_there(architecture: str, fed: list[int]) -> None:
     target, _ = models.pair()
     draft = models.draft_of(models.build(architecture)) if architecture != "llama" else models.draft_of(target)
-    assistant = assistant_of(target, draft)
+    assistant = models.assistant_of(target, draft)
     first, _ = turn(assistant, models.prompt(30))
     ids, kept = asked_on(first), 20
     ids[0, kept] = 3 + (ids[0, kept] - 2) % 7
@@ -95,34 +93,34 @@ def test_a_history_that_was_edited_is_read_from_there(architecture: str, fed: li
     again, trace = turn(assistant, ids, cache)
     # A window has forgotten what came before it.
     assert fed[0] == ids.shape[1] - (kept if architecture == "llama" else 0)
-    assert again.sequences[0].tolist() == alone(target, ids)
+    assert again.sequences[0].tolist() == models.alone(target, ids, max_new_tokens=NEW)[0].tolist()
     assert drafted(trace) == drafted(as_fresh)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_a_turn_in_which_nothing_was_drafted_keeps_nothing(architecture: str) -> None:
-    assistant = assistant_of(*models.pair(architecture, num_hidden_layers=2))
+    assistant = models.assistant_of(*models.pair(architecture, num_hidden_layers=2))
     first, _ = turn(assistant, models.prompt(10), max_new_tokens=1)
     ids = asked_on(first)
     again, _ = turn(assistant, ids, first.past_key_values)
-    assert again.sequences[0].tolist() == alone(assistant.target, ids)
+    assert again.sequences[0].tolist() == models.alone(assistant.target, ids, max_new_tokens=NEW)[0].tolist()
 
 
 def test_another_version_reads_all_anew(fed: list[int]) -> None:
-    assistant = assistant_of(*models.pair(noise=0.2), optimizer="adamw")
+    assistant = models.assistant_of(*models.pair(noise=0.2), optimizer="adamw")
     ids, cache = models.prompt(30), None
     for version in range(3):  # the third is written where the second one was
         assert assistant.version == version
         fed.clear()
         output, _ = turn(assistant, ids, cache)
         assert fed[0] == ids.shape[1]
-        assert output.sequences[0].tolist() == alone(assistant.target, ids)
+        assert output.sequences[0].tolist() == models.alone(assistant.target, ids, max_new_tokens=NEW)[0].tolist()
         ids, cache = asked_on(output, seed=version), output.past_key_values
         assistant.update(1)
 
 
 def test_what_was_read_goes_with_the_callers_cache_and_of_so_many_chats_alone() -> None:
-    assistant = assistant_of(*models.pair(num_hidden_layers=1))
+    assistant = models.assistant_of(*models.pair(num_hidden_layers=1))
     assert assistant.drafting is not None
     chats = assistant.drafting._chats
     outputs = [turn(assistant, models.prompt(seed=seed), max_new_tokens=3)[0] for seed in range(MAX_CHATS + 2)]
@@ -131,13 +129,13 @@ def test_what_was_read_goes_with_the_callers_cache_and_of_so_many_chats_alone() 
     gc.collect()
     assert len(chats) == 1
     with pytest.raises(ConnectionResetError):
-        turn(assistant, asked_on(outputs[2]), outputs[2].past_key_values, streamer=Gone(2))
+        turn(assistant, asked_on(outputs[2]), outputs[2].past_key_values, streamer=models.Streamer(leave))
     assert len(chats) == 0
 
 
 def test_sampled_turns_have_the_targets_distribution(fed: list[int]) -> None:
     target, draft = models.bigram(0), models.bigram(1)
-    assistant = assistant_of(target, draft)
+    assistant = models.assistant_of(target, draft)
     ids, cache, answers = torch.tensor([[0, 1, 2]]), None, []
     for number in range(3):
         fed.clear()
@@ -152,10 +150,10 @@ def test_sampled_turns_have_the_targets_distribution(fed: list[int]) -> None:
 
 def test_a_compiled_draft_keeps_nothing(fed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    assistant = assistant_of(*models.pair(num_hidden_layers=1), compile_draft=True)
+    assistant = models.assistant_of(*models.pair(num_hidden_layers=1), compile_draft=True)
     first, _ = turn(assistant, models.prompt(30))
     ids = asked_on(first)
     fed.clear()
     again, _ = turn(assistant, ids, first.past_key_values)
     assert fed[0] == ids.shape[1]
-    assert again.sequences[0].tolist() == alone(assistant.target, ids)
+    assert again.sequences[0].tolist() == models.alone(assistant.target, ids, max_new_tokens=NEW)[0].tolist()

@@ -101,14 +101,11 @@ def test_what_is_taken_back_leaves_no_trace(architecture: str) -> None:
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    fixed = {"num_assistant_tokens": 5, "update_strategy": "manual", "compile_draft": True, "gate": False}
-    settings = {**fixed, **settings}
-    return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
+    return models.assistant_of(target, draft, **{"compile_draft": True, **settings})
 
 
 def answer(assistant: OnlineAssistant, ids: torch.Tensor, length: int = 20, **settings: Any) -> list[int]:
-    settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": length, **settings}
-    output: list[int] = assistant.generate(ids, **settings)[0].tolist()
+    output: list[int] = assistant.generate(ids, **models.greedy(ids, max_new_tokens=length, **settings))[0].tolist()
     return output
 
 
@@ -163,21 +160,6 @@ def test_compiled_drafts_are_the_eager_ones(architecture: str, traced: None, cap
     assert "not compiled" not in caplog.text
 
 
-class Gone:
-    """A streamer whose reader goes away at the call of this number."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-    def put(self, value: torch.Tensor) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise ConnectionResetError
-
-    def end(self) -> None:
-        pass
-
-
 def test_an_update_reaches_what_is_compiled(traced: None) -> None:
     target, draft = models.pair(noise=0.3, num_hidden_layers=1)
     ways = []
@@ -199,28 +181,13 @@ def test_an_update_reaches_what_is_compiled(traced: None) -> None:
         assert one.accepted_length_histogram == other.accepted_length_histogram
 
 
-class Meeting:
-    """A streamer that waits for the other request behind its prompt, so that both are in their rounds together."""
-
-    def __init__(self, meet: Callable[[], object]) -> None:
-        self.meet = meet
-        self.puts = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.puts += 1
-        if self.puts == 2:
-            self.meet()
-
-    def end(self) -> None:
-        pass
-
-
 def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> list[list[int]]:
-    barrier = threading.Barrier(len(prompts), timeout=LONG)
+    barrier = threading.Barrier(len(prompts), timeout=LONG)  # behind the prompt: both are in their rounds together
     answers: dict[int, list[int]] = {}
 
     def serve(number: int) -> None:
-        answers[number] = answer(assistant, prompts[number], streamer=Meeting(barrier.wait))
+        streamer = models.Streamer(lambda count: barrier.wait() if count == 2 else None)
+        answers[number] = answer(assistant, prompts[number], streamer=streamer)
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(serve, number)) for number in range(len(prompts))

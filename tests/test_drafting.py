@@ -8,42 +8,18 @@ import models
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import StoppingCriteria, StoppingCriteriaList
 
-from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, replay
+from osd_hf import capture_traces, replay
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.errors import ConfigError
-from osd_hf.trace import Trace
-
-
-def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    fixed = {"num_assistant_tokens": 5, "update_strategy": "manual", "gate": False}  # each update is a version
-    settings = {**fixed, **settings}
-    return OnlineAssistant(target, draft, config=OnlineConfig(**settings))
-
-
-def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[Any, Trace]:
-    """What `generate` returned, and the trace of the request."""
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **settings}
-    traces: list[Trace] = []
-    with capture_traces(assistant.target, traces.append):
-        output = assistant.generate(ids, **settings)
-    assert len(traces) == 1
-    return output, traces[0]
-
-
-def alone(target: Any, ids: torch.Tensor, **settings: Any) -> Any:
-    settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **settings}
-    return target.generate(ids, **settings)
-
 
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
 def test_drafting_ends_behind_eos() -> None:
     target, draft = models.scripted([3, 4, 5, 6, 7, 8], 4), models.scripted([3, 2, 5, 6, 7, 8], 4)
-    assistant = assistant_of(target, draft)
-    _, trace = answered(assistant, models.prompt(4, vocab_size=16), eos_token_id=[2, 9], max_new_tokens=6)
+    assistant = models.assistant_of(target, draft)
+    _, trace = models.answered(assistant, models.prompt(4, vocab_size=16), eos_token_id=[2, 9], max_new_tokens=6)
     assert [r.drafted_ids.tolist() for r in trace.rounds] == [[3, 2], [5, 6, 7]]
     assert trace.completion_ids.tolist() == [3, 4, 5, 6, 7, 8]
 
@@ -51,37 +27,18 @@ def test_drafting_ends_behind_eos() -> None:
 # --- streaming ------------------------------------------------------------------------------------------------------
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.chunks: list[list[int]] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert self.ends == 0
-        self.chunks.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ends += 1
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for chunk in self.chunks for token in chunk]
-
-
-def streamed(generate: Any, ids: torch.Tensor, **settings: Any) -> Listener:
-    listener = Listener()
-    generate(ids, attention_mask=torch.ones_like(ids), streamer=listener, max_new_tokens=20, **settings)
-    assert listener.ends == 1
-    return listener
+def streamed(generate: Any, ids: torch.Tensor, **settings: Any) -> models.Streamer:
+    streamer = models.Streamer()
+    generate(ids, streamer=streamer, **models.greedy(ids, **settings))
+    assert streamer.has_ended
+    return streamer
 
 
 @pytest.mark.parametrize(("architecture", "k"), [("llama", 1), ("llama", 5), ("gemma3", 5), ("t5", 5)])
 def test_a_streamer_gets_the_chunks_that_transformers_generator_gives(architecture: str, k: int) -> None:
     target, draft = models.pair(architecture, noise=0.06, **models.SHALLOW[architecture])
-    assistant = assistant_of(target, draft, num_assistant_tokens=k)
-    for name, value in (("num_assistant_tokens", k), ("assistant_confidence_threshold", 0.0)):
-        setattr(draft.generation_config, name, value)
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant = models.assistant_of(target, draft, num_assistant_tokens=k)
+    models.fixed_k(draft, k)
 
     def stock(*args: Any, **kwargs: Any) -> Any:
         with capture_traces(target, lambda trace: None):
@@ -89,18 +46,8 @@ def test_a_streamer_gets_the_chunks_that_transformers_generator_gives(architectu
 
     sizes = set()
     for ids in models.prompts(1):
-        answer = alone(target, ids)[0].tolist()
-        token = answer[-7]
-
-        class EndsWith(StoppingCriteria):  # type: ignore[misc]
-            is_stateless = True
-
-            def __call__(self, ids: torch.Tensor, scores: Any, token: int = token, **kwargs: Any) -> torch.Tensor:
-                return ids[:, -1] == token
-
-        stop = StoppingCriteriaList([EndsWith()])
-        for settings in ({}, {"eos_token_id": answer[-4]}, {"stopping_criteria": stop}):
-            settings["do_sample"] = False
+        answer = models.alone(target, ids)[0].tolist()
+        for settings in ({}, {"eos_token_id": answer[-4]}, {"stopping_criteria": [models.EndsWith(answer[-7:-6])]}):
             ours, theirs, own = (
                 streamed(generate, ids, **settings) for generate in (assistant.generate, stock, target.generate)
             )
@@ -134,12 +81,12 @@ def with_few_positions(target: Any, architecture: str) -> Any:
 @pytest.mark.parametrize("architecture", FEW_POSITIONS)
 def test_a_draft_with_few_positions_drafts_up_to_its_limit(architecture: str, sampled: bool) -> None:
     target = models.build(architecture)
-    assistant = assistant_of(target, with_few_positions(target, architecture))
+    assistant = models.assistant_of(target, with_few_positions(target, architecture))
     ids = models.prompt(6)
-    output, trace = answered(assistant, ids, max_new_tokens=30, do_sample=sampled)
+    output, trace = models.answered(assistant, ids, max_new_tokens=30, do_sample=sampled)
     assert len(trace) == 30
     if not sampled:
-        assert torch.equal(output, alone(target, ids, max_new_tokens=30))
+        assert torch.equal(output, models.alone(target, ids, max_new_tokens=30))
     counts = AcceptanceStats.from_trace(trace)
     assert counts.accepted == counts.examined
     length = len(trace.prompt_ids if trace.decoder_prompt_ids is None else trace.decoder_prompt_ids)
@@ -156,37 +103,37 @@ def test_a_draft_with_few_positions_drafts_up_to_its_limit(architecture: str, sa
 @pytest.mark.parametrize("architecture", FEW_POSITIONS)
 def test_behind_a_prompt_or_source_beyond_its_positions_a_draft_is_silent(architecture: str, sampled: bool) -> None:
     target = models.build(architecture)
-    assistant = assistant_of(target, with_few_positions(target, architecture))
+    assistant = models.assistant_of(target, with_few_positions(target, architecture))
     ids, draft = models.prompt(LIMIT + 6), assistant.draft
     encoders = [draft.get_encoder()] if draft.config.is_encoder_decoder else []
     with models.ForwardCounter(draft, *encoders) as forwards:
-        output, trace = answered(assistant, ids, do_sample=sampled)
+        output, trace = models.answered(assistant, ids, do_sample=sampled)
     assert len(trace) == 20
-    assert sampled or torch.equal(output, alone(target, ids))
+    assert sampled or torch.equal(output, models.alone(target, ids))
     assert (forwards.count, assistant.stats.drafted) == (0, 0)
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
 def test_the_draft_does_not_see_the_padding_of_a_source(architecture: str) -> None:
     target = models.build(architecture)
-    assistant = assistant_of(target, copy.deepcopy(target))
+    assistant = models.assistant_of(target, copy.deepcopy(target))
     ids = torch.cat([models.prompt(5), torch.zeros(1, 4, dtype=torch.long)], dim=1)
     mask = (torch.arange(9) < 5).long()[None]
-    output, trace = answered(assistant, ids, attention_mask=mask)
-    assert torch.equal(output, alone(target, ids, attention_mask=mask))
+    output, trace = models.answered(assistant, ids, attention_mask=mask)
+    assert torch.equal(output, models.alone(target, ids, attention_mask=mask))
     assert AcceptanceStats.from_trace(trace).alpha == 1.0
     assert trace.prompt_ids.tolist() == ids[0, :5].tolist()
 
 
 def test_none_reads_the_drafts_own_constant_k_and_threshold() -> None:
     target, draft = models.pair(k=3)
-    assistant = assistant_of(target, draft, num_assistant_tokens=None)
-    _, trace = answered(assistant, models.prompt())
+    assistant = models.assistant_of(target, draft, num_assistant_tokens=None)
+    _, trace = models.answered(assistant, models.prompt())
     assert max(len(r.drafted_ids) for r in trace.rounds) == 3
     assistant.draft.generation_config.num_assistant_tokens = 6
     assistant.draft.generation_config.assistant_confidence_threshold = 0.9
-    output, trace = answered(assistant, models.prompt())
-    assert torch.equal(output, alone(target, models.prompt()))
+    output, trace = models.answered(assistant, models.prompt())
+    assert torch.equal(output, models.alone(target, models.prompt()))
     lengths = {len(r.drafted_ids) for r in trace.rounds[:-2]}
     assert min(lengths) < 6  # some ended by confidence
 
@@ -201,11 +148,11 @@ def test_a_lora_draft_is_served_merged_after_each_update() -> None:
     target, draft = models.pair(noise=0.05, num_hidden_layers=1)
     wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
     settings = {"update_interval": 2, "steps_per_update": 2, "optimizer": "adamw", "learning_rate": 0.05}
-    assistant = assistant_of(target, wrapped, update_strategy="interval", weight_average=0.0, **settings)
+    assistant = models.assistant_of(target, wrapped, update_strategy="interval", weight_average=0.0, **settings)
     seen = []
     for ids in models.prompts(4):
-        output, _ = answered(assistant, ids)
-        assert torch.equal(output, alone(target, ids))
+        output, _ = models.answered(assistant, ids)
+        assert torch.equal(output, models.alone(target, ids))
         seen.append(assistant.draft.model.layers[0].self_attn.q_proj.weight.clone())
     assert assistant.version == 2
     assert not torch.equal(seen[0], seen[-1])
@@ -222,13 +169,13 @@ def test_what_lean_drafting_does_not_know_is_left_to_the_stock_generator(
     target, draft = models.pair(noise=0.05)
     if why == "'heuristic'":
         draft.generation_config.num_assistant_tokens_schedule = "heuristic"
-        assistant = assistant_of(target, draft, num_assistant_tokens=None)
+        assistant = models.assistant_of(target, draft, num_assistant_tokens=None)
     else:
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        assistant = assistant_of(target, get_peft_model(draft, config))
+        assistant = models.assistant_of(target, get_peft_model(draft, config))
     for ids in models.prompts(2):
-        output, _ = answered(assistant, ids)
-        assert torch.equal(output, alone(target, ids))
+        output, _ = models.answered(assistant, ids)
+        assert torch.equal(output, models.alone(target, ids))
     assert caplog.text.count("own generator") == 1
     assert why in caplog.text
 
@@ -240,14 +187,14 @@ PLAIN = {"num_assistant_tokens": 0}  # the target decodes alone
 
 def test_while_speculation_loses_most_requests_are_plain() -> None:
     target, draft = models.pair(num_hidden_layers=1)
-    assistant = assistant_of(target, draft, num_assistant_tokens="auto", candidates="draft")
+    assistant = models.assistant_of(target, draft, num_assistant_tokens="auto", candidates="draft")
     assert assistant.drafting is not None
     assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 5.0})
     plain = []
     for number in range(40):
         ids = models.prompt(seed=number)
-        output, trace = answered(assistant, ids, max_new_tokens=10)
-        assert torch.equal(output, alone(target, ids, max_new_tokens=10))
+        output, trace = models.answered(assistant, ids, max_new_tokens=10)
+        assert torch.equal(output, models.alone(target, ids, max_new_tokens=10))
         plain.append(not any(r.num_drafted for r in trace.rounds))
     plan = assistant.drafting_plan()
     assert plan is not None
@@ -258,13 +205,13 @@ def test_while_speculation_loses_most_requests_are_plain() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
 def test_a_plain_request_returns_what_the_target_alone_does(architecture: str) -> None:
-    assistant = assistant_of(*map(models.double, models.pair(architecture)))
+    assistant = models.assistant_of(*map(models.double, models.pair(architecture)))
     ids = models.prompt()
     settings = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     with models.ForwardCounter(assistant.draft) as forwards:
         for extra in ({}, {"repetition_penalty": 1.4}):
-            own = alone(assistant.target, ids, **settings, **extra)
-            output, trace = answered(assistant, ids, **PLAIN, **settings, **extra)
+            own = models.alone(assistant.target, ids, **settings, **extra)
+            output, trace = models.answered(assistant, ids, **PLAIN, **settings, **extra)
             assert type(output) is type(own)
             assert torch.equal(output.sequences, own.sequences)
             for name in ("scores", "logits"):
@@ -276,19 +223,18 @@ def test_a_plain_request_returns_what_the_target_alone_does(architecture: str) -
 
 
 def test_plain_requests_stream_stop_and_draw_as_the_target_alone() -> None:
-    assistant = assistant_of(*models.pair())
+    assistant = models.assistant_of(*models.pair())
     tokenizer = models.tokenizer()
     ids = models.prompt()
-    answer = alone(assistant.target, ids)[0, 6:].tolist()
-    stop = StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] == answer[4]])
+    answer = models.alone(assistant.target, ids)[0, 6:].tolist()
     word = tokenizer.convert_ids_to_tokens(answer[3])
     ways: list[dict[str, Any]] = [
         {},
         {"eos_token_id": answer[5]},
-        {"stopping_criteria": stop},
+        {"stopping_criteria": [models.EndsWith(answer[4:5])]},
         {"stop_strings": [word], "tokenizer": tokenizer},
+        {"do_sample": True, "top_k": 10},
     ]
-    ways = [{"do_sample": False, **way} for way in ways] + [{"do_sample": True, "top_k": 10}]
     with models.ForwardCounter(assistant.draft) as forwards:
         for settings in ways:
             torch.manual_seed(1)
@@ -300,10 +246,10 @@ def test_plain_requests_stream_stop_and_draw_as_the_target_alone() -> None:
 
 def test_a_draft_learns_from_plain_requests() -> None:
     settings = {"update_interval": 2, "optimizer": "adamw", "learning_rate": 3e-3}
-    assistant = assistant_of(*models.pair(), update_strategy="interval", **settings)
+    assistant = models.assistant_of(*models.pair(), update_strategy="interval", **settings)
     traces = []
     for ids in models.prompts(8):
-        _, trace = answered(assistant, ids, **PLAIN)
+        _, trace = models.answered(assistant, ids, **PLAIN)
         assert not any(len(r.drafted_ids) for r in trace.rounds)
         traces.append(trace)
     assert assistant.version == 4
@@ -314,10 +260,10 @@ def test_a_draft_learns_from_plain_requests() -> None:
 
 def test_the_plan_is_there_with_auto_alone(caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair()
-    assert assistant_of(target, draft).drafting_plan() is None
+    assert models.assistant_of(target, draft).drafting_plan() is None
     caplog.set_level(logging.WARNING)
-    assistant = assistant_of(target, draft, num_assistant_tokens="auto")
-    answered(assistant, models.prompt())
+    assistant = models.assistant_of(target, draft, num_assistant_tokens="auto")
+    models.answered(assistant, models.prompt())
     plan = assistant.drafting_plan()
     assert plan is not None
     assert plan.examined > 0
@@ -329,17 +275,17 @@ def test_the_plan_is_there_with_auto_alone(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_request_may_have_a_k_of_its_own() -> None:
     target, draft = models.pair()
-    assistant = assistant_of(target, draft, num_assistant_tokens=5)
+    assistant = models.assistant_of(target, draft, num_assistant_tokens=5)
     ids = models.prompt(6)
     for k in (2, 7):
-        output, trace = answered(assistant, ids, num_assistant_tokens=k)
+        output, trace = models.answered(assistant, ids, num_assistant_tokens=k)
         assert trace.rounds[0].num_drafted == k
         assert trace.sampling["num_assistant_tokens"] == k
-        assert torch.equal(output, alone(target, ids))
-    output, trace = answered(assistant, ids, num_assistant_tokens="auto")
+        assert torch.equal(output, models.alone(target, ids))
+    output, trace = models.answered(assistant, ids, num_assistant_tokens="auto")
     assert len({r.num_drafted for r in trace.rounds}) > 1
-    assert torch.equal(output, alone(target, ids))
-    _, trace = answered(assistant, ids)  # and the next one has the configuration's
+    assert torch.equal(output, models.alone(target, ids))
+    _, trace = models.answered(assistant, ids)  # and the next one has the configuration's
     assert trace.rounds[0].num_drafted == 5
     assert "num_assistant_tokens" not in trace.sampling
 
@@ -353,7 +299,7 @@ def test_a_request_may_have_a_k_of_its_own() -> None:
     ],
 )
 def test_a_k_that_cannot_be_had_is_refused(settings: dict[str, Any], k: Any, message: str) -> None:
-    assistant = assistant_of(*models.pair(), **settings)
+    assistant = models.assistant_of(*models.pair(), **settings)
     with pytest.raises(ConfigError, match=message):
         assistant.generate(models.prompt(6), max_new_tokens=4, num_assistant_tokens=k)
     assert assistant.stats.num_requests == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf import CorrectionStore, OnlineAssistant, capture_traces
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.errors import CaptureError
 from osd_hf.models import unwrap
@@ -85,19 +85,8 @@ def test_the_target_as_its_own_draft_is_always_accepted(architecture: str) -> No
             assert stats(trace).alpha == 1.0
 
 
-def through(assistant: OnlineAssistant, ids: torch.Tensor, **kwargs: Any) -> tuple[Any, Trace]:
-    """The same where an assistant drafts."""
-    traces: list[Trace] = []
-    kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **kwargs}
-    with capture_traces(assistant.target, traces.append):
-        output = assistant.generate(ids, **kwargs)
-    assert len(traces) == 1
-    return output, traces[0]
-
-
 def assistant_of(architecture: str = "llama") -> OnlineAssistant:
-    config = OnlineConfig(update_strategy="manual", num_assistant_tokens=5)
-    return OnlineAssistant(*models.pair(architecture, **models.SHALLOW[architecture]), config=config)
+    return models.assistant_of(*models.pair(architecture, **models.SHALLOW[architecture]))
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -115,7 +104,7 @@ def test_requests_that_the_target_decodes_alone_are_captured(architecture: str, 
         requests.append((padded, {"attention_mask": (torch.arange(10) >= 4).long()[None]}))
     with models.ForwardCounter(assistant.draft) as forwards:
         for prompt, settings in requests:
-            output, trace = through(
+            output, trace = models.answered(
                 assistant, prompt, do_sample=do_sample, **{**PLAIN, "max_new_tokens": 10, **settings}
             )
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -133,9 +122,9 @@ def test_a_cache_of_an_earlier_turn_is_used_where_the_target_decodes_alone(archi
     assistant = assistant_of(architecture)
     target = assistant.target
     settings: dict[str, Any] = {**PLAIN, "return_dict_in_generate": True}
-    first, _ = through(assistant, models.prompt(), **settings)
+    first, _ = models.answered(assistant, models.prompt(), **settings)
     more = torch.cat([first.sequences, models.prompt(4, seed=9)], dim=1)
-    again, trace = through(assistant, more, past_key_values=first.past_key_values, **settings)
+    again, trace = models.answered(assistant, more, past_key_values=first.past_key_values, **settings)
     own = target.generate(more, attention_mask=torch.ones_like(more), do_sample=False, max_new_tokens=20)
     assert torch.equal(again.sequences, own)
     assert trace.prompt_ids.tolist() == more[0].tolist()
@@ -215,18 +204,6 @@ class Penalize(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class Listener:
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.ids += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended = True
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eos": {"eos_token_id": list(range(3, 12))},
@@ -275,7 +252,7 @@ def test_probabilities_of_drafted_tokens_are_the_processed_ones(is_lean: bool) -
     assistant, ids = assistant_of(), models.prompt()
     target, draft = assistant.target, models.draft_of(assistant.target)
     settings = {"do_sample": True, "temperature": 1.7, "top_k": 5}
-    _, trace = through(assistant, ids, **settings) if is_lean else captured(target, draft, ids, **settings)
+    _, trace = models.answered(assistant, ids, **settings) if is_lean else captured(target, draft, ids, **settings)
     rows = [plain_rows(model, trace) / 1.7 for model in (target, draft)]
     start = 0
     for r in trace.rounds:
@@ -404,15 +381,13 @@ def test_a_failed_request_leaves_no_trace() -> None:
     target, draft = models.pair()
     traces: list[Trace] = []
 
-    class Stop(Listener):
-        def put(self, value: torch.Tensor) -> None:
-            super().put(value)
-            if len(self.ids) > 12:
-                raise ConnectionResetError
+    def leave(count: int) -> None:
+        if count > 2:
+            raise ConnectionResetError
 
     with capture_traces(target, traces.append):
         with pytest.raises(ConnectionResetError):
-            target.generate(models.prompt(), assistant_model=draft, max_new_tokens=20, streamer=Stop())
+            target.generate(models.prompt(), assistant_model=draft, max_new_tokens=20, streamer=models.Streamer(leave))
         assert traces == []
         target.generate(models.prompt(), assistant_model=draft, max_new_tokens=6)
     assert [len(t) for t in traces] == [6]

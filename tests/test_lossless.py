@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
@@ -26,14 +25,9 @@ TIE = 1e-4  # a difference of the top two logits below this may be broken otherw
 
 # Without the gate each update changes the draft.
 FAST = OnlineConfig(
-    num_assistant_tokens=5,
-    update_strategy="interval",
-    update_interval=2,
-    steps_per_update=2,
-    optimizer="adamw",
-    learning_rate=3e-3,
-    gate=False,
-)
+    num_assistant_tokens=5, update_strategy="interval", update_interval=2, steps_per_update=2, optimizer="adamw",
+    learning_rate=3e-3, gate=False,
+)  # fmt: skip
 EACH = replace(FAST, update_interval=1, steps_per_update=1)
 FROZEN = OnlineConfig(num_assistant_tokens=5, update_strategy="manual")
 
@@ -280,68 +274,29 @@ def test_a_loop_that_accepts_every_draft_fails_the_greedy_check(
     assert len(wrong) > len(requests) / 3
 
 
-class AfterTokens(StoppingCriteria):  # type: ignore[misc]
-    """Stops as soon as the last token is one of `tokens`, as a caller's own criterion may."""
-
-    is_stateless = True
-
-    def __init__(self, tokens: set[int]) -> None:
-        self.tokens = tokens
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor([int(input_ids[0, -1]) in self.tokens])
-
-
-def emitted_where_the_target_stops(asked: tuple[Any, list[Request], list[Any]], noise: float, way: str) -> int:
-    """Tokens emitted for requests that stop early, after their answers were found to be the target's own."""
-    alone, requests, answers = asked
-    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
-    assistant = assistant_of(target, draft, way, FAST, requests[0][1].get("tokenizer"))
-    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
-    return assistant.stats.emitted
-
-
 @functools.cache
-def asked_with_a_criterion() -> tuple[Any, list[Request], list[Any]]:
-    target, requests = models.build("qwen3", num_hidden_layers=1), []
+def asked_to_stop(how: str) -> tuple[Any, list[Request], list[Any], int]:
+    """Requests that end at their third, fourth or eighth token, and the number of tokens of their answers."""
+    target, tokenizer, requests = models.build("qwen3", num_hidden_layers=1), models.tokenizer(), list[Request]()
     for ids in models.prompts(6):
-        answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 3}))
-        stop = AfterTokens({int(answer[0, ids.shape[1] + 2])})
-        requests.append((ids, {"stopping_criteria": StoppingCriteriaList([stop])}))
-    return target, requests, answers_alone(target, requests)
+        tokens = target.generate(ids, **greedy(ids, {"max_new_tokens": 8}))[0, ids.shape[1] :].tolist()
+        requests.append((ids, {
+            "criterion": {"stopping_criteria": [models.EndsWith(tokens[2:3])]},
+            "stop strings": {"stop_strings": tokenizer.convert_ids_to_tokens(tokens[3:4]), "tokenizer": tokenizer},
+            "eos": {"eos_token_id": tokens[7]},
+        }[how]))  # fmt: skip
+    answers = answers_alone(target, requests)
+    return target, requests, answers, sum(len(answer.scores) for answer in answers)
 
 
+@pytest.mark.parametrize("how", ["criterion", "stop strings", "eos"])
 @every_way_to_stop
-def test_a_criterion_stops_at_its_token(noise: float, way: str) -> None:
-    assert emitted_where_the_target_stops(asked_with_a_criterion(), noise, way) <= 3 * 6
-
-
-@functools.cache
-def asked_with_stop_strings() -> tuple[Any, list[Request], list[Any]]:
-    target, tokenizer, requests = models.build(num_hidden_layers=1), models.tokenizer(), []
-    for ids in models.prompts(4):
-        answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 4}))
-        word = tokenizer.convert_ids_to_tokens(int(answer[0, ids.shape[1] + 3]))
-        requests.append((ids, {"stop_strings": [word], "tokenizer": tokenizer}))
-    return target, requests, answers_alone(target, requests)
-
-
-@every_way_to_stop
-def test_stop_strings_stop_at_their_token(noise: float, way: str) -> None:
-    assert emitted_where_the_target_stops(asked_with_stop_strings(), noise, way) <= 4 * 4
-
-
-@functools.cache
-def asked_with_eos() -> tuple[Any, list[Request], list[Any]]:
-    target, ids = models.build("gemma3"), models.prompt()
-    answer = target.generate(ids, **greedy(ids, {"max_new_tokens": 8}))
-    requests: list[Request] = [(ids, {"eos_token_id": int(answer[0, 6 + i])}) for i in range(8)]
-    return target, requests, answers_alone(target, requests)
-
-
-@every_way_to_stop
-def test_eos_stops_at_its_token(noise: float, way: str) -> None:
-    emitted_where_the_target_stops(asked_with_eos(), noise, way)
+def test_an_answer_stops_at_its_token(noise: float, way: str, how: str) -> None:
+    alone, requests, answers, tokens = asked_to_stop(how)
+    target, draft = copy.deepcopy(alone), models.draft_of(alone, noise)
+    assistant = assistant_of(target, draft, way, FAST, models.tokenizer())
+    assert greedy_divergences(target, assistant.generate, requests, answers) == ([], 0)
+    assert assistant.stats.emitted == tokens <= 8 * 6
 
 
 def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
@@ -349,15 +304,14 @@ def test_a_criterion_that_is_looked_at_once_a_round_fails_the_check() -> None:
     target, draft = models.pair("qwen3", noise=0.0)
     ids = models.prompts(1)[0]
     answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-    criterion = AfterTokens({int(answer[0, ids.shape[1] + 2])})
+    criterion = models.EndsWith([int(answer[0, ids.shape[1] + 2])])
     criterion.is_stateless = False
-    stop = StoppingCriteriaList([criterion])
 
     def stock(ids: torch.Tensor, **settings: Any) -> Any:
         with capture_traces(target, lambda trace: None):
             return target.generate(ids, assistant_model=draft, **settings)
 
-    wrong, _ = greedy_divergences(target, stock, [(ids, {"stopping_criteria": stop})])
+    wrong, _ = greedy_divergences(target, stock, [(ids, {"stopping_criteria": [criterion]})])
     assert len(wrong) == 1
 
 
@@ -486,9 +440,9 @@ def end_of(answer: tuple[int, ...]) -> tuple[int, bool]:
 def stopped_answers(assistant: OnlineAssistant, start: int, number: int) -> Counter[tuple[int, ...]]:
     ids = torch.tensor([[start]])
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids)}
-    stop = StoppingCriteriaList([AfterTokens(STOPS)])
     return Counter(
-        tuple(assistant.generate(ids, stopping_criteria=stop, **settings)[0, 1:].tolist()) for _ in range(number)
+        tuple(assistant.generate(ids, stopping_criteria=[models.EndsWith(STOPS)], **settings)[0, 1:].tolist())
+        for _ in range(number)
     )
 
 

@@ -65,21 +65,6 @@ def pair() -> tuple[Any, Any]:
     return models.pair()
 
 
-class Streamer:
-    """Calls a function with the number of parts that were put so far."""
-
-    def __init__(self, then: Callable[[int], object] = lambda count: None) -> None:
-        self.then = then
-        self.count = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.count += 1
-        self.then(self.count)
-
-    def end(self) -> None:
-        pass
-
-
 def answer(generate: Callable[..., Any], **kwargs: Any) -> list[int]:
     kwargs = {"max_new_tokens": 16, "do_sample": False, "attention_mask": torch.ones_like(IDS), **kwargs}
     return generate(IDS, **kwargs)[0, IDS.shape[1] :].tolist()  # type: ignore[no-any-return]
@@ -98,7 +83,7 @@ def test_an_unknown_processor_is_served_without_speculation(
         return answer(generate, do_sample=do_sample, **UNKNOWN[name](), **kwargs)
 
     alone = asked(target.generate)
-    assert asked(assistant.generate) == asked(assistant.generate, streamer=Streamer()) == alone
+    assert asked(assistant.generate) == asked(assistant.generate, streamer=models.Streamer()) == alone
     assert assistant.stats.drafted == 0
     assert caplog.text.count(f"`{name}` may keep state between calls") == 1
     assert "is_stateless = True" in caplog.text
@@ -150,7 +135,7 @@ class AtTheTenthCall(StoppingCriteria):  # type: ignore[misc]
         return torch.full((input_ids.shape[0],), self.calls >= 10)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"streamer": Streamer()}], ids=["tokens", "streamed"])
+@pytest.mark.parametrize("kwargs", [{}, {"streamer": models.Streamer()}], ids=["tokens", "streamed"])
 def test_a_criterion_that_remembers_stops_where_it_stops_the_target(
     kwargs: dict[str, Any], pair: tuple[Any, Any]
 ) -> None:
@@ -189,7 +174,7 @@ def test_an_answer_that_its_caller_ends_has_ended(streams: bool, pair: tuple[Any
             stop.is_stopped |= input_ids.shape[1] > IDS.shape[1] + 6
             return scores
 
-    streamer = Streamer(lambda count: setattr(stop, "is_stopped", count > 2))  # the prompt, and two rounds
+    streamer = models.Streamer(lambda count: setattr(stop, "is_stopped", count > 2))  # the prompt, and two rounds
     how: dict[str, Any] = {"streamer": streamer} if streams else {"logits_processor": [Ending()]}
     told = answer(assistant.generate, max_new_tokens=48, stopping_criteria=StoppingCriteriaList([stop]), **how)
     assert stop.is_stopped

@@ -201,14 +201,12 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:
-    return OnlineAssistant(target, draft, config=OnlineConfig(**{"update_strategy": "manual", **settings}))
+    return models.assistant_of(target, draft, **{"num_assistant_tokens": "auto", **settings})
 
 
 def asked(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[list[int], Trace]:
-    traces: list[Trace] = []
-    settings = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones_like(ids), **settings}
-    output = assistant.generate(ids, on_trace=traces.append, **settings)
-    return output[0].tolist(), traces[0]
+    output, trace = models.answered(assistant, ids, **{"max_new_tokens": 24, **settings})
+    return output[0].tolist(), trace
 
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
@@ -219,7 +217,7 @@ def test_answers_are_the_targets_wherever_candidates_come_from(architecture: str
     for seed, more in itertools.product(range(3), ({}, {"repetition_penalty": 1.3}, {"eos_token_id": [5, 9]})):
         ids = models.prompt(12, seed=seed)
         ours, trace = asked(assistant, ids, **more)
-        alone = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, **more)
+        alone = models.alone(target, ids, max_new_tokens=24, **more)
         assert ours == alone[0].tolist()
         assert sum(r.num_emitted for r in trace.rounds) == len(trace)
     stats = assistant.stats
@@ -290,10 +288,7 @@ def test_the_text_of_an_owner_is_proposed_to_no_other(greedy: None) -> None:
     assert spoken(assistant, owner="a")
     with assistant.attached(owner="c"):
         ids = models.prompt(12)
-        assistant.target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=assistant.draft, do_sample=False,
-            max_new_tokens=24,
-        )  # fmt: skip
+        models.alone(assistant.target, ids, assistant_model=assistant.draft, max_new_tokens=24)
     assert spoken(assistant, owner="c")
 
 
@@ -312,7 +307,7 @@ def test_answers_of_a_domain_are_shared_where_that_is_asked_for(greedy: None) ->
 def test_text_that_is_to_be_remembered_is_proposed(greedy: None) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     assistant, ids = assistant_of(target, draft), models.prompt(12)
-    answer = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)[0]
+    answer = models.alone(target, ids, max_new_tokens=24)[0]
     assistant.remember(answer, owner="a")
     assert not spoken(assistant, owner="b", learn=False)
     assert spoken(assistant, owner="a", learn=False)
