@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,46 +61,6 @@ def test_reference_answers_pass_and_others_do_not(domain):
     assert not any(check_answer(example, "I do not know.") for example in examples)
     others = sum(check_answer(a, b.answer) for a, b in itertools.pairwise(examples))
     assert others <= 10  # two word problems may well have the same number
-
-
-@pytest.mark.parametrize("domain", ("math", "finance"))
-def test_a_wrong_number_anywhere_is_refused(domain):
-    for example in first_examples(domain, 100):
-        last = re.findall(r"\d+", example.answer)[-1]
-        head, _, tail = example.answer.rpartition(last)
-        assert not check_answer(example, f"{head}{int(last) + 1}{tail}")
-        wrong = re.sub(r"= (\$?)(\d+)", lambda m: f"= {m[1]}{int(m[2]) + 1}", example.answer, count=1)
-        assert not check_answer(example, wrong)
-        if domain == "finance":
-            assert not check_answer(example, "Take $987654321. " + example.answer)
-
-
-def test_wrong_queries_are_refused():
-    changes = (
-        (">=", ">"), ("> ", ">= "), ("<=", "<"), ("< ", "<= "), ("AVG(", "MAX("), ("MAX(", "MIN("), ("SUM(", "AVG("),
-        (" DESC", " ASC"), (" ASC", " DESC"), (" AND ", " OR "), ("COUNT(*)", "id"), ("SELECT", "SELEC"),
-        ("LIMIT 1", "LIMIT 2"), ("= '", "!= '"), ("SELECT name", "SELECT id"), ("SELECT title", "SELECT id"),
-    )  # fmt: skip
-    tried = passed = 0
-    for example in first_examples("sql", 150):
-        for old, new in changes:
-            # `>` inside `>=` is no change of its own.
-            if old in example.key[0] and not (old in ("> ", "< ") and f"{old[0]}=" in example.key[0]):
-                tried += 1
-                passed += check_answer(example, example.key[0].replace(old, new, 1))
-    assert tried > 200
-    assert passed <= tried * 0.02
-    assert not check_answer(example, f"DROP TABLE {example.key[0].split('FROM ')[1].split()[0]};")
-
-
-def test_wrong_functions_are_refused():
-    for example in first_examples("python", 100):
-        name = example.key[0]
-        assert not check_answer(example, example.answer.replace("return", "retrun"))
-        assert not check_answer(example, example.answer.replace(f"def {name}", "def another_name"))
-        assert not check_answer(example, re.sub(r"return .*$", "return None", example.answer))
-        assert not check_answer(example, "import os\n" + example.answer)
-        assert not check_answer(example, f"def {name}(x):\n    while True:\n        pass")
 
 
 @pytest.mark.parametrize(
@@ -194,16 +153,7 @@ def test_recorded_scores_are_what_the_readme_promises():
 
 @pytest.mark.slow
 def test_recipe_makes_a_pair_in_two_steps(tmp_path):
-    command = [
-        sys.executable,
-        str(RECIPES / "bundled_pair.py"),
-        "--max-steps",
-        "2",
-        "--prompts",
-        "2",
-        "--out",
-        str(tmp_path),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    flags = ["--max-steps", "2", "--prompts", "2", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, str(RECIPES / "bundled_pair.py"), *flags], check=True, capture_output=True)
     assert {"target", "grow", "draft", "score"} <= json.loads((tmp_path / "made.json").read_text()).keys()
     assert (tmp_path / "draft" / "model.safetensors").exists()

@@ -225,39 +225,6 @@ def test_by_default_drafts_are_compiled_on_accelerators() -> None:
     assert drafts._models.shares_weights
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_forward_that_fails_where_it_was_compiled_goes_on_eagerly(
-    count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As capturing a graph for another number of tokens may, long after the first one."""
-    fails: list[bool] = []
-
-    def compile_it(step: Any, **_: Any) -> Any:
-        def run(*args: Any) -> Any:
-            logits = step(*args)  # whatever it has written by then
-            if fails:
-                raise RuntimeError("CUDA error: out of memory")
-            return logits
-
-        return run
-
-    monkeypatch.setattr(torch, "compile", compile_it)
-    model = models.double(models.build())
-    compiled = CompiledDraft(model)
-    forwards = [compiled.forward(model, 40, 40) for _ in range(2)]
-    known = models.prompt(20)[0].tolist()
-    with torch.inference_mode():
-        for forward in forwards:
-            forward.feed(torch.tensor([known[:6]]))
-        fails.append(True)
-        for end in range(6 + count, 20, count):
-            for forward in forwards:
-                logits = forward.feed(torch.tensor([known[end - count : end]]))
-                torch.testing.assert_close(logits, by_itself(model, known[:end]), atol=1e-10, rtol=0)
-    assert type(compiled.forward(model, 40, 40)) is DraftForward
-    assert caplog.text.count("runs eagerly") == 1
-
-
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
 
 COMPLAINT = "no C++ compiler.\nSee the log."

@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf.decoding.draft_length import DRAFT, FixedPace, Pace, Pacer, RoundTime
-from osd_hf.decoding.text import Guess
 from osd_hf.speedup import expected_block_efficiency
 
 TARGET = 1.0  # seconds of a forward
-GUESS = Guess(7, 0, 3, 1, 1)
 PER_TOKEN = 0.02  # seconds that one more token in it takes
 SURE, UNSURE = 0.95, 0.15  # chances of tokens, where confidence tells
 
@@ -90,69 +87,6 @@ class World:
         emitted, seconds = self.emitted, self.seconds
         serve()
         return (self.emitted - emitted) / (self.seconds - seconds)
-
-
-class TextWorld:
-    """A machine, a target, and past text, which has a guess at nine tokens of ten that is right with probability
-    `right`; rounds of a `spell` take some times as long, as where another program uses the cores."""
-
-    def __init__(
-        self, right: float, spell: range = range(0), times: float = 1.0, per_token: float = 0.03, draft: float = 0.0
-    ) -> None:
-        self.right, self.spell, self.times, self.per_token, self.draft = right, spell, times, per_token, draft
-        self.random = random.Random(0)
-        self.rounds = self.proposed = 0
-
-    def _takes(self, seconds: float) -> float:
-        return seconds * self.random.uniform(0.95, 1.05)
-
-    def serve(self, pacer: Pacer, length: int = 60) -> float:
-        """Seconds of a request, were the machine not busy."""
-        pace = pacer.pace(sources="both" if self.draft else "text")
-        if pace.is_plain():
-            times = [self._takes(TARGET) for _ in range(length)]
-            pace.timed(RoundTime(seconds=sum(times) / length, rounds=length))
-            pace.ended()
-            return sum(times)
-        left, before, total = length, None, 0.0
-        while left > 0:
-            if before is not None:
-                pace.timed(before)
-            pace.begin()
-            tokens, times = list[bool](), list[float]()
-            follows = self.random.random() < self.right  # whether the guess at the round's first token is right
-            while len(tokens) < left - 1:
-                has_guess = self.random.random() < 0.9
-                source = pace.next([GUESS] if has_guess else [], self.draft > 0)
-                if source is None:
-                    break
-                is_guess = source != DRAFT
-                if not is_guess:
-                    times.append(self._takes(self.draft))
-                    pace.drafted(GUESS.token + 1, 0.5)
-                likely = self.random.random() < (self.right if is_guess else 0.5)
-                tokens.append(follows if is_guess and not tokens else likely)
-                self.proposed += is_guess
-            verifying = self._takes(TARGET + self.per_token * len(tokens))
-            accepted = sum(1 for _ in itertools.takewhile(bool, tokens))
-            total, self.rounds = total + sum(times) + verifying, self.rounds + 1
-            slow = self.times if self.rounds in self.spell else 1.0
-            times = [slow * taken for taken in times]
-            seconds = None if before is None else sum(times) + slow * verifying
-            before = RoundTime(len(tokens), len(times), sum(times), seconds)
-            emitted = GUESS.token if follows and not tokens else GUESS.token + 1  # in a plain round what text had said
-            pace.judged(accepted, [GUESS.token] * accepted + [emitted])
-            left -= accepted + 1
-        assert before is not None
-        pace.timed(before)
-        pace.ended()
-        return total
-
-    def later_rate(self, pacer: Pacer | None = None, requests: int = 60) -> float:
-        """Tokens a second of the last third of some requests, of which the first have the spell."""
-        pacer = pacer or Pacer()
-        seconds = [self.serve(pacer) for _ in range(requests)]
-        return 60 * (requests // 3) / sum(seconds[-(requests // 3) :])
 
 
 def rate(alpha: float, draft: float, k: int) -> float:
@@ -239,37 +173,6 @@ def test_a_busy_machine_does_not_spoil_the_costs(alpha: float) -> None:
     assert rate(alpha, 0.15, plan.k) > 0.95 * rate(alpha, 0.15, best_fixed(alpha, 0.15))
     assert plan.draft_seconds == pytest.approx(0.15, rel=0.3)
     assert plan.plain_seconds == pytest.approx(TARGET, rel=0.3)
-
-
-@cache
-def usual_rate(right: float, draft: float) -> float:
-    """Tokens a second without a spell."""
-    return TextWorld(right, draft=draft).later_rate()
-
-
-@pytest.mark.parametrize("draft", [0.0, 0.2])
-@pytest.mark.parametrize("right", [0.5, 0.8])
-@pytest.mark.parametrize(("rounds", "times"), [(1, 10.0), (1, 30.0), (5, 30.0), (20, 2.5), (20, 30.0)])
-def test_past_text_is_not_given_up_for_a_busy_spell(right: float, rounds: int, times: float, draft: float) -> None:
-    usual = usual_rate(right, draft)
-    assert usual > 1.4 / TARGET
-    found = {
-        first: TextWorld(right, range(first, first + rounds), times, draft=draft).later_rate() / usual
-        for first in range(2, 40, 5)
-    }
-    print(f"of the usual rate, at worst: {sorted(found.values())[:3]}, by its first round: {found}")
-    assert sorted(found.values())[1] > 0.85  # one may be out of luck
-    assert min(found.values()) > 0.6
-
-
-def test_what_is_dear_is_given_up_though_it_is_tried_again() -> None:
-    world, pacer = TextWorld(0.3, per_token=0.9), Pacer()
-    world.later_rate(pacer, 120)
-    proposed = world.proposed
-    found = world.later_rate(pacer, 120)
-    print(f"{found:.3f} of the target alone, {world.proposed - proposed} tokens proposed in 120 requests")
-    assert found * TARGET > 0.97
-    assert 0 < world.proposed - proposed < 120
 
 
 # --- when speculation loses -----------------------------------------------------------------------------------------
@@ -394,25 +297,6 @@ def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, thr
 # --- what once went wrong -------------------------------------------------------------------------------------------
 
 
-def test_a_hard_request_is_drafted_less_than_its_domain() -> None:
-    world = World(0.85, 0.15)
-    pacer = settled(world)
-    world.alpha = 0.0
-    pace = pacer.pace()
-    drafted = 0
-    for number in range(40):
-        count = 0
-        pace.begin()
-        while pace.next(()) == DRAFT:
-            count += 1
-            pace.drafted(1, 0.5)
-        pace.judged(0, [1])
-        pace.timed(RoundTime(count, count, 0.15 * count, 0.15 * count + 1.0 + 0.02 * count))
-        drafted += count if number >= 20 else 0
-    assert pacer.plan().k >= 4
-    assert drafted < 2 * 20
-
-
 def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     pacer = Pacer()
     assert pacer.token_seconds(0.5) is None
@@ -431,14 +315,3 @@ def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
     assert pacer.could_save(30, 0.5, 4) == pytest.approx(0.016 * (rounds[0] - rounds[1]), rel=0.05)
     best = [min((0.012 + 0.001 * k) / expected_block_efficiency(a, k) for k in range(1, 33)) for a in (0.5, 0.7, 0.9)]
     assert found == pytest.approx(best, rel=0.05)
-
-
-def test_a_token_of_a_batch_takes_its_share_of_the_round() -> None:
-    pacer = Pacer()
-    costs = pacer.of_batches(8)
-    for _ in range(40):
-        for k in (1, 2, 4, 8):  # 24 ms a plain round of eight rows
-            pacer.took(RoundTime(seconds=0.024), 8, costs, 8)
-            pacer.took(RoundTime(k, k, 0.001 * k, 0.030 + 0.001 * k), 16, costs, 8)
-    assert pacer.token_seconds(0.0) == pytest.approx(0.003, rel=0.05)
-    assert pacer.round_seconds(4) == pytest.approx(0.034 / 8, rel=0.05)

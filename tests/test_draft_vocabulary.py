@@ -56,27 +56,6 @@ def test_the_fewest_tokens_are_chosen_that_make_up_what_comes() -> None:
     assert known.chosen.tolist()[:100] == list(range(100))  # the rest are the most frequent of any text
 
 
-def test_other_traffic_brings_all_tokens_back_until_it_is_known() -> None:
-    known = TrafficVocabulary()
-    for trace in traffic(4000, 5000, 128):
-        known.add(trace)
-    assert known.chosen is not None
-    sizes = []
-    for trace in traffic(14_000, 15_000, 200, seed=1):
-        known.add(trace)
-        sizes.append(None if known.chosen is None else len(known.chosen))
-    assert sizes[8] is None
-    assert sizes[-1] is not None
-
-
-@pytest.mark.parametrize("vocab_size", [64, FULL - 1])
-def test_a_small_vocabulary_is_left_whole(vocab_size: int) -> None:
-    known = TrafficVocabulary()
-    for _ in range(64):
-        known.add(request(np.arange(40), vocab_size=vocab_size))
-    assert known.chosen is None
-
-
 # --- the restricted draft -------------------------------------------------------------------------------------------
 
 SOME = np.array([2, 3, 5, 8, 13, 21, 34, 55])

@@ -126,56 +126,6 @@ def test_a_prompt_is_made_of_the_columns_of_the_hub(name: str, results: Path, pa
     assert text.endswith("How many?[answer]")
 
 
-def test_a_template_from_the_shell_may_break_lines(results: Path, pairs: dict[str, Path]) -> None:
-    paper: Any = importlib.import_module("paper")
-    folder = pairs["causal"]
-    models_of = ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--max-new-tokens", "6"]
-    args = paper.parse_arguments(["spider", *models_of, "--template", r"db: {db_id}\n{question}"])
-    pair = paper.load_pair(args)
-    rows = [ROWS["spider"]("How many?"), ROWS["spider"]("x" * 300), ROWS["spider"]("Which?")]
-    texts = [pair[2].decode(ids) for ids in paper.prompts(args, pair, rows)]
-    # The prompt of more tokens than the models have positions is left out.
-    assert texts == ["<s>[user]db: zoo\nHow many?[answer]", "<s>[user]db: zoo\nWhich?[answer]"]
-
-
-def test_where_the_rows_are_on_the_hub(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paper: Any = importlib.import_module("paper")
-    asked: list[dict[str, Any]] = []
-
-    class Rows(list[Any]):
-        def shuffle(self, **kwargs: Any) -> Rows:
-            return self
-
-    monkeypatch.setattr(paper, "load_dataset", lambda **kwargs: asked.append(kwargs) or Rows())
-    for name in ROWS:
-        list(paper.read_rows(paper.parse_arguments([name])))
-    assert [(a["path"], a["name"], a["revision"]) for a in asked] == [
-        ("openai/gsm8k", "main", None),
-        ("xlangai/spider", None, None),
-        ("gbharti/finance-alpaca", None, None),
-        ("code-search-net/code_search_net", "python", None),
-        ("ybisk/piqa", None, "refs/convert/parquet"),
-        ("abisee/cnn_dailymail", "3.0.0", None),
-        ("EdinburghNLP/xsum", None, None),
-    ]
-    assert all(a["split"] == "train" and a["streaming"] for a in asked)
-
-
-def test_a_template_that_does_not_fit_says_which_columns_there_are(results: Path, pairs: dict[str, Path]) -> None:
-    with pytest.raises(SystemExit, match="does not fit a row .*with the columns question, answer"):
-        run("gsm8k", pairs["causal"], [ROWS["gsm8k"]("1?")], "--template", "{goal}")
-
-
-def test_a_data_set_for_decoder_only_pairs_refuses_the_other_kind(results: Path, pairs: dict[str, Path]) -> None:
-    with pytest.raises(SystemExit):
-        run("piqa", pairs["t5"], [], "--arch", "t5")
-
-
-def test_a_pair_of_the_other_kind_is_refused(results: Path, pairs: dict[str, Path]) -> None:
-    with pytest.raises(SystemExit, match="--arch causal does not fit"):
-        run("gsm8k", pairs["t5"], [])
-
-
 # --- the flat recipe ------------------------------------------------------------------------------------------------
 
 

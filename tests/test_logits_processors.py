@@ -185,15 +185,3 @@ def test_acceptance_is_that_of_whole_rows(
     is_tied = (dense(trace).sort(-1).values.diff() == 0).any(-1) | (rows.sort(-1).values.diff() == 0).any(-1)
     compared = ~is_tied if {"top_k", "top_p"} <= set(asked) else torch.ones_like(is_tied)
     np.testing.assert_allclose(np.concatenate(found)[compared], expected[compared].numpy(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("asked", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_draft_that_is_not_finite_stays_so(asked: dict[str, Any], bad: float) -> None:
-    target = torch.randn(6, VOCAB)
-    rows = target.clone()
-    rows[2, 7] = rows[4] = bad
-    trace = rebuilt(kept(target, 8), {"do_sample": True, **asked})
-    found = Processors(model("llama"), trace).acceptance(rows, 0)
-    np.testing.assert_array_equal(np.isnan(found), reference(trace, rows).isnan())
-    assert np.isnan(found[[2, 4]]).all()

@@ -19,7 +19,6 @@ from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConf
 from osd_hf.decoding.draft_length import DRAFT, Pace
 from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.decoding.text import (
-    BYTES_PER_TOKEN,
     MAX_MATCH_TOKENS,
     MAX_PLACES,
     SEPARATOR,
@@ -148,19 +147,6 @@ def test_no_token_of_an_owner_is_proposed_to_another(scope: str, requests: list[
                         assert whose == owner or is_shared
         earlier.add(str(owner), domain, prompt, answer)
         spoken.add((owner, domain, scope))
-
-
-def test_earlier_text_is_bounded_and_the_longest_unused_goes() -> None:
-    earlier = EarlierText("owner", 40 * 256 * BYTES_PER_TOKEN)
-    for owner in range(60):  # each takes as much
-        earlier.add(str(owner), None, [owner] * 100, [])
-        assert earlier.of("0", None)  # used all the time
-    assert earlier.nbytes <= earlier.max_bytes
-    assert [bool(earlier.of(str(owner), None)) for owner in (0, 1, 58, 59)] == [True, False, True, True]
-    one = EarlierText("owner", 600 * BYTES_PER_TOKEN)
-    for _ in range(20):
-        one.add(None, None, range(100), range(100))
-    assert one.nbytes <= one.max_bytes
 
 
 # --- rounds from past text ------------------------------------------------------------------------------------------
@@ -379,11 +365,3 @@ def test_processors_that_bear_no_token_they_forbid_are_asked_about_none(greedy: 
         prefix_allowed_tokens_fn=lambda _, said: [(int(said[-1]) + 1) % 8] if len(said) > 12 else [3],
     )  # fmt: skip
     assert allowed[0, 12:].tolist() == ours[12:]
-
-
-def test_a_fixed_number_of_tokens_is_the_drafts_alone() -> None:
-    assistant = assistant_of(*models.pair(num_hidden_layers=1), num_assistant_tokens=3)
-    for _ in range(3):
-        asked(assistant, models.prompt(12))
-    assert assistant.stats.text_drafted == 0
-    assert assistant._live.earlier.nbytes == 0
