@@ -15,9 +15,7 @@ from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
 from osd_hf.decoding.generator import LeanDrafting
-from osd_hf.decoding.vocabulary import RestrictedDraft, TrafficVocabulary
-from osd_hf.errors import UnsupportedModelError
-from osd_hf.replay import completion_logits
+from osd_hf.decoding.vocabulary import TrafficVocabulary
 from osd_hf.trace import bare_trace
 
 FULL = 1 << 14
@@ -59,48 +57,12 @@ def test_the_fewest_tokens_are_chosen_that_make_up_what_comes() -> None:
 # --- the restricted draft -------------------------------------------------------------------------------------------
 
 SOME = np.array([2, 3, 5, 8, 13, 21, 34, 55])
-RESTRICTABLE = [name for name in models.ARCHITECTURES if name != "bart"]
-
-
-def logits_of(model: Any) -> torch.Tensor:
-    start = np.zeros(1, np.int32) if model.config.is_encoder_decoder else None
-    with torch.no_grad():
-        return completion_logits(model, [bare_trace([5, 6, 7], [8, 9, 3], VOCAB, start)])
-
-
-@pytest.mark.parametrize("architecture", RESTRICTABLE)
-def test_a_restricted_draft_has_the_drafts_logits_of_its_tokens(architecture: str) -> None:
-    draft = models.double(models.build(architecture))
-    before = logits_of(draft)
-    restricted = RestrictedDraft(draft, SOME)
-    torch.testing.assert_close(logits_of(restricted.model), before[..., SOME], atol=1e-12, rtol=0)
-    assert torch.equal(logits_of(draft), before)
-    shared = {p.data_ptr() for p in draft.parameters()}
-    own = [name for name, p in restricted.model.named_parameters() if p.data_ptr() not in shared]
-    assert len(own) == 1  # the rows of the head
-
-    assert restricted.is_of(SOME)
-    more = SOME + 1
-    assert not restricted.is_of(more)
-    restricted.choose(more)
-    torch.testing.assert_close(logits_of(restricted.model), before[..., SOME + 1], atol=1e-12, rtol=0)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter.mul_(0.9)
-    assert not restricted.is_of(more)
-    restricted.choose(more)
-    torch.testing.assert_close(logits_of(restricted.model), logits_of(draft)[..., SOME + 1], atol=1e-12, rtol=0)
-    draft.float()
-    restricted.choose(more)
-    torch.testing.assert_close(logits_of(restricted.model), logits_of(draft)[..., SOME + 1])
 
 
 def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogCaptureFixture) -> None:
     drafts = [models.build("bart"), models.bigram(0)]
     with caplog.at_level(logging.WARNING):
         for draft in drafts:
-            with pytest.raises((UnsupportedModelError, RuntimeError)):
-                RestrictedDraft(draft, SOME % draft.config.vocab_size)
             drafting = LeanDrafting(draft, "auto")
             for _ in range(3):
                 drafting.restrict(SOME % draft.config.vocab_size)
@@ -114,14 +76,10 @@ def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogC
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies of tests are worth restricting, at once."""
-    monkeypatch.setattr(vocabulary, "MIN_VOCAB_SIZE", 1)
-    monkeypatch.setattr(vocabulary, "SIZES", (VOCAB // 4, VOCAB // 2))
-    monkeypatch.setattr(vocabulary, "RANK_EVERY", 2)
-    monkeypatch.setattr(vocabulary, "MIN_EMITTED_TOKENS", 1)
-    monkeypatch.setattr(vocabulary, "MAX_EMITTED_TOKENS", 16)
-    monkeypatch.setattr(vocabulary, "MAX_LOSS", 0.3)
-    monkeypatch.setattr(vocabulary, "PRIOR_RIGHT", 4)
-    monkeypatch.setattr(vocabulary, "PROMPT_WEIGHT", 0.0)
+    values = {"MIN_VOCAB_SIZE": 1, "SIZES": (VOCAB // 4, VOCAB // 2), "RANK_EVERY": 2, "MIN_EMITTED_TOKENS": 1,
+              "MAX_EMITTED_TOKENS": 16, "MAX_LOSS": 0.3, "PRIOR_RIGHT": 4, "PROMPT_WEIGHT": 0.0}  # fmt: skip
+    for name, value in values.items():
+        monkeypatch.setattr(vocabulary, name, value)
 
 
 def assistant_of(target: Any, draft: Any, router: Any = None, **settings: Any) -> OnlineAssistant:
@@ -218,12 +176,6 @@ def test_each_domain_has_its_tokens_and_their_base_has_all() -> None:
     assistant = assistant_of(target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2)
     assert served(assistant, "law")[-1] is not None
     assert set(served(assistant)) == {None}
-    chosen = assistant.drafts.requests["law"].vocabulary.chosen
-    with assistant.drafts.lease("law") as law, assistant.drafts.lease() as base:
-        assert law.drafting is not None
-        assert law.drafting.token_ids is chosen
-        assert base.drafting is not None
-        assert base.drafting.token_ids is None
 
 
 @pytest.mark.usefixtures("small")

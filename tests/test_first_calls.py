@@ -25,7 +25,7 @@ from transformers import (
 )
 from waiting import LONG
 
-from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig
 from osd_hf import models as pairs
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.evaluation.compare import evaluate
@@ -274,23 +274,16 @@ def test_a_pipeline_is_assisted_and_learned_from(assistant: OnlineAssistant) -> 
 # --- what came of it ------------------------------------------------------------------------------------------------
 
 
-def timed(config: OnlineConfig, requests: int = 6) -> tuple[OnlineAssistant, list[Trace]]:
-    """An assistant whose target takes a second a forward and whose draft a tenth, on its own clock, and what it has
-    served."""
+def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
     target, draft = models.pair(num_hidden_layers=1)
+    config = replace(MANUAL, num_assistant_tokens="auto", candidates="draft")
     assistant = OnlineAssistant(target, draft, config=config)
     assert assistant.drafting is not None
     assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.1})
     assert assistant.stats.tokens_per_second is assistant.stats.speedup is None
-    traces: list[Trace] = []
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40, "on_trace": traces.append}
-    for ids in models.prompts(requests):
-        assistant.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    return assistant, traces
-
-
-def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
-    stats = timed(replace(MANUAL, num_assistant_tokens="auto", candidates="draft"))[0].stats
+    for ids in models.prompts(6):
+        models.answered(assistant, ids, max_new_tokens=40)
+    stats = assistant.stats
     assert stats.tokens_per_second is not None
     assert stats.speedup is not None
     # A token of the target alone takes a second; rounds until that was known tell nothing of the speed-up.
@@ -338,10 +331,7 @@ def test_drafts_are_evaluated_on_texts() -> None:
 
 
 def requests(assistant: OnlineAssistant, number: int) -> list[list[int]]:
-    return [
-        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)[0].tolist()
-        for ids in models.prompts(number)
-    ]
+    return [models.answered(assistant, ids, max_new_tokens=6)[0][0].tolist() for ids in models.prompts(number)]
 
 
 @pytest.mark.parametrize("strategy", ["interval", "spread", "idle", "manual"])

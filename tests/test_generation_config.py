@@ -254,32 +254,27 @@ def test_a_config_and_keywords_together_are_resolved_as_the_target_does(
     assert config.num_beams == 2
 
 
-@pytest.mark.parametrize("entry", ["generate", "attached", "captured", "chat"])
+@pytest.mark.parametrize("entry", ["attached", "captured", "chat"])
 def test_stop_strings_of_a_config_end_an_answer_where_the_target_ends_it(entry: str, tmp_path: Path) -> None:
     target, draft = models.pair(num_hidden_layers=1, k=K)
     tokenizer = models.tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
     ids = tokenizer("user", return_tensors="pt", add_special_tokens=False).input_ids
-    how = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    how = models.greedy(ids, max_new_tokens=24, pad_token_id=0)
     free = tokenizer.decode(target.generate(ids, **how)[0, ids.shape[1] :])
     stop = {"stop_strings": [free[8:10]]}
     alone = target.generate(ids, tokenizer=tokenizer, **stop, **how)
     assert ids.shape[1] + 8 < alone.shape[1] < ids.shape[1] + 24
     draft.generation_config.stop_strings = ["any"]  # a draft of the same family has them, too
     assistant = OnlineAssistant(target, draft, tokenizer, OnlineConfig(update_strategy="manual"))
-    given: dict[str, Any] = {"assistant_model": assistant.draft, "tokenizer": tokenizer, **how}
-    traces: list[Trace] = []
     for route in ("default", "file"):
         with asked(target, route, stop, tmp_path):
-            if entry == "generate":
-                ours = assistant.generate(ids, **how)
-            elif entry == "chat":
-                answer = assistant.chat("user", **{k: v for k, v in how.items() if k != "attention_mask"})
+            if entry == "chat":
+                answer = assistant.chat("user", do_sample=False, max_new_tokens=24)
                 assert answer == tokenizer.decode(alone[0, ids.shape[1] :])
                 continue
-            else:
-                with assistant.attached() if entry == "attached" else capture_traces(target, traces.append):
-                    ours = target.generate(ids, **given)
+            with assistant.attached() if entry == "attached" else capture_traces(target, print):
+                ours = target.generate(ids, assistant_model=assistant.draft, tokenizer=tokenizer, **how)
         assert torch.equal(ours, alone)
 
 

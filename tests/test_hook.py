@@ -10,7 +10,6 @@ import models
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from osd_hf import CorrectionStore, OnlineAssistant, capture_traces
 from osd_hf.acceptance import AcceptanceStats
@@ -24,9 +23,8 @@ def captured(
 ) -> tuple[Any, Trace]:
     """One assisted request under capture: what `generate` returned, and its trace."""
     traces: list[Trace] = []
-    kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20, **kwargs}
     with capture_traces(target, traces.append, num_logprobs=num_logprobs):
-        output = target.generate(ids, assistant_model=draft, **kwargs)
+        output = target.generate(ids, assistant_model=draft, **models.greedy(ids, **kwargs))
     assert len(traces) == 1
     return output, traces[0]
 
@@ -191,26 +189,19 @@ def test_stored_rows_are_the_targets(architecture: str, num_logprobs: int | None
 # --- every stock assisted generate ----------------------------------------------------------------------------------
 
 
-class Penalize(LogitsProcessor):  # type: ignore[misc]
-    """A caller's own processor, without state."""
-
-    is_stateless = True
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, self.token] -= 5.0  # in place, as some do
-        return scores
+def penalize(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    scores[:, 5] -= 5.0  # in place, as some do
+    return scores
 
 
+penalize.is_stateless = True  # type: ignore[attr-defined]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "eos": {"eos_token_id": list(range(3, 12))},
     "repetition_penalty": {"repetition_penalty": 1.5},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
     "several processors": {"repetition_penalty": 1.5, "min_new_tokens": 4, "bad_words_ids": [[7]], "eos_token_id": 9},
-    "own processor": {"logits_processor": LogitsProcessorList([Penalize(5)])},
+    "own processor": {"logits_processor": [penalize]},
     "sequence_bias": {"sequence_bias": {(5,): -4.0, (6, 7): 2.0}},
 }
 
@@ -222,9 +213,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_capture_does_not_change_greedy_output(architecture: str, name: str) -> None:
     target, draft = models.pair(architecture, noise=0.1, **models.SHALLOW[architecture])
     ids = models.prompt(5)
-    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, **SETTINGS[name]}
-    alone = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    output, trace = captured(target, draft, ids, **settings)
+    alone = models.alone(target, ids, **SETTINGS[name])
+    output, trace = captured(target, draft, ids, **SETTINGS[name])
     assert torch.equal(output, alone)
     assert trace.completion_ids.tolist() == output[0, -len(trace) :].tolist()
     assert total_variation(trace, plain_rows(target, trace)) < 1e-3  # raw rows, before any processor
@@ -233,7 +223,7 @@ def test_capture_does_not_change_greedy_output(architecture: str, name: str) -> 
 def test_capture_does_not_change_sampled_output() -> None:
     target, draft = models.pair()
     ids = models.prompt()
-    kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": True, "max_new_tokens": 20, "top_k": 10}
+    kwargs = models.greedy(ids, do_sample=True, top_k=10)
     torch.manual_seed(3)
     alone = target.generate(ids, assistant_model=draft, **kwargs)
     torch.manual_seed(3)
@@ -315,9 +305,7 @@ def test_peft_targets_and_drafts_are_captured() -> None:
     from peft import LoraConfig, get_peft_model
 
     target, draft = models.pair()
-    alone = target.generate(
-        models.prompt(), attention_mask=torch.ones(1, 6).long(), do_sample=False, max_new_tokens=20
-    )
+    alone = models.alone(target, models.prompt())
     lora = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "r": 2}
     wrapped, small = get_peft_model(target, LoraConfig(**lora)), get_peft_model(draft, LoraConfig(**lora))
     models.fixed_k(small)

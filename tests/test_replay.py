@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import StoppingCriteria
 
 from osd_hf import AcceptanceStats, Trace, capture_traces, replay
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.replay import redraft, replay_each, rounds_of
+from osd_hf.trace import bare_trace
 
 
 def live(target: Any, draft: Any, prompts: list[torch.Tensor], **settings: Any) -> list[Trace]:
@@ -88,10 +90,6 @@ def test_redrafted_rounds_are_the_live_ones(settings: dict[str, Any]) -> None:
 
 
 def test_a_draft_ends_with_the_token_that_meets_a_criterion() -> None:
-    from transformers import StoppingCriteria, StoppingCriteriaList
-
-    from osd_hf import OnlineAssistant, OnlineConfig
-
     class After(StoppingCriteria):  # type: ignore[misc]
         is_stateless = True
 
@@ -99,14 +97,10 @@ def test_a_draft_ends_with_the_token_that_meets_a_criterion() -> None:
             return torch.tensor([input_ids.shape[1] >= 6 + 8])
 
     target = models.build()
-    assistant = OnlineAssistant(target, target, config=OnlineConfig(num_assistant_tokens=5, update_strategy="manual"))
-    traces: list[Trace] = []
-    with capture_traces(target, traces.append):
-        ids = models.prompt()
-        settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 20}
-        assistant.generate(ids, stopping_criteria=StoppingCriteriaList([After()]), **settings)
-    assert len(traces[0]) == 8
-    assert counts(replay(target, traces)) == counts(assistant.stats) == counts(total(traces))
+    assistant = models.assistant_of(target, target)
+    _, trace = models.answered(assistant, models.prompt(), stopping_criteria=[After()])
+    assert len(trace) == 8
+    assert counts(replay(target, [trace])) == counts(assistant.stats) == counts(total([trace]))
     assert assistant.stats.alpha == 1.0
 
 
@@ -152,16 +146,8 @@ def test_rounds_are_those_of_the_loop(tokens: list[tuple[int, int]], ending: str
         if predicted[-1] == 6:
             predicted[-1] = 2
         limit += 3 if ending == "bounded later" else 0
-    trace = Trace(
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.array(emitted, np.int32),
-        rounds=(),
-        top_logits=np.zeros((len(emitted), 0), np.float16),
-        top_ids=np.zeros((len(emitted), 0), np.uint16),
-        tail_logprob=np.zeros(len(emitted), np.float32),
-        vocab_size=8,
-        sampling={"max_new_tokens": limit, "eos_token_id": list(eos) or None},
-    )
+    sampling = {"max_new_tokens": limit, "eos_token_id": list(eos) or None}
+    trace = replace(bare_trace([0], emitted, 8), sampling=sampling)
     rounds = rounds_of(trace, np.array(predicted), k)
     ours = [(r.num_accepted, r.num_emitted, r.num_examined - r.num_accepted) for r in rounds]
     assert ours == reference(predicted, emitted, eos, limit, k)
@@ -212,16 +198,20 @@ def test_greedy_and_sampled_traces_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-def test_parts_of_the_logits_do_not_change_the_counts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_and_parts_of_the_logits_do_not_change_the_counts(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = models.pair(architecture, noise=0.12, **models.SHALLOW[architecture])
     traces = [t for n in (6, 15) for t in live(target, draft, models.prompts(2), max_new_tokens=n)]
     traces += live(target, draft, models.prompts(1), max_new_tokens=12, repetition_penalty=1.3)
     traces += live(target, draft, models.prompts(1), max_new_tokens=12, do_sample=True, top_p=0.9)
     *greedy, sampled = replay_each(draft, traces)
-    monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "CHUNK_LOGITS", 4 * models.VOCAB)
-    *others, other = replay_each(draft, traces)
-    assert others == greedy
-    assert other.accepted == pytest.approx(sampled.accepted, rel=1e-5)
+    for name, most in {"CHUNK_LOGITS": 4 * models.VOCAB, "MAX_LOGITS": 25 * models.VOCAB}.items():
+        monkeypatch.setattr(importlib.import_module("osd_hf.replay"), name, most)
+        for batch_size in (1, 3):
+            *others, other = replay_each(draft, traces, batch_size=batch_size)
+            assert others == greedy
+            assert other.accepted == pytest.approx(sampled.accepted, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 5, "top_p": 0.9}])
@@ -237,16 +227,6 @@ def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatc
 
 
 # --- care -----------------------------------------------------------------------------------------------------------
-
-
-def test_batches_do_not_change_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    traces = [t for n in (3, 9, 20) for t in live(target, draft, models.prompts(4), max_new_tokens=n)]
-    whole = replay(draft, traces)
-    for batch_size in (1, 3):
-        assert replay(draft, traces, batch_size=batch_size) == whole
-    monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "MAX_LOGITS", 64 * 25)
-    assert replay(draft, traces) == whole
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:

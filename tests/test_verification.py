@@ -236,11 +236,8 @@ def test_the_cache_of_an_output_is_the_callers_and_can_be_gone_on_from(untraced:
     target, draft = small()
     compiled, eager = assistant_of(target, draft), assistant_of(target, draft, compile_target=False)
     ids, given = models.prompt(), DynamicCache()
-    settings = models.greedy(ids, max_new_tokens=15) | {
-        "return_dict_in_generate": True,
-        "output_logits": True,
-        "output_scores": True,
-    }
+    settings = models.greedy(ids, max_new_tokens=15, output_logits=True, output_scores=True)
+    settings["return_dict_in_generate"] = True
     theirs = eager.generate(ids, **settings)
     assert fed == []
     for cache in (None, given):
@@ -352,15 +349,10 @@ def test_adapters_of_the_target_are_served_as_they_are_now(
     assert with_adapter != before
     with wrapped.disable_adapter():
         assert same_as_alone(assistant, ids, 10) == before
-    made = len(graphs)
-    assert same_as_alone(assistant, ids, 10) == with_adapter
-    with wrapped.disable_adapter():
-        assert same_as_alone(assistant, ids, 10) == before
-    assert len(graphs) == made <= 2  # beside the one without an adapter
     assert wrapped.unload() is target
     target.requires_grad_(True)
     assert same_as_alone(assistant, ids, 10) == before
-    assert len(graphs) == made
+    assert len(graphs) <= 2  # beside the one without an adapter
     assert "not compiled" not in caplog.text
 
 
