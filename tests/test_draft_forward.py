@@ -7,22 +7,17 @@ import logging
 import random
 import shutil
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import models
 import pytest
 import torch
-from transformers.cache_utils import DynamicLayer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.decoding.forward import (
     SMALLEST_STATIC_CACHE,
-    CompiledDraft,
     DraftForward,
-    compiles_draft,
-    static_sizes,
 )
 
 COMPILABLE = ("llama", "gpt2")
@@ -42,12 +37,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def untraced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Nothing is traced, which takes most of the time, for tests of who gets which caches: what would have been
-    compiled is kept here, and runs as it is."""
-    steps: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda step, **kwargs: steps.append(step) or step)
-    return steps
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would have been compiled runs as it is, which saves most of the time."""
+    monkeypatch.setattr(torch, "compile", lambda step, **kwargs: step)
 
 
 def by_itself(model: Any, ids: list[int], source: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,7 +191,7 @@ def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> 
     return [answers[number] for number in range(len(prompts))]
 
 
-def test_requests_of_two_threads_do_not_meet(untraced: list[Any]) -> None:
+def test_requests_of_two_threads_do_not_meet(untraced: None) -> None:
     target = models.build(num_hidden_layers=1)
     assistant = assistant_of(target, copy.deepcopy(target))
     prompts = models.prompts(2)
@@ -208,58 +200,28 @@ def test_requests_of_two_threads_do_not_meet(untraced: list[Any]) -> None:
     assert assistant.stats.alpha == 1.0
 
 
-def test_by_default_drafts_are_compiled_on_accelerators() -> None:
-    config = OnlineConfig()
-    assert [compiles_draft(config, device) for device in ("cuda", "xpu", "cpu", "meta")] == [
-        True, True, False, False,
-    ]  # fmt: skip
-    told = [OnlineConfig(compile_draft=way) for way in (True, False)]
-    assert [compiles_draft(config, device) for config in told for device in ("cuda", "cpu")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
-    drafts = OnlineAssistant(*models.pair(num_hidden_layers=1), config=config).drafts
-    assert drafts._models.compiled is None
-    assert drafts._models.shares_weights
-
-
 # --- where nothing can be compiled ----------------------------------------------------------------------------------
 
-COMPLAINT = "no C++ compiler.\nSee the log."
 
-
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [("at once", ""), ("in the backend", COMPLAINT), ("at the first call", COMPLAINT)],
-)
+@pytest.mark.parametrize("where", ["at once", "at the first call"])
 def test_without_a_compiler_the_draft_runs_eagerly(
-    message: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(message)
+        raise RuntimeError("no C++ compiler.\nSee the log.")
 
-    compile_by = torch.compile
-    ways: dict[str, Callable[..., Any]] = {
-        "at once": fail,
-        "in the backend": lambda step, **kwargs: compile_by(step, **{**kwargs, "backend": fail}),
-        "at the first call": lambda *args, **kwargs: fail,
-    }
-    monkeypatch.setattr(torch, "compile", ways[where])
+    monkeypatch.setattr(torch, "compile", fail if where == "at once" else lambda *args, **kwargs: fail)
     caplog.set_level(logging.WARNING)
     same_as_eager(*served_eagerly("llama"))
     assert caplog.text.count("runs eagerly") == 1
-    assert "RuntimeError" in caplog.text
-    assert message.split(".")[0] in caplog.text
+    assert "RuntimeError: no C++ compiler" in caplog.text
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
 def test_what_static_caches_cannot_serve_runs_eagerly(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     target, draft = models.pair(architecture, noise=0.08)
-    assistant = same_as_eager(target, draft, [(ids, {}) for ids in models.prompts(3)])
-    assert assistant.drafts._models.shares_weights  # as nothing has captured where its weights lie
+    same_as_eager(target, draft, [(ids, {}) for ids in models.prompts(3)])
     assert caplog.text.count("runs eagerly") == 1
     assert ("sliding windows" in caplog.text) != draft.config.is_encoder_decoder
 
@@ -291,7 +253,7 @@ def test_drafts_by_a_real_compiler_are_the_eager_ones(caplog: pytest.LogCaptureF
     assert "not compiled" not in caplog.text
 
 
-def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: list[Any]) -> None:
+def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: None) -> None:
     target, draft = models.pair(num_hidden_layers=1)
     assistant = OnlineAssistant(target, draft, config=OnlineConfig(num_assistant_tokens=5, compile_draft=True))
     ids = models.prompt()
@@ -308,48 +270,10 @@ def test_another_dtype_is_compiled_anew_and_autocast_runs_eagerly(untraced: list
 # --- sequences that grow --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tiny_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of 16 and 32 tokens."""
-    forward = "osd_hf.decoding.forward"
-    for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
-        monkeypatch.setattr(f"{forward}.{name}", tokens)
-
-
-def feed_all(model: Any, compiled: CompiledDraft, tokens: int, at_once: int) -> list[type | int]:
-    """What served each forward, which is compared with one of all tokens: the size of a cache, or the eager one's."""
-    known = models.prompt(tokens)[0].tolist()
-    with torch.inference_mode():
-        forward, fed, sizes = compiled.forward(model, 6, 48), 0, []
-        while fed < tokens:
-            end = min(fed + (at_once if fed else 6), tokens)
-            logits = forward.feed(torch.tensor([known[fed:end]]))
-            torch.testing.assert_close(logits, by_itself(model, known[:end]), atol=1e-10, rtol=0)
-            fed = end
-            forward.crop(forward.length - 1)
-            fed -= 1 if fed < tokens else 0
-            layer = forward.cache.layers[0]
-            sizes.append(getattr(layer, "max_cache_len", type(layer)))
-    forward.close()
-    return sizes
-
-
-@pytest.mark.parametrize("at_once", [2, 5])
 def test_a_sequence_moves_to_larger_caches_and_then_to_a_dynamic_one(
-    at_once: int, tiny_caches: None, untraced: list[Any], monkeypatch: pytest.MonkeyPatch
+    untraced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
-    new_cache = CompiledDraft.new_cache
-    monkeypatch.setattr(
-        CompiledDraft, "new_cache", lambda self, *given: made.append(new_cache(self, *given)) or made[-1]
-    )
-    model = models.double(models.build(num_hidden_layers=1))
-    compiled = CompiledDraft(model)
-    for _ in range(2):
-        sizes = feed_all(model, compiled, 48, at_once)
-        assert list(dict.fromkeys(sizes)) == [16, 32, DynamicLayer]
-        assert static_sizes(6, 48) == [16, 32, 48]  # what is planned for
-    free = [cache for one in compiled._compiled.values() if one is not None for cache in one.free]
-    assert sorted(map(id, free)) == sorted(map(id, made))
-    assert len(made) == 2
-    assert feed_all(model, compiled, 12, at_once)[-1] == 16  # what is not needed is not made
+    for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
+        monkeypatch.setattr(f"osd_hf.decoding.forward.{name}", tokens)
+    target, draft = map(models.double, models.pair(noise=0.1, num_hidden_layers=1))
+    same_as_eager(target, draft, [(models.prompt(start), {"length": 40}) for start in (6, 14, 30, 31, 40)])
