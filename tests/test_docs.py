@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import itertools
 import json
@@ -19,18 +18,14 @@ from typing import Any
 
 import openai
 import pytest
-import torch
 import yaml
-from peft import LoraConfig
 from saved_pair import save_pair
 from starlette.testclient import TestClient
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.cli.env import QUANTIZATIONS
 from osd_hf.cli.main import COMMANDS, parse
-from osd_hf.memory_plan import memory_plan
 from osd_hf.models import Pair
 from osd_hf.proxy.extra_fields import add_fields
 from osd_hf.server.app import Service, make_app
@@ -257,57 +252,6 @@ def test_a_table_names_its_report_and_the_defaults_are_unchanged(page: Path) -> 
         names = comment.removeprefix("report: ").split()
         expected = commits_of(names)
         assert expected in after, f"Write below the table of {names}: *{expected}*"
-
-
-def published(
-    kind: type[PreTrainedConfig], layers: int, hidden: int, heads: int, kv: int, width: int, inner: int, vocab: int,
-    tied: bool = False,
-) -> PreTrainedConfig:  # fmt: skip
-    """Return a configuration with the sizes of a model on the Hub, in bf16."""
-    config = kind(
-        num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, num_key_value_heads=kv,
-        head_dim=width, intermediate_size=inner, vocab_size=vocab, tie_word_embeddings=tied,
-    )  # fmt: skip
-    config.dtype = torch.bfloat16
-    return config
-
-
-PAIRS = {
-    "Llama-3.1-8B, 3.2-1B": (
-        published(LlamaConfig, 32, 4096, 32, 8, 128, 14336, 128_256),
-        published(LlamaConfig, 16, 2048, 32, 8, 64, 8192, 128_256, True),
-    ),
-    "Vicuna-7B, LLaMA-160M": (
-        published(LlamaConfig, 32, 4096, 32, 32, 128, 11008, 32_000),
-        published(LlamaConfig, 12, 768, 12, 12, 64, 3072, 32_000),
-    ),
-    "Qwen3-8B, 0.6B": (
-        published(Qwen3Config, 36, 4096, 32, 8, 128, 12288, 151_936),
-        published(Qwen3Config, 28, 1024, 16, 8, 128, 3072, 151_936, True),
-    ),
-}
-
-
-def test_planned_memory_is_what_a_plan_says() -> None:
-    page = (ROOT / "docs/drafts.md").read_text()
-    lora = LoraConfig(r=16, target_modules="all-linear")
-    for name, (target, draft) in PAIRS.items():
-        plans = [
-            memory_plan(target, draft, OnlineConfig(), peft_config=adapters, prompt_tokens=512, new_tokens=256)
-            for adapters in (None, lora)
-        ]
-        weights = next(part.bytes for part in plans[0].parts if part.name == "target: weights")
-        cells = [weights, *(plan.peak_bytes for plan in plans)]
-        assert f"| {name} | {' | '.join(f'{cell / 1e9:.1f}' for cell in cells)} |" in page
-    on_cpu = memory_plan(target, draft, OnlineConfig(learner_device="cpu")).peak_bytes
-    target = copy.deepcopy(target)
-    target.quantization_config = QUANTIZATIONS[4]
-    quantized = [memory_plan(target, draft, peft_config=adapters).peak_bytes for adapters in (None, lora)]
-    expected = [f"{count / 1e9:.1f}" for count in (on_cpu, *quantized)]
-    shown = re.findall(r"^\| (?:the full draft|LoRA adapters).* \| (\d+\.\d) \|", README.read_text(), re.MULTILINE)
-    assert shown == [f"{plans[0].peak_bytes / 1e9:.1f}", *expected]
-    text = " ".join(page.split()).partition("Of the first pair, ")[2].partition(" ## ")[0]
-    assert re.findall(r"\b\d+\.\d\b", text) == expected
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------

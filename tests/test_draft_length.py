@@ -1,13 +1,10 @@
 """How many tokens to draft, on a made-up machine: what each forward takes and what is accepted is given."""
 
 import itertools
-import math
 import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from osd_hf.decoding.draft_length import DRAFT, FixedPace, Pace, Pacer, RoundTime
 from osd_hf.speedup import expected_block_efficiency
@@ -138,20 +135,6 @@ def test_where_confidence_tells_rounds_end_by_it(alpha: float, draft: float) -> 
     assert measured > 1.02 * best
 
 
-def test_a_machine_that_slows_down_changes_nothing() -> None:
-    world = World(0.75, 0.15)
-    pacer = settled(world)
-    before = pacer.plan()
-    world.slow = 3.0
-    for _ in range(30):
-        world.serve(pacer.pace())
-    after = pacer.plan()
-    assert abs(after.k - before.k) <= 1
-    assert after.speculates
-    assert after.draft_seconds == pytest.approx(3 * world.draft, rel=0.25)
-    assert after.plain_seconds == pytest.approx(3 * TARGET, rel=0.25)
-
-
 def test_costs_are_followed() -> None:
     world = World(0.75, 0.05)
     pacer = settled(world)
@@ -243,55 +226,6 @@ def test_domains_share_costs_and_nothing_else() -> None:
     assert other.examined < 10
     assert 0.4 < other.alpha < 0.8
     assert other.draft_seconds == pacer.plan("easy").draft_seconds == pytest.approx(0.2, rel=0.2)
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.floats(0, 1), max_size=32),
-            st.integers(0, 32),
-            st.floats(1e-6, 10),
-            st.one_of(st.none(), st.floats(1e-6, 100)),
-        ),
-        max_size=60,
-    )
-)
-def test_whatever_it_is_told_a_plan_comes_out(rounds: list[tuple[list[float], int, float, float | None]]) -> None:
-    pacer = Pacer()
-    pace = pacer.pace()
-    for confidences, right, drafting, verifying in rounds:
-        assert isinstance(pace.is_plain(), bool)
-        pace.begin()
-        drafted = 0
-        for confidence in confidences:
-            if pace.next(()) != DRAFT:
-                break
-            drafted += 1
-            pace.drafted(1, confidence)
-        accepted = min(right, drafted)
-        pace.judged(accepted, [1] * (accepted + 1))
-        drafting *= drafted > 0
-        pace.timed(RoundTime(drafted, drafted, drafting, None if verifying is None else drafting + verifying))
-        plan = pacer.plan()
-        assert 0 <= plan.alpha <= 1
-        assert 0 <= plan.k <= 32
-        assert plan.speculates == (plan.k > 0)
-        assert all(math.isfinite(x) for x in plan.to_dict().values() if isinstance(x, float))
-        assert plan.speedup >= 1.0
-
-
-# --- a fixed number -------------------------------------------------------------------------------------------------
-
-
-@given(st.floats(0, 1), st.floats(0, 1, exclude_min=True))
-def test_a_threshold_ends_a_draft_behind_a_token_below_it(confidence: float, threshold: float) -> None:
-    pace = FixedPace(3, threshold)
-    assert pace.reads_confidence
-    pace.begin()
-    assert pace.next(()) == DRAFT
-    pace.drafted(1, confidence)
-    assert (pace.next(()) == DRAFT) == (confidence >= threshold)
 
 
 # --- what once went wrong -------------------------------------------------------------------------------------------

@@ -104,15 +104,6 @@ def test_an_experiment_takes_two_steps(
     assert report["settings"]["target"] == "target"  # and no folder of this machine
 
 
-def test_a_learning_draft_is_measured_against_the_one_as_it_came(results: Path, pairs: dict[str, Path]) -> None:
-    (row,) = run(
-        "gsm8k", pairs["causal"], [ROWS["gsm8k"]("what is it?") for _ in range(40)],
-        "--requests", "40", "--max-steps", "20", "--learning-rate", "0.01", "--max-new-tokens", "16",
-    )["rows"]  # fmt: skip
-    assert row["steps"] == 20
-    assert row["after"]["alpha"] > row["before"]["alpha"]
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_a_prompt_is_made_of_the_columns_of_the_hub(name: str, results: Path, pairs: dict[str, Path]) -> None:
     paper: Any = importlib.import_module("paper")
@@ -146,17 +137,6 @@ def test_the_flat_recipe_is_lossless_and_counts_as_transformers_does(results: Pa
         torch.testing.assert_close(
             torch.stack([row for _, row in corrections]), target(ids).logits[0, at - 1], atol=1e-4, rtol=1e-4
         )
-
-
-def test_the_flat_recipe_stops_where_the_target_does(results: Path) -> None:
-    import flat
-
-    target, draft = models.pair()
-    prompt = models.prompt()
-    free = target.generate(prompt, max_new_tokens=20, do_sample=False)
-    eos = int(free[0, prompt.shape[1] + 7])
-    alone = target.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=eos)
-    assert torch.equal(flat.answer(target, draft, prompt, 5, 20, {eos})[0], alone)
 
 
 def test_the_flat_recipe_learns_what_it_was_corrected_in(results: Path) -> None:

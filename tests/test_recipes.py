@@ -1,6 +1,5 @@
 """Recipes run their smallest form on a tiny pair."""
 
-import asyncio
 import contextlib
 import importlib
 import json
@@ -13,12 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_vllm
-import httpx2
 import pytest
 from processes import ModuleProcess, run_python
 from saved_pair import save_pair
-from table_engine import FakeVLLM, reply, served
+from table_engine import FakeVLLM, served
 from test_experiments import ROWS
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -140,73 +137,6 @@ def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatc
     report = json.loads((tmp_path / "serve_load.json").read_text())
     assert (report["holds"], report["failed"]) == (True, {})
     assert report["heard"] == {"own": 34, "sampled": 4, "left": 2}
-
-
-class DeployedVLLM(FakeVLLM):
-    """An engine that counts drafted tokens and loads versions. It answers ten requests between two readings of its
-    counters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drafts, self.unseen, self.looked = fake_vllm.FakeVLLM("http://engine"), 0, asyncio.Event()
-        self.before_piece = self.watched
-
-    async def watched(self, piece: int) -> None:
-        while piece == 0 and self.unseen >= 10:
-            self.looked.clear()
-            await self.looked.wait()
-        if piece == 0:
-            self.unseen += 1
-            self.drafts.serve(1)
-
-    async def other(self, scope: Any, body: bytes, send: Any) -> None:
-        if scope["path"] not in ("/metrics", "/collective_rpc", "/reset_prefix_cache"):
-            await super().other(scope, body, send)
-            return
-        if scope["path"] == "/metrics":
-            self.unseen = 0
-            self.looked.set()
-        if scope["path"] == "/collective_rpc":
-            path, digest = json.loads(body)["args"]
-            if "spoilt" in (Path(path) / "version.json").read_text():
-                self.drafts.alphas[digest] = 0.02
-        url = f"http://engine{scope['path']}?{scope['query_string'].decode()}"
-        request = httpx2.Request(scope["method"], url, content=body, extensions={"timeout": {"read": 0}})
-        answer = self.drafts.answer(request)
-        await reply(send, answer.status_code, answer.content)
-
-
-def test_versions_are_deployed_and_a_bad_one_is_rolled_back(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OSD_HF_DATA", str(folder))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(RECIPES))
-    recipe = importlib.import_module("deploy_loop")
-    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
-    monkeypatch.setattr(recipe, "MAX_NEW_TOKENS", 4)
-    processes = SimpleNamespace(PIPE=subprocess.PIPE, Popen=ModuleProcess, run=lambda *_, **__: None)
-    monkeypatch.setattr(recipe, "subprocess", processes)
-    command, sooner = recipe.osd_hf, {"proxy": ["--flush-every", "1"], "learn": ["--poll-seconds", "0.1"]}
-    monkeypatch.setattr(recipe, "osd_hf", lambda name, *rest: command(name, *rest) + sooner.get(name, []))
-    smoke = ["--requests", "8", "--part", "8", "--settle", "0", "--later", "4", "--poison", "600", "--watch", "30"]
-    monkeypatch.setattr(sys, "argv", ["deploy_loop.py", "--vllm", "unused", *smoke])
-    with served(DeployedVLLM()) as address:
-        engine = object.__new__(recipe.Engine)
-        engine.url = address
-        monkeypatch.setattr(recipe, "serving", lambda *_: contextlib.nullcontext((engine, 0.0)))
-        recipe.main()
-    report = json.loads((tmp_path / "deploy_loop.json").read_text())
-    assert report["errors"] == []
-    assert report["loaded"]["finance_alpaca"] == [report["spoilt_version"], 0]
-    [decision] = report["decisions"]
-    assert (decision["outcome"], decision["version"]) == ("rolled back", report["spoilt_version"])
-    assert report["learned"]["requests"] == report["proxy"]["collected"] == 8
-    opted_out = report["proxy"]["left_out"]["its client does not want it collected"]
-    assert opted_out == report["answered"] - 8 == 4 + 20 * len(report["spoilt"])
-    # The engine's table differs from the target, directly and through the proxy.
-    prompts = [found["prompt"] for found in report["not_identical"]]
-    assert len(set(prompts)) == len(prompts) == report["answered"]
 
 
 def test_a_recipe_without_its_data_says_what_to_set() -> None:
