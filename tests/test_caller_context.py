@@ -82,11 +82,6 @@ def tokenizer() -> Any:
     return made
 
 
-@functools.cache
-def chat_ids(text: str) -> torch.Tensor:
-    return torch.tensor([tokenizer()(text)["input_ids"]], device="cpu")
-
-
 def by_generate(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
     assistant = OnlineAssistant(*pair(), tokenizer(), CONFIG)
     return [
@@ -125,31 +120,16 @@ def alone(**settings: Any) -> list[Any]:
     ]
 
 
-def batch_alone(**settings: Any) -> list[Any]:
-    answer: list[Any] = pair()[0].generate(BATCH[0], attention_mask=BATCH[1], max_new_tokens=NEW, **settings).tolist()
-    return answer
-
-
-def chat_alone(**settings: Any) -> list[Any]:
-    answers = []
-    for ids in map(chat_ids, TEXTS):
-        answer = pair()[0].generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, **settings)
-        answers.append(tokenizer().decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
-    return answers
-
-
-ENTRIES = {
-    "generate": (by_generate, alone), "attached": (by_attached, alone), "capture": (by_capture, alone),
-    "batch": (by_batch, batch_alone), "chat": (by_chat, chat_alone),
+ENTRIES: dict[str, Callable[..., list[Any]]] = {
+    "generate": by_generate, "attached": by_attached, "capture": by_capture, "batch": by_batch, "chat": by_chat,
 }  # fmt: skip
 
 
 @functools.cache
-def outside(entry: str) -> list[Trace]:
-    """The traces of requests in no context."""
+def outside(entry: str) -> tuple[list[Any], list[Trace]]:
+    """The answers and traces of requests in no context."""
     traces: list[Trace] = []
-    ENTRIES[entry][0](traces.append, do_sample=False)
-    return traces
+    return ENTRIES[entry](traces.append, do_sample=False), traces
 
 
 def same_traces(ours: list[Trace], theirs: list[Trace]) -> None:
@@ -174,11 +154,13 @@ def nothing_failed(caplog: pytest.LogCaptureFixture) -> None:
 def test_answers_and_traces_are_those_outside_the_context(
     entry: str, context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (ours, target_alone), traces, expected = ENTRIES[entry], list[Trace](), outside(entry)
+    traces, (expected, before) = list[Trace](), outside(entry)
     with context():
-        answers = ours(traces.append, do_sample=False)
-        assert answers == target_alone(do_sample=False)
-    same_traces(traces, expected)
+        answers = ENTRIES[entry](traces.append, do_sample=False)
+    assert answers == expected
+    if entry == "generate":
+        assert answers == alone(do_sample=False)
+    same_traces(traces, before)
     nothing_failed(caplog)
 
 
@@ -212,7 +194,7 @@ def test_sampled_answers_are_those_outside_the_context(entry: str, context: Cont
         traces: list[Trace] = []
         with around():
             torch.manual_seed(3)
-            found.append((ENTRIES[entry][0](traces.append, do_sample=True, top_k=0), traces))
+            found.append((ENTRIES[entry](traces.append, do_sample=True, top_k=0), traces))
     (expected, before), (answers, after) = found
     assert answers == expected
     same_traces(after, before)
@@ -319,7 +301,7 @@ def sampled() -> list[Trace]:
 
 @cases("context", "autocast-bf16", "autocast-fp16", "device-meta", "dtype-bfloat16")
 def test_replay_counts_the_same_in_the_context(context: Context) -> None:
-    traces = [*outside("generate"), *sampled()]
+    traces = [*outside("generate")[1], *sampled()]
     expected = replay(pair()[1], traces)
     fresh = [copy.copy(trace) for trace in traces]  # of which nothing is known
     with context():

@@ -139,24 +139,6 @@ def test_the_flat_recipe_is_lossless_and_counts_as_transformers_does(results: Pa
         )
 
 
-def test_the_flat_recipe_learns_what_it_was_corrected_in(results: Path) -> None:
-    import flat
-
-    target, draft = models.pair(noise=0.5)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
-    answered = [flat.answer(target, draft, prompt, 5, 12, set())[:2] for prompt in models.prompts(4)]
-
-    def right() -> float:
-        """Return the share of corrected positions at which the draft now agrees with the target."""
-        said = [int(draft(ids).logits[0, at - 1].argmax()) == int(ids[0, at]) for ids, cs in answered for at, _ in cs]
-        return sum(said) / len(said)
-
-    assert right() == 0
-    for _ in range(40):
-        flat.learn(draft, optimizer, answered)
-    assert right() > 0.9
-
-
 def test_the_flat_recipe_runs_its_smallest_form(
     results: Path, pairs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
