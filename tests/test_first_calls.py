@@ -331,7 +331,9 @@ def test_drafts_are_evaluated_on_texts() -> None:
 
 
 def requests(assistant: OnlineAssistant, number: int) -> list[list[int]]:
-    return [models.answered(assistant, ids, max_new_tokens=6)[0][0].tolist() for ids in models.prompts(number)]
+    return [
+        assistant.generate(ids, **models.greedy(ids, max_new_tokens=6))[0].tolist() for ids in models.prompts(number)
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["interval", "spread", "idle", "manual"])
