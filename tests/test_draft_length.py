@@ -116,7 +116,6 @@ def test_the_plan_is_the_best_fixed_k(alpha: float, draft: float) -> None:
         world.serve(pacer.pace())
         found.append(pacer.plan().k)
     middle = sorted(found)[len(found) // 2]
-    print(f"alpha {alpha}, c {draft}: best {best}, found {sorted(found)}, {pacer.plan()}")
     assert abs(middle - best) <= 1
     assert rate(alpha, draft, middle) > 0.98 * rate(alpha, draft, best)
 
@@ -131,7 +130,6 @@ def test_where_confidence_tells_rounds_end_by_it(alpha: float, draft: float) -> 
         other = World(alpha, draft, tells=True, seed=k)
         fixed[k] = other.rate_of(lambda other=other, k=k: other.serve(FixedPace(k), 60))
     best = max(fixed.values())
-    print(f"alpha {alpha}, c {draft}: {measured / best:.3f} of the best fixed k, {pacer.plan()}")
     assert measured > 1.02 * best
 
 
@@ -152,7 +150,6 @@ def test_a_busy_machine_does_not_spoil_the_costs(alpha: float) -> None:
     world = World(alpha, 0.15, spikes=0.003)
     pacer = settled(world, 40)
     plan = pacer.plan()
-    print(plan)
     assert rate(alpha, 0.15, plan.k) > 0.95 * rate(alpha, 0.15, best_fixed(alpha, 0.15))
     assert plan.draft_seconds == pytest.approx(0.15, rel=0.3)
     assert plan.plain_seconds == pytest.approx(TARGET, rel=0.3)
@@ -169,7 +166,6 @@ def test_a_draft_that_does_not_pay_costs_little(alpha: float, draft: float, leng
     assert not pacer.plan().speculates
     assert pacer.plan().k == 0
     measured = world.rate_of(lambda: [world.serve(pacer.pace(), length=length) for _ in range(400)])
-    print(f"alpha {alpha}, c {draft}: {measured * TARGET:.4f} of the target alone")
     assert measured * TARGET > 0.97
     assert not pacer.plan().speculates
 
@@ -187,7 +183,6 @@ def test_speculation_comes_back_once_it_pays(length: int) -> None:
         pacer.draft_changed()
         world.serve(pacer.pace(), length=length)
         requests += 1
-    print(f"after {requests * length} tokens")
     assert pacer.plan().speculates
     for _ in range(4000 // length):
         world.serve(pacer.pace(), length=length)

@@ -141,7 +141,6 @@ def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.Monke
     counts = sampled_answers(assistant, ids, 200)
     p_value = fits(counts, answer_distribution(target, ids), PAIRS)
     plan = assistant.drafting_plan(do_sample=True)
-    print(f"p = {p_value:.3f} over {len(counts)} answers, version {assistant.version}, {assistant.stats}, {plan}")
     assert p_value > 1e-3
     assert plan is not None
     assert plan.vocab_size == 3

@@ -172,7 +172,6 @@ def test_stored_rows_are_the_targets(architecture: str, num_logprobs: int | None
     store.flush()
     for trace in CorrectionStore(tmp_path):
         worst = max(worst, total_variation(trace, plain_rows(target, trace)))
-    print(f"{architecture}, K={num_logprobs}: total variation at most {worst:.1e}")
     assert worst <= 1e-3
 
 

@@ -216,10 +216,6 @@ def test_greedy_answers_are_the_targets_while_the_draft_learns(architecture: str
     target, draft = copy.deepcopy(alone), models.draft_of(alone, noise=0.08)
     assistant = assistant_of(target, draft, way, EACH)
     wrong, ties = greedy_divergences(target, assistant.generate, requests, answers)
-    print(
-        f"{architecture}, {way}: {ties} ties in {len(requests)} answers, versions 0 to {assistant.version}, "
-        f"{assistant.stats}"
-    )
     assert wrong == []
     assert ties <= 1
     assert assistant.version >= 5
@@ -360,7 +356,6 @@ def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns(wa
     ids = models.prompt(3, vocab_size=VOCAB)
     counts = sampled_answers(assistant, ids, 250)
     p_value = fits(counts, answer_distribution(target, ids), PAIRS)
-    print(f"p = {p_value:.3f} over {len(counts)} answers, version {assistant.version}, {assistant.stats}")
     assert p_value > 1e-3
     assert assistant.version == 25
     assert 0.2 < assistant.stats.alpha < 0.95
@@ -390,7 +385,6 @@ def test_each_token_of_long_answers_is_drawn_as_the_target_draws_it(way: str) ->
     table = target.by_token.detach().double().softmax(-1).numpy()
     p_value = transitions_fit(list(long_answers(assistant, 5)), table)
     plan = assistant.drafting_plan(do_sample=True)
-    print(f"p = {p_value:.3f}, {assistant.stats}, {plan}")
     assert p_value > 1e-3
     # Drafts of all versions take their time on the test's clock, so each run draws the same tokens.
     assert plan is None or plan.plain_seconds == pytest.approx(1.0, rel=0.05)
@@ -451,7 +445,6 @@ def test_a_criterion_leaves_sampled_answers_their_distribution(way: str) -> None
     target, draft = stopping_pair()
     assistant = assistant_of(target, draft, way, FROZEN)
     p_value = fits(stopped_answers(assistant, 2, 250), stopped_distribution(target, 2), [end_of])
-    print(f"p = {p_value:.3f}, {assistant.stats}")
     assert p_value > 1e-3
 
 
