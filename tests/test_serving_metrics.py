@@ -25,7 +25,6 @@ from osd_hf.server.metrics import (
     assistant_metrics,
     learner_metrics,
     metrics_route,
-    metrics_text,
     proxy_metrics,
     serve_metrics,
 )
@@ -36,6 +35,11 @@ COUNTS = {
     "requests": 12, "collected": 9, "left_out": {"it was sampled": 2, 'of "another" model': 1}, "dropped": 0,
     "engine_errors": 1, "retries": 3, "bytes": 4096, "tokens": 300, "seconds_added": 0.5,
 }  # fmt: skip
+
+
+def metrics_text(*sources: Any) -> bytes:
+    with TestClient(Starlette(routes=[metrics_route(*sources)])) as client:
+        return client.get("/metrics").content
 
 
 def read(text: bytes) -> dict[str, dict[tuple[str, ...], float]]:
@@ -104,12 +108,11 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_the_counts_of_a_proxy_are_told_by_reason() -> None:
-    text = metrics_text(partial(proxy_metrics, {**COUNTS, "turned_away": 4}))
+    text = metrics_text(partial(proxy_metrics, COUNTS))
     found = read(text)
     assert b'left_out_total{reason="it was sampled"} 2.0' in text
     assert found["osd_hf_proxy_left_out_total"] == {("it was sampled",): 2, ('of "another" model',): 1}
     assert found["osd_hf_proxy_requests_total"] == {(): 12}
-    assert found["osd_hf_proxy_turned_away_total"] == {(): 4}
 
 
 def test_a_route_gives_what_is_there_at_each_scrape() -> None:

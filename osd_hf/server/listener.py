@@ -18,10 +18,6 @@ from osd_hf.errors import ConfigError
 __all__ = ["Listener"]
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class Listener:
     """
     An address where an application will be served, bound immediately; port 0 selects a free one.
@@ -56,8 +52,8 @@ class Listener:
         app: Any,
         *,
         shutdown_seconds: float,
-        on_start: Callable[[], object] = _do_nothing,
-        on_stop: Callable[[], object] = _do_nothing,
+        on_start: Callable[[], object] = lambda: None,
+        on_stop: Callable[[], object] = lambda: None,
     ) -> None:
         """
         Serve an ASGI application until SIGTERM, SIGINT or [`~Listener.stop`].

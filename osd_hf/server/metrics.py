@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # an extra
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-__all__ = ["assistant_metrics", "learner_metrics", "metrics_route", "metrics_text", "proxy_metrics", "serve_metrics"]
+__all__ = ["assistant_metrics", "learner_metrics", "metrics_route", "proxy_metrics", "serve_metrics"]
 
 NO_DOMAIN = "(none)"  # of requests without a label
 RECENT_REQUESTS = 128  # of a learner, for its acceptance
@@ -25,33 +25,33 @@ OUTCOMES = ("promoted", "kept back", "dropped", "rolled back")
 Source = Callable[[], "Iterable[Metric]"]
 Samples = Iterable[tuple[tuple[str, ...], float | None]]
 
-# Counts of a proxy: the help text, and the label of a count with several values.
+# Help texts of the counts of a proxy.
 PROXY_COUNTS = {
-    "requests": ("Requests that clients have sent.", None),
-    "collected": ("Answers that were kept to learn from.", None),
-    "left_out": ("Answers that cannot be learned from, by reason.", "reason"),
-    "dropped": ("Answers that were not kept because too many waited, or because the store failed.", None),
-    "engine_errors": ("Requests that an engine has answered with an error, or not at all.", None),
-    "retries": ("Requests that were sent again, to another engine or without what was added.", None),
-    "bytes": ("Bytes of the answers that were passed on.", None),
-    "tokens": ("Tokens of the answers that were kept.", None),
-    "seconds_added": ("Time to read requests, and to take out of answers what was asked for.", None),
+    "requests": "Requests that clients have sent.",
+    "collected": "Answers that were kept to learn from.",
+    "left_out": "Answers that cannot be learned from, by reason.",
+    "dropped": "Answers that were not kept because too many waited, or because the store failed.",
+    "engine_errors": "Requests that an engine has answered with an error, or not at all.",
+    "retries": "Requests that were sent again, to another engine or without what was added.",
+    "bytes": "Bytes of the answers that were passed on.",
+    "tokens": "Tokens of the answers that were kept.",
+    "seconds_added": "Time to read requests, and to take out of answers what was asked for.",
 }
 
 
 # --- exposition -----------------------------------------------------------------------------------------------------
 
 
-def metrics_text(*sources: Source) -> bytes:
-    """Return the current figures of functions such as `partial(assistant_metrics, assistant)`; raises ConfigError."""
-    registry = _registry(sources)
-    from prometheus_client import generate_latest
-
-    return generate_latest(registry)
-
-
 def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
-    """Return the `starlette.routing.Route` that answers scrapes in a thread; see [`metrics_text`]."""
+    """
+    Return the `starlette.routing.Route` that answers scrapes in a thread.
+
+    Args:
+        sources (`Callable[[], Iterable[Metric]]`): Functions such as `partial(assistant_metrics, assistant)`.
+
+    Raises:
+        ConfigError: the extra `serve` is not installed.
+    """
     registry = _registry(sources)
     from prometheus_client.exposition import choose_encoder
     from starlette.requests import Request
@@ -147,12 +147,11 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
 def proxy_metrics(counts: Mapping[str, float | Mapping[str, float]]) -> Iterator[Metric]:
     """Yield the counts of a proxy: numbers by name, or by name and reason."""
     for name, count in counts.items():
-        help, label = PROXY_COUNTS.get(name, (f"What the proxy counts as {name}.", "kind"))
         if isinstance(count, Mapping):
-            rows: Samples = [((str(kind),), number) for kind, number in dict(count).items()]
-            yield _counter(f"osd_hf_proxy_{name}", help, rows, label or "kind")
+            rows: Samples = [((reason,), number) for reason, number in dict(count).items()]
+            yield _counter(f"osd_hf_proxy_{name}", PROXY_COUNTS[name], rows, "reason")
         else:
-            yield _counter(f"osd_hf_proxy_{name}", help, [((), count)])
+            yield _counter(f"osd_hf_proxy_{name}", PROXY_COUNTS[name], [((), count)])
 
 
 def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
