@@ -42,9 +42,6 @@ class CountingEngine(FakeEngine):
     Attributes:
         draft: what it drafts with; `None`: it has no draft.
         k: tokens that a round drafts; the counters know as many.
-        foreign: tokens of other clients that come with an answer, by its number; each takes a round that accepts none.
-        is_elsewhere: whether another engine answers, whose counters are not seen.
-        is_idle: whether it has a draft that it does not use.
         most_tokens: what it says its longest sequence is.
     """
 
@@ -53,12 +50,10 @@ class CountingEngine(FakeEngine):
         self.k, self._bodies = k, dict[str, Any]()
         self.set(draft)
 
-    def set(self, draft: Any, *, k: int | None = None, foreign: Mapping[int, int] | None = None) -> None:
+    def set(self, draft: Any, *, k: int | None = None) -> None:
         """Begin to draft with this, and to count from zero."""
-        self.draft, self.k, self.foreign = draft, k or self.k, foreign or {}
-        self.is_elsewhere = self.is_idle = False
+        self.draft, self.k = draft, k or self.k
         self.most_tokens: int | None = None
-        self.instead_of_metrics: str | None = None
         self.number = self.tokens = self.steps = 0
         names = ["drafts_total", "draft_tokens_total", *(POSITION.format(i) for i in range(self.k))]
         self.counts = dict.fromkeys(names, 0.0)
@@ -73,15 +68,12 @@ class CountingEngine(FakeEngine):
 
     def count(self, asked: Mapping[str, Any]) -> None:
         """Count an answer."""
-        if self.is_elsewhere:
-            return
         length = len(self.body(asked)["choices"][0]["token_ids"])
         told = [*self.body(asked, self.k)["choices"][0]["token_ids"], *[0] * self.k]
-        foreign = self.foreign.get(self.number, 0)
-        self.number, self.tokens = self.number + 1, self.tokens + length + foreign
-        if self.draft is None or self.is_idle:
+        self.number, self.tokens = self.number + 1, self.tokens + length
+        if self.draft is None:
             return
-        for accepted in [*rounds(self.draft, asked["prompt"], told, length, self.k), *[0] * foreign]:
+        for accepted in rounds(self.draft, asked["prompt"], told, length, self.k):
             self.steps += 1
             self.counts["drafts_total"] += 1
             self.counts["draft_tokens_total"] += self.k
@@ -98,7 +90,7 @@ class CountingEngine(FakeEngine):
             f'vllm:inter_token_latency_seconds_sum{{engine="0"}} {self.steps * ROUND_SECONDS}',
             'vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 1.0',
         ]
-        return self.instead_of_metrics or "\n".join([*lines, *drafting, "process_open_fds 12.0", ""])
+        return "\n".join([*lines, *drafting, "process_open_fds 12.0", ""])
 
 
 @contextmanager

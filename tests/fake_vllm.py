@@ -43,9 +43,8 @@ class FakeVLLM:
         digest: of the weights that were loaded into it last.
         loads: paths that were loaded.
         told: bodies that a hook got, under any other path.
-        is_down, is_unhealthy, has_extension, counts_drafts: what it is like.
+        is_down, is_unhealthy, has_extension: what it is like.
         spoils: its loads read other weights than there are.
-        busy: times that its cache of prompts cannot be emptied yet.
     """
 
     def __init__(self, url: str, alpha: float = 0.6, seed: int = 0, served: int = 40) -> None:
@@ -55,8 +54,8 @@ class FakeVLLM:
         self.loads: list[str] = []
         self.told: list[Any] = []
         self.is_down = self.is_unhealthy = self.spoils = False
-        self.has_extension = self.counts_drafts = True
-        self.busy = self.resets = 0
+        self.has_extension = True
+        self.resets = 0
         self.requests = 0
         self.counts = np.zeros(2, np.int64)
         self.serve(served)
@@ -76,20 +75,19 @@ class FakeVLLM:
         lines = ["# HELP vllm:request_success_total Finished requests."]
         for reason, count in (("stop", self.requests // 2), ("length", self.requests - self.requests // 2)):
             lines.append(f'vllm:request_success_total{{{labels},finished_reason="{reason}"}} {float(count)}')
-        if self.counts_drafts:
-            examined, accepted = (int(count) for count in self.counts)
-            by_position = [accepted - (K - 1) * (accepted // K), *[accepted // K] * (K - 1)]
-            drafts = examined - sum(by_position[:-1])
-            lines += [
-                f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(drafts)}",
-                f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(K * drafts)}",
-                f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(accepted)}",
-                f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
-            ]
-            lines += [
-                f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{i}"}} {float(count)}'
-                for i, count in enumerate(by_position)
-            ]
+        examined, accepted = (int(count) for count in self.counts)
+        by_position = [accepted - (K - 1) * (accepted // K), *[accepted // K] * (K - 1)]
+        drafts = examined - sum(by_position[:-1])
+        lines += [
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} {float(drafts)}",
+            f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} {float(K * drafts)}",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} {float(accepted)}",
+            f"vllm:spec_decode_num_drafts_created{{{labels}}} 1.7e+09",
+        ]
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="{i}"}} {float(count)}'
+            for i, count in enumerate(by_position)
+        ]
         return "\n".join(lines) + "\n"
 
     def answer(self, request: httpx2.Request) -> httpx2.Response:
@@ -107,8 +105,8 @@ class FakeVLLM:
         if path == "/reset_prefix_cache":
             assert request.url.params["reset_running_requests"] == "true"
             assert request.extensions["timeout"]["read"] <= 10  # however long a load may take
-            self.busy, self.resets = self.busy - 1, self.resets + 1
-            return httpx2.Response(200, json={"success": self.busy < 0})
+            self.resets += 1
+            return httpx2.Response(200, json={"success": True})
         self.told.append(body)
         return httpx2.Response(204)
 

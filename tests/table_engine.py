@@ -94,8 +94,6 @@ class FakeVLLM:
         asked, headers: bodies of the requests that it has got for answers, and their headers.
         most_logprobs: it refuses to give more.
         is_parsing: whether a parser of tools holds back the text of each second event.
-        writes_nulls: whether it writes what it is not asked for as null, as vLLM does.
-        gives_ids: whether it gives token ids where it is asked to.
         before_piece: awaited before each piece of a stream, with its number.
         sent: pieces of streams that it has sent.
         left: set when a client leaves before its answer has ended.
@@ -105,7 +103,7 @@ class FakeVLLM:
         self.asked: list[bytes] = []
         self.headers: list[dict[bytes, bytes]] = []
         self.most_logprobs: int | None = None
-        self.is_parsing, self.writes_nulls, self.gives_ids = False, True, True
+        self.is_parsing = False
         self.before_piece: Callable[[int], Any] | None = None
         self.sent, self.left = 0, asyncio.Event()
 
@@ -196,12 +194,9 @@ class FakeVLLM:
 class _Writer:
     def __init__(self, engine: FakeVLLM, asked: Mapping[str, Any], is_chat: bool, top: int | None) -> None:
         self.engine, self.asked, self.is_chat, self.top = engine, asked, is_chat, top
-        self.with_ids = bool(asked.get("return_token_ids")) and engine.gives_ids
+        self.with_ids = bool(asked.get("return_token_ids"))
         self.as_id = bool(asked.get("return_tokens_as_token_ids"))
         self.id = "chatcmpl-1" if is_chat else "cmpl-1"
-
-    def optional(self, **values: Any) -> dict[str, Any]:
-        return values if self.engine.writes_nulls else {n: v for n, v in values.items() if v is not None}
 
     def logprobs(self, answer: Answer, part: slice, offset: int = 0) -> Any:
         if self.top is None:
@@ -217,11 +212,11 @@ class _Writer:
                 said = {"message": {"role": "assistant", "content": text, "refusal": None, "annotations": None,
                                     "audio": None, "function_call": None, "reasoning": None}}  # fmt: skip
             choices.append({
-                "index": index, **said, **self.optional(logprobs=self.logprobs(answer, everything)),
+                "index": index, **said, "logprobs": self.logprobs(answer, everything),
                 "finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason,
-                **self.optional(token_ids=answer.ids if self.with_ids else None),
-                **({} if self.is_chat else {"prompt_logprobs": None} | self.optional(
-                    prompt_token_ids=answer.prompt if self.with_ids else None)),
+                "token_ids": answer.ids if self.with_ids else None,
+                **({} if self.is_chat else {
+                    "prompt_logprobs": None, "prompt_token_ids": answer.prompt if self.with_ids else None}),
                 "routed_experts": None,
             })  # fmt: skip
         prompt = answers[0].prompt
@@ -229,7 +224,7 @@ class _Writer:
             "id": self.id, "object": "chat.completion" if self.is_chat else "text_completion", "created": CREATED,
             "model": "table", "choices": choices, "service_tier": None, "system_fingerprint": None,
             "usage": self.usage(answers),
-            **({"prompt_logprobs": None, **self.optional(prompt_token_ids=prompt if self.with_ids else None)}
+            **({"prompt_logprobs": None, "prompt_token_ids": prompt if self.with_ids else None}
                if self.is_chat else {}),
             "kv_transfer_params": None,
         }  # fmt: skip
@@ -247,8 +242,8 @@ class _Writer:
         if self.is_chat:
             for index in range(len(answers)):
                 first = {"index": index, "delta": {"role": "assistant", "content": ""},
-                         **self.optional(logprobs=None), "finish_reason": None}  # fmt: skip
-                yield head | {"choices": [first], **self.optional(prompt_token_ids=prompt, prompt_text=None)}
+                         "logprobs": None, "finish_reason": None}  # fmt: skip
+                yield head | {"choices": [first], "prompt_token_ids": prompt, "prompt_text": None}
         for begin in range(0, max(len(answer.ids) for answer in answers), GROUP):
             for index, answer in enumerate(answers):
                 if begin < len(answer.ids):
@@ -267,8 +262,8 @@ class _Writer:
         logprobs = self.logprobs(answer, part, offset=begin)
         if not self.is_chat:
             return {
-                "index": index, "text": text, **self.optional(logprobs=logprobs), "finish_reason": finish, **reason,
-                **self.optional(prompt_token_ids=prompt, token_ids=ids),
+                "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **reason,
+                "prompt_token_ids": prompt, "token_ids": ids,
             }  # fmt: skip
         delta = {"content": text}
         if self.engine.is_parsing and begin // GROUP % 2 and not is_last:
@@ -276,8 +271,8 @@ class _Writer:
                 return None
             delta = {}
         return {
-            "index": index, "delta": delta, **self.optional(logprobs=logprobs), "finish_reason": finish, **reason,
-            **self.optional(token_ids=ids),
+            "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **reason,
+            "token_ids": ids,
         }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,20 +17,17 @@ from saved_pair import save_pair
 from transformers import AutoModelForSeq2SeqLM  # noqa: F401 - loads lazily, which warns inside a test
 
 from osd_hf import AcceptanceStats, capture_traces, expected_speedup
-from osd_hf.cli.bench import _speed_row, speed_tables
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.benchmark import (
     CONTROLLED_LABEL,
     BenchmarkReport,
-    ControlledAcceptance,
     RoundTimes,
     System,
     TimedAnswer,
     _Notes,
     benchmark,
     controlled_acceptance,
-    in_turns,
     random_pair,
 )
 from osd_hf.utils import context
@@ -83,16 +79,6 @@ def test_data_sets_add_up_to_all_of_them(report):
             assert data["one"][name][key] + data["two"][name][key] == pytest.approx(data["all"][name][key])
 
 
-def test_sides_of_a_round_add_up_to_it(report):
-    for figures in report.to_dict()["by_dataset"]["all"].values():
-        times = figures["round"]
-        sides = [times[f"{side}_seconds"] for side in ("draft", "target", "remaining")]
-        assert sum(sides) == pytest.approx(times["seconds"])
-        assert min(sides) >= 0
-        assert times["target_seconds"] > 0
-        assert times["rounds"] > 0
-
-
 def test_the_round_that_reads_the_prompt_is_left_out():
     moments = iter([0.0, 5.0, 7.0, 10.0])
     notes = _Notes(lambda: next(moments))
@@ -103,13 +89,6 @@ def test_the_round_that_reads_the_prompt_is_left_out():
     notes.spans = {"draft": [(0.5, 1.0), (5.0, 5.5), (7.0, 8.0)], "target": [(1.0, 4.0), (5.5, 6.5), (8.0, 9.5)]}
     assert notes.round_times() == RoundTimes(rounds=2, drafted=3, seconds=5.0, draft_seconds=1.5, target_seconds=2.5)
     assert [r.num_accepted for r in notes.rounds()] == [0, 1, 1]
-
-
-def test_only_drafts_take_a_drafts_time(report):
-    spent = {s.name: report.rounds_of(s.name).draft_seconds for s in report.systems}
-    assert spent["alone"] == spent["lookup"] == 0
-    assert spent["stock"] > 0
-    assert spent["lean"] > 0
 
 
 def test_the_target_alone_emits_a_token_a_forward(report):
@@ -145,16 +124,6 @@ def test_models_are_left_as_they_were(models, prompts):
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert type(target) is seat
     assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
-
-
-def test_who_begins_rotates():
-    order = []
-
-    def way(name):
-        return lambda request: order.append((request, name)) or f"{name}{request}"
-
-    assert list(in_turns([way("a"), way("b"), way("c")], [1, 2])) == [("a1", "b1", "c1"), ("a2", "b2", "c2")]
-    assert order == [(1, "a"), (1, "b"), (1, "c"), (2, "b"), (2, "c"), (2, "a")]
 
 
 # --- ratios and predictions, from figures made up -------------------------------------------------------------------
@@ -207,10 +176,7 @@ def test_a_fixed_k_is_predicted_by_the_cost_model():
     [
         (("a", "quick"), "`kind` must be one of"),
         (("a", "stock"), "needs a draft"),
-        (("a", "alone", object()), "has no draft"),
         (("a", "stock", object(), "auto"), 'Only a lean system drafts "auto"'),
-        (("a", "stock", object(), 5, True), "Only a lean system"),
-        (("a", "lean", object(), 0), "at least 1, got 0"),
         (("a", "lean", object(), 5, False, False, "both", (), None, True), "leave out `kernels` for 'a'"),
     ],
 )
@@ -269,27 +235,10 @@ def test_controlled_acceptance_is_what_it_is_told_to_be():
     assert report.stats_of("stock") == report.stats_of("lean")
 
 
-@pytest.mark.slow
-def test_controlled_acceptance_holds_in_a_compiled_draft():
-    report = controlled({0.5: 4}, compile_draft=True)
-    assert report.stats_of("stock") == report.stats_of("lean")
-    assert within_bounds(report.stats_of("lean"), 0.5)
-
-
-def test_an_acceptance_that_cannot_be_is_refused():
-    acceptance = ControlledAcceptance(16)
-    with pytest.raises(ConfigError, match=r"between 0 and 1, got 1\.5"):
-        acceptance.record([3], [4], 1.5)
-    acceptance.record([3], [4], 0.5)
-    with pytest.raises(ConfigError, match="once only"):
-        acceptance.record([3], [4], 0.7)
-
-
 @pytest.mark.parametrize(
     ("shapes", "more", "message"),
     [
         (("huge", "tiny-draft"), {}, "must be one of"),
-        (("tiny-target", "160m"), {}, "different vocabularies"),
         (("tiny-target", "tiny-draft"), {"device": "abacus"}, "does not fit the device 'abacus'"),
     ],
 )
@@ -319,28 +268,8 @@ def served(saved, rows, folder, *more):
     return ["bench", *models, *sizes, "--output-dir", str(folder), *more]
 
 
-USUAL = {"median": 1.23, "interval": [1.12, 1.34]}
 CONTROLLED = ["bench", "--controlled", "0,1", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft",
               "--num-requests", "1", "--max-new-tokens", "6", "--threads", "1"]  # fmt: skip
-
-
-def with_usual_times(report):
-    """The report with times of a common machine in place of this one's, which make columns as wide as they like."""
-    report = copy.deepcopy(report)
-    for parts in report["by_dataset"].values():
-        for part in parts.values():
-            part |= {
-                "tokens_per_second": 1234.5,
-                "first_token_seconds": 0.1234,
-                "times_alone": USUAL,
-                "peak_bytes": 9e8,
-            }
-            part |= {"times_stock": USUAL} if "times_stock" in part else {}
-            part["round"] |= dict.fromkeys(("draft_seconds", "target_seconds", "remaining_seconds", "seconds"), 0.1234)
-            if part["predicted"]:
-                part["predicted"] |= dict.fromkeys(("speedup", "speedup_wide", "bound", "c"), 1.23)
-                part |= {"measured_over_predicted": 1.23, "measured_over_predicted_wide": 1.23}
-    return report
 
 
 def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, capsys):
@@ -363,8 +292,6 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
     assert [first_cells.count(name) for name in names] == [3] * len(names)
-    printed = "\n".join(speed_tables(with_usual_times(report), ["questions", "all"]))
-    assert max(map(len, printed.splitlines())) <= 119
 
 
 def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
@@ -402,15 +329,10 @@ def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
-        (["--learn-requests", "-1"], "--learn-requests must be at least 0"),
-        (["--threads", "0"], "--threads must be at least 1"),
         (["--num-assistant-tokens", "some"], "--num-assistant-tokens takes numbers, separated by commas, got 'some'"),
-        (["--num-assistant-tokens", "5,0"], "--num-assistant-tokens must be at least 1, got 0"),
         (["--target", "somewhere"], "--target and --draft go together"),
         (["--controlled", "2"], "--controlled must be between 0 and 1"),
         (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts would change nothing: --controlled"),
-        (["--target-shape", "7b"], "--target-shape would change nothing"),
-        (["--controlled", "0.5", "--target-shape", "huge"], "A shape must be one of"),
         (["--controlled", "0.5", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--prompt-tokens",
           "5000"], "--prompt-tokens must be between 1 and 4000"),
     ],
@@ -420,11 +342,6 @@ def test_bad_input_is_one_line_and_exits_with_2(tmp_path, capsys, arguments, mes
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_too_few_prompts_are_refused(saved, rows, tmp_path, capsys):
-    assert main(served(saved, rows, tmp_path / "out", "--num-requests", "4")) == 2
-    assert "has 12 prompts that leave room for an answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -444,16 +361,6 @@ def test_one_thread_answers_unless_all_are_clearly_faster(monkeypatch, one, all_
     assert choose_threads(model, answer, clock=lambda: now[0]) == (chosen, {"1": one, "4": all_cores})
     assert taken[-1] == chosen
     assert len(taken) == answers + 1
-
-
-@pytest.mark.parametrize(("given", "device", "chosen"), [(3, "cpu", 3), (None, "cpu", 5), (None, "meta", 5)])
-def test_a_number_of_threads_that_is_given_is_taken(monkeypatch, given, device, chosen):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    if device != "cpu":
-        monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    assert choose_threads(SimpleNamespace(device=torch.device(device)), pytest.fail, given) == (chosen, {})
 
 
 def test_the_target_alone_is_compiled_over_a_static_cache_as_transformers_has_it(models, monkeypatch):
@@ -476,6 +383,5 @@ def test_the_target_alone_is_compiled_over_a_static_cache_as_transformers_has_it
     unseen = replace(report, rounds={"a": report.rounds["a"] | {"compiled": RoundTimes(rounds=5, seconds=1.0)}})
     assert unseen.predicted("compiled") is None and report.predicted("k") is None
     assert "measured_over_predicted" not in unseen.figures("compiled")
-    assert re.match(r"\d+\.\d\d \[", _speed_row("compiled", unseen.figures("compiled"))[5])
     with pytest.raises(ConfigError, match="Only a lean system"):
         System("a", "prompt_lookup", compile_target=True)

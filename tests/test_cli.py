@@ -72,7 +72,7 @@ def test_the_list_of_commands_loads_no_model_library():
     assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "transformers", "numpy")]
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--fly"], ["run", "--update-interval", "soon"], ["learn"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--update-interval", "soon"], ["learn"]])
 def test_bad_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -90,51 +90,29 @@ def run_arguments(pair, rows, folder):
     ("changes", "message"),
     [
         ({"--target": None}, "--target must be given, or --bundled"),
-        ({"--target": None, "--prompts": None}, "--target and --prompts must be given"),
         ({"--target": "no/such/model"}, "The model 'no/such/model' cannot be loaded"),
-        ({"--draft": "a folder without a model"}, "cannot be loaded"),
         ({"--prompts": "missing.jsonl"}, "There is no file missing.jsonl"),
         ({"--column": "prompt"}, "no column 'prompt'; its columns are question, n"),
-        ({"--column": "n"}, "holds a int, not text"),
-        ({"--column": None}, "got neither"),
-        ({"--column": None, "--prompt-template": "{prompt}"}, "no column 'prompt'"),
-        ({"--domain-column": "kind"}, "no column 'kind'"),
         ({"--domain": "x", "--domain-column": "n"}, "one of them"),
         ({"--max-new-tokens": "256"}, "leave no room for a prompt: the models have 256 positions"),
-        ({"--max-new-tokens": "250"}, "No prompt can be used: rows 0, 1: more than the 6 tokens"),
-        ({"--max-new-tokens": "0"}, "--max-new-tokens must be at least 1"),
-        ({"--save-every": "0"}, "--save-every must be at least 1"),
-        ({"--learning-rate": "inf"}, "`learning_rate` must be a positive number"),
-        ({"--learning-rate": "nan"}, "`learning_rate` must be a positive number"),
         ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must not be none"),
-        ({"--candidates": "text"}, "--candidates would change nothing: only --num-assistant-tokens auto uses them"),
-        ({"--subset": "main"}, "rows.jsonl is a file, which has neither"),
-        ({"--do-sample": "", "--temperature": "nan"}, "--temperature must be positive"),
         ({"--json": "no such folder/report.json"}, "name a file in a folder that exists"),
-        ({"--num-requests": "0"}, "--num-requests must be at least 1"),
         ({"--temperature": "0.5"}, "need --do-sample"),
-        ({"--do-sample": "", "--temperature": "-1"}, "--temperature must be positive"),
         ({"--learning-rate": "-1"}, "`learning_rate` must be a positive number"),
-        ({"--num-logprobs": "many"}, "`num_logprobs` must be"),
         ({"--divergence": "distance"}, "`divergence` must be one of forward_kl"),
-        ({"--bundled": ""}, "--bundled brings its own"),
         ({"--device": "cuda:99"}, "cannot be used"),
         ({"--report-to": "paper"}, "`report_to=['paper']`"),
         ({"--output-dir": "a folder in use"}, "is not empty"),
         ({"--output-dir": "a file"}, "The output folder"),
-        ({"--output-dir": "below a file"}, "The output folder"),
     ],
 )
 def test_bad_input_of_run_is_one_line_and_exits_with_2(pair, rows, tmp_path, capsys, changes, message):
     arguments = run_arguments(pair, rows, tmp_path / "run")
     arguments |= changes
-    if arguments["--draft"] == "a folder without a model":
-        arguments["--draft"] = str(tmp_path)
     if arguments["--output-dir"] == "a folder in use":
         arguments["--output-dir"] = str(pair)
-    arguments["--output-dir"] = {"a file": str(rows), "below a file": str(rows / "run")}.get(
-        arguments["--output-dir"], arguments["--output-dir"]
-    )
+    if arguments["--output-dir"] == "a file":
+        arguments["--output-dir"] = str(rows)
     given = [part for flag, value in arguments.items() if value is not None for part in (flag, value) if part]
     assert main(["run", *given]) == 2
     out, err = capsys.readouterr()
@@ -158,13 +136,6 @@ def test_the_papers_rule_can_be_changed_by_flags(pair, rows, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     config = {name.removeprefix("config."): v for name, v in report["settings"].items() if name.startswith("config.")}
     assert config == OnlineConfig.paper(learning_rate=3e-5, num_logprobs=None).to_dict()
-
-
-def test_json_goes_to_a_file_too(pair, rows, tmp_path, capsys):
-    given = [part for item in run_arguments(pair, rows, tmp_path / "run").items() for part in item]
-    assert main(["run", *given, "--json", str(tmp_path / "report.json")]) == 0
-    assert (tmp_path / "report.json").read_text() == (tmp_path / "run" / "report.json").read_text()
-    assert "alpha frozen" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("error", "code"), [(LearnerError("no luck"), 1), (KeyboardInterrupt(), 130)])
@@ -218,12 +189,9 @@ def test_the_newest_requests_of_a_domain_are_scored(pair, store, traces, capsys)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--store", "nowhere"], "There is no store at nowhere"),
         (["--store", "{foreign}"], "is not a store of this package"),
         (["--store", "{store}", "--domain", "poetry"], "no recordings to replay; its domains: math, sql"),
-        (["--store", "{store}", "--cost", "-1"], "c must be finite and at least 0"),
         (["--store", "{store}", "--compare", "{padded}"], "A trace has a vocabulary of 300 tokens, the draft 320"),
-        (["--store", "{store}", "--compare", "nobody/nothing"], "cannot be loaded"),
     ],
 )
 def test_bad_input_of_a_score_is_one_line_and_exits_with_2(pair, store, tmp_path, capsys, arguments, message):

@@ -165,13 +165,6 @@ def test_sampling_is_asked_for_and_noted(engine: FakeEngine, client: CompletionC
     assert all(trace.is_sampled and trace.sampling["top_k"] == 7 for trace in store)
 
 
-def test_the_address_may_name_the_version(engine: FakeEngine, target: Any) -> None:
-    for address in (engine.address, f"{engine.address}/", f"{engine.address}/v1", f"{engine.address}/v1/"):
-        with CompletionClient(address, api_key="secret") as client:
-            assert client.model == "tiny"
-    assert engine.keys == ["Bearer secret"] * 4
-
-
 def test_of_several_models_one_is_named(engine: FakeEngine) -> None:
     engine.names = ["one", "two"]
     with pytest.raises(ServerError, match="serves one, two. Name the model to ask"):
@@ -227,11 +220,6 @@ def test_too_many_log_probs_are_refused_with_a_hint(
         ("as_ids", False, DataError, "ask with `return_tokens_as_token_ids=true`"),
         ("instead", b"<html>busy</html>", ServerError, "something else than JSON: '<html>busy</html>'"),
         ("instead", b'{"choices": [', ServerError, "something else than JSON"),
-        ("instead", b"[1]", ServerError, "no JSON object"),
-        ("instead", b'{"choices": []}', DataError, "no choices"),
-        ("instead", b'{"choices": [{"finish_reason": "length"}]}', DataError, "there are no log-probs"),
-        ("instead", b"{}", DataError, "other kinds of values than expected"),
-        ("instead", b'{"choices": 5}', DataError, "other kinds of values than expected"),
     ],
 )  # fmt: skip
 def test_answers_of_no_use_end_the_collection(
@@ -264,24 +252,6 @@ def test_one_bad_answer_is_left_out_and_counted(
     ((found, count),) = report.skipped.items()
     assert reason in found
     assert count == 1
-
-
-def test_what_was_answered_beside_a_failure_is_kept(
-    engine: FakeEngine, client: CompletionClient, prompts: Any, recorded: Any
-) -> None:
-    store, two = CorrectionStore(), threading.Semaphore(0)
-
-    def arrived(body: Any) -> None:
-        if body["prompt"] == prompts[0][1]:
-            for _ in range(2):
-                assert two.acquire(timeout=LONG)  # the first hangs on until two others are kept
-            engine.gone_after = 0
-
-    engine.on_request = arrived
-    with pytest.raises(ServerError, match="cannot be reached"):
-        collected(client, prompts, store, concurrency=2, on_request=lambda _: two.release())
-    assert len(store) >= 2
-    assert_recorded(store, recorded, len(store))
 
 
 @pytest.mark.parametrize("place", ["write_whole", "replace", "fsync"])
@@ -373,7 +343,6 @@ def test_the_key_of_the_environment_goes_where_it_belongs_or_is_asked_for(
         (["--api-key-file", "nowhere"], "The key cannot be read from nowhere: No such file"),
         (["--api-key-file", "empty"], "empty holds no key"),
         (["--api-key-env", "NOT_THERE"], "--api-key-env names NOT_THERE, which is not set"),
-        (["--api-key-env", "A", "--api-key", "b"], "exclude each other"),
     ],
 )
 def test_a_key_that_is_not_there_is_asked_for_before_anything_is_sent(
@@ -418,27 +387,13 @@ def test_after_a_server_went_away_only_the_rest_is_asked(
         ([], "only --url and --log collect"),
         (["--url", "http://x", "--log", "x"], "exclude each other"),
         (["--log", "x", "--prompts", "y"], "a log has its own requests"),
-        (["--log", "x", "--resume"], "a log has its own requests"),
-        (["--log", "x", "--api-key-file", "y"], "--api-key-file would change nothing"),
-        (["--log", "x", "--allow-plain-http"], "--allow-plain-http would change nothing"),
         (["--url", "http://x", "--follow"], "it is for --log"),
         (["--log", "nowhere.jsonl"], "The log nowhere.jsonl cannot be read: No such file"),
         (["--url", "http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
-        (["--url", "http://x", "--max-new-tokens", "-1"], "--max-new-tokens must be at least 1"),
-        (["--url", "http://x", "--num-logprobs", "0"], "`num_logprobs` must be an integer of at least 1"),
-        (["--url", "http://x", "--flush-every", "0"], "--flush-every must be at least 1"),
-        (["--url", "http://x", "--num-requests", "0"], "--num-requests must be at least 1"),
-        (["--url", "http://x", "--max-bytes", "0"], "--max-bytes must be at least 1"),
         (["--url", "http://x", "--temperature", "-1"], "--temperature must not be negative"),
-        (["--url", "http://x", "--temperature", "nan"], "--temperature must not be negative"),
-        (["--url", "http://x", "--patience-seconds", "inf"], "--patience-seconds must not be negative"),
-        (["--log", "x", "--poll-seconds", "-1"], "--poll-seconds must not be negative"),
         (["--url", "http://x", "--top-p", "0.9"], "--top-p and --top-k need a --temperature"),
-        (["--url", "http://x", "--top-k", "9"], "--top-p and --top-k need a --temperature"),
         (["--log", "x", "--json", "missing/report.json"], "The report cannot be written"),
         (["--log", "{log}", "--domain", "a", "--domain", "b"], "--domain"),
-        (["--log", "{log}", "--num-requests", "1"], "--num-requests"),
-        (["--log", "{log}", "--temperature", "1"], "--temperature"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_refused(
@@ -488,69 +443,6 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_line_without_its_end_is_left_until_it_has_one(log: Path) -> None:
-    append(log, "one\ntw")
-    reader = opened(log)
-    assert read(reader) == ["one"]
-    assert read(reader) == []
-    append(log, "o")
-    assert read(reader) == []
-    append(log, "\nthree\n")
-    assert read(reader) == ["two", "three"]
-    reader.close()
-
-
-def test_a_log_that_was_rotated_is_read_to_its_end_first(log: Path) -> None:
-    append(log, "one\n")
-    reader = opened(log)
-    assert read(reader) == ["one"]
-    append(log, "two\n")
-    log.rename(log.with_suffix(".1"))
-    assert read(reader) == ["two"]  # the new one is not there yet
-    append(log.with_suffix(".1"), "three\n")
-    append(log, "five\nsi")
-    assert read(reader) == ["three"]
-    append(log.with_suffix(".1"), "four\n")  # who writes has not yet let go of it
-    assert read(reader) == ["four", "five"]
-    append(log, "x\n")
-    assert read(reader) == ["six"]
-    append(log.with_suffix(".1"), "never\n")
-    assert read(reader) == []
-
-
-def test_a_committed_place_outlasts_the_reader(log: Path, tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    append(log, "one\ntwo\nthr")
-    reader = opened(log, place)
-    assert read(reader) == ["one", "two"]
-    reader = opened(log, place)
-    assert read(reader) == ["one", "two"]  # nothing was committed yet
-    reader.commit()
-    append(log, "ee\n")
-    again = opened(log, place)
-    assert read(again) == ["three"]
-    again.commit()
-    again.commit()
-    assert read(opened(log, place)) == []
-
-
-def test_a_commit_between_lines_goes_on_behind_the_last_one(log: Path, tmp_path: Path) -> None:
-    lines = [f"line {i}" for i in range(7)]
-    append(log, "".join(f"{line}\n" for line in lines))
-    for count in range(1, 8):
-        place = tmp_path / f"place-{count}"
-        reader = opened(log, place)
-        coming = reader.lines()
-        first = [next(coming).decode() for _ in range(count)]
-        reader.commit()  # as if the last one were still to be kept
-        kept = int(json.loads(place.read_text())["offset"])
-        assert kept == sum(len(line) + 1 for line in first[:-1])
-        reader.accept()
-        reader.commit()
-        assert first + [line.decode() for line in coming] == lines  # the commit has not moved it
-        assert first + read(opened(log, place)) == lines
-
-
 def test_another_file_of_that_name_is_read_from_its_start(log: Path, tmp_path: Path) -> None:
     place = tmp_path / "place"
     append(log, "one\ntwo\n")
@@ -586,17 +478,6 @@ def test_two_readers_do_not_share_a_place(log: Path, tmp_path: Path) -> None:
     LogReader(log).close()
     first.close()
     opened(log, tmp_path / "place")
-
-
-def test_two_logs_of_a_store_have_two_places(tmp_path: Path) -> None:
-    places = {LogReader.position_in(tmp_path, tmp_path / name) for name in ("a", "b", "deeper/a")}
-    assert len(places) == 3
-    assert all(place.parent == tmp_path and place.name.startswith(".osd_hf_store") for place in places)
-    CorrectionStore(tmp_path)  # which is still a store with them in it
-    (tmp_path / ".osd_hf_store.json").unlink()
-    for place in places:
-        place.write_text("{}")
-    assert len(CorrectionStore(tmp_path)) == 0
 
 
 @given(st.data())
@@ -683,28 +564,6 @@ def test_lines_of_no_use_are_counted_by_reason(lines: Sequence[str], log: Path, 
         "there is no response with `choices`": 1,
         "the log-probs name tokens by their text; ask with `return_tokens_as_token_ids=true`": 1,
     }
-
-
-POISON = {
-    "a date beyond all": ('"created": ', '"created": 1e999, "was": '),
-    "an id beyond 64 bits": ('{"token_id:', f'{{"token_id:{1 << 70}'),
-    "a bound beyond all": ('"max_tokens": ', '"max_tokens": 1e999, "was": '),
-}
-
-
-@pytest.mark.parametrize("kind", [*POISON, "too deep"])
-def test_no_line_stops_those_behind_it(lines: Sequence[str], log: Path, recorded: Any, kind: str) -> None:
-    if kind == "too deep":
-        poison = "[" * 100_000 + "\n"
-    else:
-        before, after = POISON[kind]
-        assert before in lines[1]
-        poison = lines[1].replace(before, after, 1)
-    append(log, lines[0] + poison + lines[2])
-    store = CorrectionStore()
-    report = collect_log(opened(log), READER, store)
-    assert_recorded(store, recorded, 3 if kind == "a date beyond all" else 2)
-    assert sum(report.skipped.values()) == (0 if kind == "a date beyond all" else 1)
 
 
 def test_a_line_at_which_it_was_interrupted_is_read_again(
@@ -812,25 +671,6 @@ def test_answers_are_collected_and_then_learned_by_one_command(
     more = ["--num-logprobs", KEPT, "--output-dir", tmp_path / "versions", "--once", "--steps-per-update", 1]
     assert main(["learn", *map(str, [*flags, *more])]) == 0
     assert json.loads(report.read_text())["requests"] == len(CorrectionStore(store)) == len(lines)
-
-
-def test_an_interrupted_collection_says_what_is_left(
-    run: Any, engine: FakeEngine, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    real, stop = collect, threading.Event()
-
-    def stopped_behind_the_first(*args: Any, **kwargs: Any) -> CollectionReport:
-        return real(*args, **{**kwargs, "stop": stop, "on_request": lambda _: stop.set(), "concurrency": 1})
-
-    monkeypatch.setattr("osd_hf.cli.collect.collect", stopped_behind_the_first)
-    flags = ["--url", engine.address, "--prompts", rows, "--column", "question"]
-    assert run(*flags) == 130
-    kept = len(CorrectionStore(tmp_path / "store"))
-    assert 1 <= kept < len(QUESTIONS)
-    assert f"--resume, {len(QUESTIONS) - kept} prompts are left" in capsys.readouterr().err
-    monkeypatch.setattr("osd_hf.cli.collect.collect", real)
-    assert run(*flags, "--resume") == 0
-    assert len(CorrectionStore(tmp_path / "store")) == len(QUESTIONS)
 
 
 def test_a_key_is_sent_without_its_line_end_and_never_shown(engine: FakeEngine, target: Any) -> None:
@@ -982,21 +822,3 @@ def test_a_reason_to_leave_out_shows_no_key() -> None:
     report = CollectionReport()
     report.skip("http://me:QZX@host/v1?key=QZX answered Bearer QZX0123456789")
     assert "QZX" not in str(report)
-
-
-def test_the_torn_end_of_a_rotated_log_is_counted(log: Path, tmp_path: Path) -> None:
-    append(log, "one\ntw")
-    reader = opened(log, tmp_path / "place")
-    assert read(reader) == ["one"]
-    log.rename(tmp_path / "old")
-    append(log, "three\n")
-    assert read(reader) == []  # it may still be written to
-    assert read(reader) == ["tw", "three"]
-
-
-def test_reasons_without_bound_are_counted_in_one() -> None:
-    report = CollectionReport()
-    for i in range(1000):
-        report.skip("".join(chr(ord("g") + int(digit)) for digit in str(i)))
-    assert len(report.skipped) <= 257
-    assert sum(report.skipped.values()) == 1000

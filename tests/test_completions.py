@@ -27,7 +27,6 @@ from osd_hf.replay import replay_each
 
 KEPT = 8
 READER = ResponseReader(models.VOCAB, KEPT)
-LLAMA_CPP_LEAST = -3.4028234663852886e38  # which llama.cpp writes for a probability of nothing
 
 
 def request(prompt: Any, **settings: Any) -> dict[str, Any]:
@@ -190,14 +189,6 @@ def test_several_choices_are_several_traces(good: Any) -> None:
     assert len(first) > 3
 
 
-def test_an_answer_without_a_date_has_the_date_of_reading(good: Any) -> None:
-    asked, response = good
-    response["created"] = None
-    before = READER.traces(good[1] | {"created": 1.6e9}, asked)[0].created_at_seconds
-    assert before == 1.6e9
-    assert READER.traces(response, asked)[0].created_at_seconds > 1e9
-
-
 NOW = 1.7e9
 
 
@@ -249,13 +240,6 @@ def test_what_was_cut_elsewhere_ends_no_answer(good: Any, asked_for: Any, choice
     assert ends(good, asked_for, **choice)[0] is None
 
 
-def test_a_bound_in_the_words_of_chats_counts(good: Any) -> None:
-    asked, response = good
-    del asked["max_tokens"]
-    (trace,) = READER.traces(response, {**asked, "max_completion_tokens": 30})
-    assert trace.sampling["max_new_tokens"] == 30
-
-
 # --- sampled ones ---------------------------------------------------------------------------------------------------
 
 
@@ -264,12 +248,9 @@ def test_a_bound_in_the_words_of_chats_counts(good: Any) -> None:
     [
         {"temperature": 0.7},
         {"temperature": 1.3, "top_p": 0.8},
-        {"temperature": 0.9, "top_k": 5},
         {"temperature": 1.0, "min_p": 0.2},
         {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
-        {"min_p": 0.05, "top_p": 0.9, "top_k": 12, "temperature": 0.8},
         {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0},
-        {"temperature": 1, "top_k": 0},
     ],
 )
 def test_sampled_settings_rebuild_the_processors_of_transformers(
@@ -412,13 +393,7 @@ def test_lines_of_logs_are_unwrapped(good: Any, recorded: list[Trace]) -> None:
     ("line", "message"),
     [
         ({}, "there is no response with `choices`"),
-        ({"choices": None}, "there is no response with `choices`"),
-        ({"request": {}, "response": None}, "there is no response with `choices`"),
-        ({"response": {"choices": {}}}, "there is no response with `choices`"),
-        ({"response": [1]}, "there is no response with `choices`"),
-        ({"error": {"message": "no"}}, "there is no response with `choices`"),
         ({"response": {"status_code": 500, "body": {"error": "x"}}}, "the server answered with status 500"),
-        ({"response": {"status_code": 200, "body": None}}, "there is no response with `choices`"),
     ],
 )
 def test_lines_without_an_answer_are_refused(line: Any, message: str) -> None:
@@ -483,28 +458,19 @@ REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
     (lambda asked, response: response.update(choices=[]), "the response has no choices"),
     (lambda asked, response: response.update(choices=["text"]), "a choice is no object"),
     (of_choice(finish_reason=None), "a piece of a stream, or was cut off; log complete responses"),
-    (of_choice(delta={}), "a piece of a stream"),
     (without_prompt, "no token ids of the prompt; ask with `return_token_ids=true`"),
     (of_choice(prompt_token_ids=[3, 64]), "the prompt has the id 64, the target's vocabulary ends at 64"),
-    (of_choice(prompt_token_ids=[3, -1]), "the prompt has the id -1"),
     (of_choice(token_ids=[3, 1 << 40]), "the completion has the id 1099511627776"),
     (of_choice(token_ids="text"), "the completion is no list of token ids"),
-    (of_choice(token_ids=[1.5]), "the completion is no list of token ids"),
-    (of_choice(token_ids=[True]), "the completion is no list of token ids"),
     (cut_short, "the token ids are others than those of the log-probs"),
     (of_choice(logprobs=None), "there are no log-probs; ask for `logprobs=8`"),
     (of_logprobs(top_logprobs=None), "there are no log-probs of the most probable tokens"),
-    (of_logprobs(tokens=None), "there are no log-probs of the most probable tokens"),
     (of_logprobs(token_logprobs=[-1.0]), "tokens and log-probs differ in number"),
     (of_position(lambda p: p["top_logprobs"].__setitem__(2, None)), "a position has no log-probs"),
-    (of_position(lambda p: p["token_logprobs"].__setitem__(2, None)), "a position has no log-probs"),
     (of_position(lambda p: p["top_logprobs"][1].popitem()), "a position has 7 log-probs, 8 are kept"),
     (of_position(lambda p: p["tokens"].__setitem__(0, " a")), "ask with `return_tokens_as_token_ids=true`"),
-    (rename(" a"), "ask with `return_tokens_as_token_ids=true`"),
     (rename("token_id:64"), "the log-probs name the id 64, the vocabulary ends at 64"),
     (revalue(math.nan), "a position has log-probs that are none"),
-    (revalue(math.inf), "a position has log-probs that are none"),
-    (revalue(0.5), "a position has log-probs that are none"),
     (too_sure, "the log-probs of a position add up to more than one"),
     (chat_by_text, "ask with `return_tokens_as_token_ids=true`"),
     (
@@ -551,12 +517,8 @@ def test_settings_that_change_nothing_are_accepted(good: Any, recorded: list[Tra
 
 OF_OTHER_KINDS: list[tuple[str, Callable[[Any, Any], None]]] = [
     ("no choices at all", lambda asked, response: response.pop("choices") and None),
-    ("choices that are no list", lambda asked, response: response.update(choices=5)),
     ("an id that is no number", rename("token_id:a")),
     ("an id beyond 64 bits", rename(f"token_id:{1 << 70}")),
-    ("a log-prob that is no number", revalue("none")),  # type: ignore[arg-type]
-    ("log-probs that are a list", of_position(lambda p: p["top_logprobs"].__setitem__(1, [-1.0]))),
-    ("a chat's entry that is no object", of_logprobs(content=[5])),
     ("a chat's entry without a log-prob", of_logprobs(content=[{"token": "token_id:5"}])),
     ("a bound beyond all", of_request(max_tokens=math.inf)),
 ]
@@ -567,26 +529,6 @@ def test_values_of_other_kinds_are_refused(good: Any, what: str, spoil: Any) -> 
     asked, response = good
     spoil(asked, response)
     with pytest.raises(DataError):
-        READER.traces(response, asked)
-
-
-def test_a_sampled_token_does_not_make_up_for_a_missing_one(good: Any) -> None:
-    asked, response = good
-    logprobs = response["choices"][0]["logprobs"]
-    row = logprobs["top_logprobs"][0]
-    least, value = min(row.items(), key=lambda entry: entry[1])
-    del row[least]
-    logprobs["tokens"][0], logprobs["token_logprobs"][0] = least, value
-    response["choices"][0]["token_ids"][0] = int(least.removeprefix("token_id:"))
-    with pytest.raises(DataError, match="log-probs"):
-        READER.traces(response, {**asked, "temperature": 1.0})
-
-
-def test_ids_that_contradict_the_log_probs_are_refused(good: Any) -> None:
-    asked, response = good
-    ids = response["choices"][0]["token_ids"]
-    ids[0] = (ids[0] + 1) % READER.vocab_size
-    with pytest.raises(DataError, match="others than those"):
         READER.traces(response, asked)
 
 

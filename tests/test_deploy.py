@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
 import torch
@@ -244,22 +243,6 @@ def test_a_load_that_fails_stops_the_roll_out_and_is_tried_again(
     deployer.look()
     assert [engine.loads[-1:] for engine in engines] == [["v000001"]] * 3
     assert journal(versions) == [("loaded", 1), ("failed", 1), ("loaded", 1), ("loaded", 1)]
-    drive(deployer, *engines, requests=100)
-    engines[0].spoils = True
-    versions.publish(weights(4.0), {})
-    deployer.look()  # it has neither now
-    (versions.path / "latest").unlink()
-    os.symlink("v000001", versions.path / "latest")
-    engines[0].spoils, now.now = False, now.now + 30
-    deployer.look()
-    assert engines[0].loads[-2:] == ["v000002", "v000001"]
-    engines[0].is_down = True
-    versions.publish(weights(2.0), {})
-    drive(deployer, *engines[1:], requests=50)
-    engines[0].is_down = False  # it has what was loaded before; version 1 stays meanwhile
-    drive(deployer, *engines[1:], requests=5)
-    assert deployer.serving is not None
-    assert deployer.serving.number == 1
 
 
 @pytest.mark.parametrize(
@@ -280,24 +263,6 @@ def test_an_engine_that_cannot_reload_is_told_of(
     assert "secret" not in str(raised.value)
 
 
-def test_a_cache_of_prompts_is_emptied_as_soon_as_it_can_be(make: Any, versions: VersionFolder, caplog: Any) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, now = make(engine)
-    engine.busy, engine.counts_drafts = 3, False  # nothing is watched then
-    versions.publish(weights(1.0), {})
-    with caplog.at_level(logging.WARNING):
-        deployer.look()
-        assert (engine.resets, now.now) == (4, 3.0)
-        engine.busy = 10**6
-        versions.publish(weights(2.0), {})
-        deployer.look()  # the one that serves stays first
-        deployer.look()
-    assert "has not emptied its cache of prompts" in caplog.text
-    assert caplog.text.count("http://one:8000 counts no drafts at /metrics") == 1
-    assert engine.loads == ["v000001", "v000002"]
-    assert [decision.reason for decision in deployer.decisions][0].startswith("no engine counts what it drafts")
-
-
 def test_an_engine_that_starts_anew_gets_the_version_again(make: Any, versions: VersionFolder) -> None:
     engine = FakeVLLM("http://one:8000")
     deployer, _ = make(engine)
@@ -312,29 +277,10 @@ def test_an_engine_that_starts_anew_gets_the_version_again(make: Any, versions: 
     engine.is_down = False  # it was away for a moment, and has it still
     drive(deployer, engine, requests=20)
     assert engine.loads == ["v000001"] * 2
-    engine.is_down = True
-    deployer.look()
-    engine.start_anew()
-    engine.serve(500)  # before anybody looks: no counter is lower than it was
-    engine.is_down = False
-    drive(deployer, engine, requests=20)
-    assert engine.loads == ["v000001"] * 3
     windows = deployer.engines[0].windows
     assert all(window.requests >= 10 and min(window) >= 0 for window in windows)
     drive(deployer, engine, requests=WATCH)
     assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
-
-
-def test_nothing_new_begins_before_there_is_something_to_compare_with(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000", served=0)
-    deployer, now = make(engine)
-    versions.publish(weights(1.0), {})
-    deployer.look()
-    now.now += 10**6
-    drive(deployer, engine, requests=25)
-    assert engine.loads == []
-    drive(deployer, engine, requests=5)
-    assert engine.loads == ["v000001"]
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -356,21 +302,6 @@ def test_another_process_compares_with_what_was_counted_before_it(
     assert list(again.engines[0].windows) == counted
     drive(again, engine, requests=WATCH)
     assert [(each.outcome, each.serving) for each in again.decisions] == [("rolled back", 1)]
-
-
-def test_the_first_version_is_compared_with_what_the_engine_had_counted(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000")
-    engine.serve(100_000)
-    deployer, _ = make(engine)
-    poisoned = versions.publish(weights(1.0), {})
-    engine.alphas[weights_digest(poisoned)] = 0.4
-    while not deployer.decisions:
-        drive(deployer, engine, requests=5)
-        assert engine.requests <= 100_000 + WATCH
-    assert [decision.outcome for decision in deployer.decisions] == ["rolled back"]
-    assert engine.loads == ["v000001", "v000000"]  # at once
-    history = deployer.engines[0].windows[0]  # which does not outweigh all that comes
-    assert (round(history.requests), history.accepted / history.examined) == (WATCH, pytest.approx(0.6, abs=0.01))
 
 
 def test_another_process_goes_on_with_the_watch(make: Any, versions: VersionFolder) -> None:
@@ -417,31 +348,6 @@ def test_a_rejected_version_is_not_taken_for_one_that_was_never_pointed_to(versi
     again.close()
 
 
-def test_a_start_that_comes_later_is_there_to_go_back_to_and_not_pointed_at(tmp_path: Path) -> None:
-    versions = VersionFolder(tmp_path, keep=2)
-    for value in range(3):
-        versions.publish(weights(float(value)), {})
-    versions.publish(weights(9.0), {}, is_start=True)
-    assert (versions.latest, versions.number) == (tmp_path / "v000003", 3)
-    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v000000", "v000002", "v000003"]
-    versions.close()
-
-
-def test_whatever_fails_is_told_and_tried_again(
-    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, _ = make(engine)
-    versions.publish(weights(1.0), {})
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(module, "read_counts", lambda text: 1 / 0)
-        deployer.look()
-    assert "it is tried again" in caplog.text
-    monkeypatch.setattr(module, "JOURNAL", "no/such/folder")
-    deployer.look()
-    assert engine.loads == ["v000001"]
-
-
 # --- what goes wrong ------------------------------------------------------------------------------------------------
 
 
@@ -462,45 +368,6 @@ def test_a_dead_engine_does_not_keep_others_from_going_back(make: Any, versions:
     engines[0].is_down = False
     deployer.look()
     assert engines[0].loads == ["v000001", "v000000"]
-
-
-def test_nothing_is_counted_while_it_is_not_known_what_it_drafts_with(make: Any, versions: VersionFolder) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, now = make(engine)
-    versions.publish(weights(1.0), {})
-    drive(deployer, engine, requests=50)
-    counted = list(deployer.engines[0].windows)
-    engine.start_anew()
-    engine.spoils, engine.alphas[None] = True, 0.1
-    drive(deployer, engine, requests=WATCH)
-    assert list(deployer.engines[0].windows) == counted
-    engine.spoils, engine.alphas[None], now.now = False, 0.6, now.now + 30
-    engine.alphas["0" * 64] = 0.1
-    drive(deployer, engine, requests=WATCH)
-    assert min(window.accepted / window.examined for window in deployer.engines[0].windows) > 0.4
-    assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
-
-
-@pytest.mark.parametrize("answer", [{"html": "<p>Later</p>"}, {"text": "Later"}], ids=["page", "text"])
-@pytest.mark.parametrize("status", [200, 401, 404, 429])
-def test_an_odd_answer_of_the_counters_is_no_sign_that_there_are_none(
-    make: Any, versions: VersionFolder, monkeypatch: pytest.MonkeyPatch, status: int, answer: dict[str, str]
-) -> None:
-    engine = FakeVLLM("http://one:8000")
-    deployer, _ = make(engine)
-    if status == 401 or "html" in answer:  # what is new has counters, as far as is known
-        with monkeypatch.context() as odd:
-            odd.setattr(engine, "answer", lambda request: httpx2.Response(status, **answer))
-            deployer.look()
-            assert deployer.engines[0].counts_drafts is None
-    versions.publish(weights(1.0), {})
-    drive(deployer, engine, requests=20)
-    with monkeypatch.context() as odd:
-        odd.setattr(engine, "answer", lambda request: httpx2.Response(status, **answer))
-        deployer.look()
-        assert deployer.decisions == []
-    drive(deployer, engine, requests=WATCH)
-    assert deployer.decisions[0].requests >= WATCH
 
 
 def test_a_version_that_an_engine_cannot_load_is_taken_back(make: Any, versions: VersionFolder) -> None:
@@ -559,17 +426,6 @@ def test_a_full_disk_or_a_kill_loses_no_rollback(
 
 def full(*args: Any, **how: Any) -> Any:
     raise OSError(28, "No space left on device")
-
-
-def test_an_engine_without_requests_is_not_waited_for(make: Any, versions: VersionFolder) -> None:
-    engines = [FakeVLLM("http://idle:8000"), FakeVLLM("http://busy:8000")]
-    deployer, now = make(*engines)
-    versions.publish(weights(1.0), {})
-    drive(deployer, engines[1], requests=50)
-    assert [engine.loads for engine in engines] == [["v000001"], []]
-    now.now += module.IDLE_SECONDS
-    deployer.look()
-    assert [engine.loads for engine in engines] == [["v000001"], ["v000001"]]
 
 
 # --- ways -----------------------------------------------------------------------------------------------------------

@@ -5,18 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import models
-import numpy as np
 import pytest
 import torch
-from fake_counters import ROUND_SECONDS, CountingEngine, counting_engine, rounds
+from fake_counters import CountingEngine, counting_engine
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,17 +110,6 @@ def test_an_older_version_is_named(run: Run, engine: CountingEngine, drafts: dic
     assert found["draft"]["figures"]["best_version"] == name
 
 
-def test_weights_that_are_no_version_are_told(run: Run, engine: CountingEngine, drafts: dict[str, Any]) -> None:
-    wrong = copy.deepcopy(drafts["v000003"])
-    with torch.no_grad():  # the head of another checkpoint
-        wrong.lm_head.weight.copy_(wrong.lm_head.weight.roll(1, 0))
-    engine.set(wrong)
-    code, found, said = run()
-    assert code == 1
-    assert "stale or wrongly loaded weights, and no other version fits" in said
-    assert found["draft"]["figures"]["alpha_counted"] < 0.1 < found["draft"]["figures"]["alpha_draft"]
-
-
 def test_an_engine_without_a_draft_is_told(run: Run, engine: CountingEngine, drafts: dict[str, Any]) -> None:
     engine.set(None)
     assert run()[0] == 1
@@ -143,28 +128,6 @@ def test_another_vocabulary_is_told_before_anything_is_asked(run: Run, engine: C
 
 
 # --- what cannot be told --------------------------------------------------------------------------------------------
-
-
-def test_windows_with_other_clients_are_left_out(run: Run, engine: CountingEngine, drafts: dict[str, Any]) -> None:
-    engine.set(drafts["v000003"], foreign={0: 40, 5: 40})
-    code, found, _ = run()
-    assert code == 0
-    assert found["draft"]["figures"]["windows"] == 8
-
-
-def test_what_is_no_engine_of_vllm_or_another_one_is_not_judged(
-    run: Run, engine: CountingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.instead_of_metrics = "osd_hf_proxy_requests_total 3.0\n"
-    code, found, _ = run()
-    assert code == 2
-    assert "name the engine itself" in found["engine"]["text"]
-    engine.set(engine.draft)
-    engine.is_elsewhere = True
-    monkeypatch.setattr(doctor, "SETTLE_SECONDS", 0.0)
-    code, found, _ = run()
-    assert code == 2
-    assert "several engines share the address" in found["engine"]["text"]
 
 
 def test_counters_are_read_and_a_restart_is_told() -> None:
@@ -206,88 +169,4 @@ def test_answers_are_compared_with_those_of_the_store(
 # --- the speed ------------------------------------------------------------------------------------------------------
 
 
-def test_what_drafting_is_worth_follows_from_the_round(windows: list[Any], run: Run) -> None:
-    counts = Counts.total(window.counts for window in windows)
-    per_round = 1 + counts.accepted / counts.drafts
-    assert judge_speed(counts, None).state == "note"
-    assert f"more than {1e3 * ROUND_SECONDS / per_round:.1f} ms" in judge_speed(counts, None).text
-    assert judge_speed(counts, ROUND_SECONDS / per_round * 1.2).state == "healthy"
-    lost = judge_speed(counts, ROUND_SECONDS / per_round / 1.2)
-    assert (lost.state, lost.figures["speedup"]) == ("ill", pytest.approx(1 / 1.2))
-    assert run("--token-seconds", "1e-4")[0] == 1
-
-
 # --- no false alarm -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def draft() -> Any:
-    return models.draft_of(models.build(num_hidden_layers=1), noise=0.3)
-
-
-@pytest.fixture(scope="module")
-def answered(draft: Any) -> list[tuple[Any, list[int], int]]:
-    """Answers; the rounds of an engine that drafts in half precision; and those that it takes in single precision."""
-    target, prompts = models.build(num_hidden_layers=1), [ids[0].tolist() for ids in models.prompts(64)]
-    traces = list(record_traces(target, prompts, max_new_tokens=20, num_logprobs=4))
-    half, found = copy.deepcopy(draft).bfloat16(), []
-    for trace in traces:
-        told = trace.completion_ids.tolist()
-        both = [rounds(d, trace.prompt_ids.tolist(), told + [0] * K, len(told), K) for d in (half, draft)]
-        found.append((trace, both[0], len(both[1])))
-    return found
-
-
-def in_windows(answered: list[tuple[Any, list[int], int]], size: int = 4) -> list[Any]:
-    """As an engine counts them."""
-    windows = []
-    for first in range(0, len(answered), size):
-        part = answered[first : first + size]
-        accepted = [n for _, found, _ in part for n in found]
-        places = [sum(n > i for n in accepted) for i in range(K)]
-        rounds, tokens = len(accepted), sum(len(trace) for trace, _, _ in part)
-        values = [rounds, K * rounds, tokens, rounds, rounds * ROUND_SECONDS, *places]
-        windows.append(Window(tuple(trace for trace, _, _ in part), Counts(np.array(values, float))))
-    return windows
-
-
-@pytest.fixture(scope="module")
-def windows(answered: list[tuple[Any, list[int], int]]) -> list[Any]:
-    return in_windows(answered)
-
-
-def test_rounds_are_replayed_as_the_engine_drafts(answered: list[tuple[Any, list[int], int]], draft: Any) -> None:
-    found = fit(in_windows(answered, 1), draft, "it")
-    assert found.rounds.tolist() == [rounds for _, _, rounds in answered]
-
-
-def test_the_right_draft_raises_no_alarm_in_twenty_samples(
-    answered: list[tuple[Any, list[int], int]], draft: Any
-) -> None:
-    off = 0.0
-    for seed in range(20):
-        some = in_windows(random.Random(seed).sample(answered, 48))
-        found = fit(some, draft, "it")
-        assert judge_draft(some, found, ()).state == "healthy"
-        off += found.difference.sum()
-    assert off > 0  # half precision rounds otherwise now and then
-
-
-def test_what_is_drafted_after_the_end_is_counted_as_the_engine_does() -> None:
-    target = models.build(num_hidden_layers=1)
-    [trace] = record_traces(target, [models.prompt()[0].tolist()], max_new_tokens=11, num_logprobs=4)
-    counts = Counts(np.zeros(5 + K))
-    assert fit([Window((trace,), counts)], target, "it").alpha == 1.0  # the answer would go on
-    ended = replace(trace, sampling={**trace.sampling, "eos_token_id": [int(trace.completion_ids[-1])]})
-    assert fit([Window((ended,), counts)], target, "it").alpha == 8 / 9  # rounds of 4, 4 and 2 tokens
-
-
-def test_a_target_that_says_the_same_less_surely_has_changed() -> None:
-    target, prompts = models.build(num_hidden_layers=1), [ids[0].tolist() for ids in models.prompts(4)]
-    known = list(record_traces(target, prompts, max_new_tokens=8))  # whole rows
-    with torch.no_grad():
-        target.lm_head.weight.mul_(0.8)
-    now = list(record_traces(target, prompts, max_new_tokens=8, num_logprobs=20))
-    finding = doctor.judge_target(list(zip(known, now, strict=True)), "those of before")
-    assert (finding.state, finding.figures["differing"]) == ("ill", 0)
-    assert doctor.judge_target(list(zip(now, now, strict=True)), "its own").figures["mean_total_variation"] == 0

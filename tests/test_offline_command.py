@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,8 +16,7 @@ from osd_hf import CorrectionStore, replay
 from osd_hf.cli.distill import distill_command, make_parser
 from osd_hf.cli.main import main
 from osd_hf.decoding.hook import record_traces
-from osd_hf.distillation import data as offline_data
-from osd_hf.errors import ConfigError, DataError, StoreError, VocabularyMismatchError
+from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.prompts import encode_turn
 
 SMALL = ["--max-steps", "2", "--per-device-train-batch-size", "2", "--max-new-tokens", "5", "--save-strategy", "no"]
@@ -112,68 +109,6 @@ def test_prompts_are_the_target_s_and_the_draft_keeps_its_tokenizer(
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "draft").chat_template is None
 
 
-def test_settings_of_the_chat_template_and_rows_that_cannot_be_used(
-    tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
-) -> None:
-    target = tmp_path / "target"
-    shutil.copytree(pair / "target", target)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ mark }}{{ tools[0].x if tools }}"
-    )
-    tokenizer.save_pretrained(target)
-    chat, path = [{"role": "user", "content": "a"}], tmp_path / "rows.jsonl"
-    lines: list[Any] = [
-        {"prompt": chat, "tools": [{"x": "T"}], "text": "a", "n": 1}, {"prompt": [], "text": None, "n": "2"},
-        {"prompt": chat, "chat_template_kwargs": {"mark": "own"}, "text": "b", "n": {"three": 3}},
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"prompt": [cut')
-    seen = list[Any]()
-    real = offline_data.read_rows
-    monkeypatch.setattr(offline_data, "read_rows", lambda *args, **kw: seen.append(real(*args, **kw)) or seen[-1])
-    flags = ["--target", target, "--draft", pair / "draft", "--prompts", path]
-    flags += ["--chat-template-kwargs", '{"mark": "M"}', *SMALL]
-    for columns, expected in (([], ["aMT", "aown"]), (["--column", "text"], ["aM", "bM"])):
-        assert command(tmp_path / f"out{len(columns)}", *flags, *columns) == 0
-        assert [tokenizer.decode(trace.prompt_ids) for trace in seen[-1]] == expected
-    assert "Skipped 2 of 4 rows: row 1: the prompt is empty; row 3: it is not valid JSON: " in caplog.text
-    assert "Skipped 2 prompts: row 1: `text` is null; row 3: it is not valid JSON: " in caplog.text
-    path.write_text('{"text": "a"}\n')
-    assert main(["distill", *map(str, flags), "--output-dir", str(tmp_path / "none")]) == 2
-    assert "has no column 'prompt' or 'messages'; its columns are text." in capsys.readouterr().err
-
-
-def test_tokenizers_that_differ_are_refused(tmp_path: Path, pair: Path, rows: Path) -> None:
-    draft = tmp_path / "other"
-    AutoModelForCausalLM.from_pretrained(pair / "draft").save_pretrained(draft)
-    models.tokenizer(characters="zyx").save_pretrained(draft)
-    with pytest.raises(VocabularyMismatchError, match=r"differ in \d+ tokens"):
-        command(tmp_path / "out", "--target", pair / "target", "--draft", draft, "--prompts", rows, *SMALL)
-
-
-def test_no_more_is_read_than_asked_for(
-    tmp_path: Path, pair: Path, rows: Path, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def noted(tokenizer: Any, text: str, **kwargs: Any) -> Any:
-        read.append(text)
-        return encode_turn(tokenizer, text, **kwargs)
-
-    def traces(self: Any, real: Any = CorrectionStore.__iter__) -> Any:
-        for trace in real(self):
-            read.append("a trace")
-            yield trace
-
-    monkeypatch.setattr("osd_hf.prompts.encode_turn", noted)
-    monkeypatch.setattr(CorrectionStore, "__iter__", traces)
-    models = ["--target", pair / "target", "--draft", pair / "draft"]
-    assert command(tmp_path, *models, "--prompts", rows, "--column", "question", "--num-requests", 2, *SMALL) == 0
-    assert read == ["what is 0?", "what is 1?"]
-    assert command(tmp_path, *models, "--store", store, "--num-requests", 2, *SMALL) == 0
-    assert read[2:] == ["a trace"] * 2
-
-
 def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path, pair: Path, caplog: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": text}) + "\n" for text in ("a", "b" * 300, "", "c")))
@@ -218,17 +153,6 @@ def test_every_setting_is_a_flag_and_a_name_of_the_file(tmp_path: Path) -> None:
     assert parsed("--draft", "d")[1].to_dict() == osd_hf.DistillConfig("osd_hf_distill").to_dict()
 
 
-def test_the_help_offers_no_setting_without_a_meaning(capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["distill", "--help"])
-    assert ended.value.code == 0
-    assert "--sample-source" in capsys.readouterr().out
-    offered = {action.dest for action in make_parser([])._actions}
-    assert {"lmbda", "learning_rate", "resume", "resume_from_checkpoint"} <= offered
-    assert {"seq_kd", "packing", "max_length"} <= osd_hf.DistillConfig.without_meaning
-    assert offered & osd_hf.DistillConfig.without_meaning == set()
-
-
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.delitem(sys.modules, "osd_hf.distillation.trainer", raising=False)
     monkeypatch.delitem(vars(osd_hf), "DistillConfig", raising=False)
@@ -271,15 +195,7 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: 
         command(tmp_path, *draft, "--store", store, "--prompts", rows)
     with pytest.raises(ConfigError, match="--eval-store and --num-held-out exclude each other"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 2, "--eval-store", store)
-    with pytest.raises(ConfigError, match="--column would change nothing: --prompts is not set"):
-        command(tmp_path, *draft, "--store", store, "--column", "question")
-    with pytest.raises(ConfigError, match="it is for --eval-prompts"):
-        command(tmp_path, *draft, "--store", store, "--eval-split", "held")
-    with pytest.raises(ConfigError, match="Give one of --resume"):
-        command(tmp_path, *draft, "--store", store, "--resume", "--resume-from-checkpoint", "there")
     with pytest.raises(DataError, match="leaves nothing of 8 requests"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 8)
     with pytest.raises(StoreError, match="There is no store"):
         command(tmp_path, *draft, "--store", tmp_path / "missing")
-    with pytest.raises(DataError, match="no column 'missing'"):
-        command(tmp_path, *draft, "--prompts", rows, "--column", "missing")

@@ -228,17 +228,6 @@ def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):
     assert "has 0 of the 5 saved requests" in capsys.readouterr().err
 
 
-def test_without_learning_the_draft_stays_as_it_is(pair, prompts, tmp_path):
-    more = ["--no-learn", "--num-requests", "5", "--store", str(tmp_path / "store")]
-    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
-    report, lines, weights = comparable(tmp_path / "run")
-    assert report["updates"] == []
-    assert report["overall"]["gain"] == 0
-    before = load_file(pair / "draft" / "model.safetensors")
-    assert all(torch.equal(weights[name], before[name]) for name in weights)
-    assert len(CorrectionStore(tmp_path / "store")) == 0
-
-
 def test_without_learning_the_journal_alone_says_where_to_go_on(pair, prompts, tmp_path, monkeypatch):
     assert main(arguments(pair, prompts, tmp_path / "straight", "--no-learn")) == 0
     with monkeypatch.context() as patch:
@@ -306,14 +295,6 @@ def test_skipped_prompts_are_counted_and_listed(pair, tmp_path, caplog):
     assert report["overall"]["requests"] == 2
     said = f"Skipped 5 prompts: rows 1, 5: no text; row 2: {long}; row 3: `question` is null; row 6: {wrong}."
     assert said in caplog.messages
-
-
-def test_a_draft_that_differs_in_padding_is_aligned(pair, prompts, tmp_path):
-    padded = save_pair(tmp_path / "padded", vocab_size=320)
-    more = ["--num-requests", "5", "--target", str(padded / "target")]
-    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
-    draft = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "draft")
-    assert draft.config.vocab_size == 320
 
 
 def test_a_run_that_was_killed_while_it_saved_first_begins_anew(

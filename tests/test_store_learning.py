@@ -37,7 +37,7 @@ from osd_hf.engines.deploy import Deployer
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import VersionFolder, folder_name
 from osd_hf.engines.vllm_reload import weights_digest
-from osd_hf.errors import ConfigError, HubError, StateError, VocabularyMismatchError
+from osd_hf.errors import ConfigError, StateError, VocabularyMismatchError
 from osd_hf.learning import session as session_module
 from osd_hf.learning.gate import GateDecision
 from osd_hf.prompts import encode_turn
@@ -250,24 +250,6 @@ def test_only_the_newest_target_is_learned_from_unless_asked(
         assert config.get("osd_hf_target") == (16 * kept[0] if kept[0] in "abcdef" else None)
 
 
-def test_a_newer_target_takes_the_place_of_the_one_before(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
-    store = written(tmp_path / "growing", said(traces, "aaaaaaa"))
-    learner = begin(path=store, state=tmp_path / "state")
-    learn(learner)
-    learner.save()
-    written(store, said(traces, "-------bab"))
-    again = begin(path=store, state=tmp_path / "state")
-    learn(again)
-    lesson = again.learner.requests[None]
-    assert {trace.target for trace in (*lesson.pending, *lesson.buffer)} == {16 * "b"}
-    assert (again.requests, again.skipped["of another version of the target"]) == (9, 8)
-    again.save()
-    late = [replace(trace, created_at_seconds=50 + trace.created_at_seconds) for trace in said(traces, "ba")]
-    again = begin(path=written(store, late), state=tmp_path / "state")  # a straggler is no newer one
-    learn(again)
-    assert (again.requests, again.skipped["of another version of the target"]) == (10, 1)
-
-
 def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     begin: Any, pair: Any, traces: list[Trace], tmp_path: Path
 ) -> None:
@@ -363,12 +345,6 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     assert list(learner.learned) == list(report.stats)
 
 
-def test_a_fixed_k_is_needed(begin: Any) -> None:
-    with pytest.raises(ConfigError, match="A fixed k is needed"):
-        begin(replace(CONFIG, num_assistant_tokens=None))
-    assert begin(replace(CONFIG, num_assistant_tokens="auto")).k == 5
-
-
 def test_what_comes_later_is_learned_later(begin: Any, traces: list[Trace], tmp_path: Path, pair: Any) -> None:
     with CorrectionStore(tmp_path / "grows", flush_every=4) as store:
         learner = begin(path=tmp_path / "grows", publish_seconds=SELDOM)
@@ -404,27 +380,6 @@ def test_the_latest_version_is_what_serves(begin: Any, pair: Any, traces: list[T
     assert (path / "README.md").is_file()
 
 
-def test_versions_do_not_come_more_often_than_asked(begin: Any) -> None:
-    clock = Clock()
-    learner = begin(publish_seconds=10.0, clock=clock)
-    for now, number in ((0.0, 1), (4.0, 1), (9.9, 1), (10.0, 2)):
-        clock.now = now
-        assert learner.step(limit=3) == 3
-        assert learner.versions.number == number
-    assert facts(learner.versions)["draft_version"] == 4  # the newest of those that waited
-    clock.now = 19.0
-    learn(learner)
-    assert learner.versions.number == 2
-    assert learner.step() == 0
-    clock.now = 20.0
-    assert learner.step() == 0  # nothing new has come, but what waited goes out
-    assert (learner.versions.number, facts(learner.versions)["draft_version"]) == (3, VERSIONS)
-    clock.now = 99.0
-    learner.step()
-    learner.close()
-    assert learner.versions.number == 3
-
-
 @pytest.mark.parametrize("place", ["save_draft", "check_written", "fsync"])
 def test_a_version_that_cannot_be_written_is_published_later(
     begin: Any, pair: Any, traces: list[Trace], monkeypatch: pytest.MonkeyPatch, place: str
@@ -449,43 +404,6 @@ def test_a_version_that_cannot_be_written_is_published_later(
     learner.close()
     assert facts(learner.versions)["draft_version"] == VERSIONS
     assert list(learner.learned) == list(simulate(pair[1], traces, CONFIG).stats)
-
-
-def test_a_version_that_was_not_pushed_is_pushed_later(
-    begin: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    pushed: list[tuple[str, Any]] = []
-
-    def push(folder: Path, repo_id: str, **settings: Any) -> str:
-        pushed.append((Path(folder).name, settings["token"]))
-        assert (Path(folder) / "model.safetensors").is_file()
-        assert repo_id == "me/draft"
-        if len(pushed) in (1, 3):
-            raise HubError("the Hub is away")
-        return "address"
-
-    monkeypatch.setattr(module, "push_folder", push)
-    clock = Clock()
-    learner = begin(repo_id="me/draft", token="secret", publish_seconds=10.0, clock=clock)
-    with caplog.at_level(logging.WARNING):
-        learner.step(limit=3)
-    assert pushed == [("v000001", "secret")]
-    assert not learner.is_pushed
-    assert "Version 1 was not pushed: the Hub is away" in caplog.text
-    clock.now = 5.0
-    learner.step(limit=1)
-    assert len(pushed) == 1
-    clock.now = 10.0
-    learner.step(limit=1)
-    assert pushed[1:] == [("v000001", "secret")]
-    assert learner.is_pushed
-    clock.now = 20.0
-    learn(learner)
-    assert [name for name, _ in pushed] == ["v000001", "v000001", "v000002"]
-    assert not learner.is_pushed
-    learner.close()
-    assert [name for name, _ in pushed[3:]] == ["v000003"]  # what had waited meanwhile goes in its place
-    assert learner.is_pushed
 
 
 # --- taken back by engines ------------------------------------------------------------------------------------------
@@ -726,15 +644,6 @@ def test_a_session_of_another_command_is_refused(begin: Any, tmp_path: Path) -> 
         begin(state=tmp_path / "state")
 
 
-def test_of_another_store_all_is_new(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
-    learner = begin(state=tmp_path / "state", publish_seconds=SELDOM)
-    learn(learner)
-    other = written(tmp_path / "other", traces[:5])
-    again = begin(state=tmp_path / "state", path=other)
-    learn(again)
-    assert again.requests == REQUESTS + 5
-
-
 def test_a_session_that_cannot_be_saved_is_saved_later(
     begin: Any, straight: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -823,28 +732,6 @@ def test_the_command_goes_on_where_it_ended(flags: list[str], recorded: list[Tra
     assert equal([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
 
 
-def test_an_empty_store_is_waited_for_or_left(flags: list[str], tmp_path: Path, capsys: Any) -> None:
-    flags[flags.index(str(tmp_path / "collected"))] = str(tmp_path / "new")
-    assert main([*flags, "--once", "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["requests"], found["versions"], found["alpha_learned_last_fifth"]) == (0, [], None)
-
-
-@pytest.mark.parametrize("place", ["save_session", "save_draft"])
-def test_the_command_fails_where_the_disk_stays_full(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise StateError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, place, fail)
-        assert main([*flags, "--once", "--publish-seconds", "0"]) == 1
-        assert "No space left on device" in capsys.readouterr().err
-    assert main([*flags, "--once"]) == 0
-    assert facts(tmp_path / "out")["draft_version"] == 2
-
-
 def test_the_command_deploys_and_goes_on_from_what_serves(
     flags: list[str], recorded: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -894,20 +781,9 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         (["--deploy", "http://engine"], "--deploy takes reload=URL"),
         (["--deploy", "sums:reload=http://engine"], "--deploy sums: is for --by-domain"),
         (["--by-domain", "--deploy", "reload=http://e"], "LABEL: goes before the way with --by-domain"),
-        (["--deploy", "reload=http://e", "--deploy", "restart=http://e true"], "names one engine twice"),
         (["--watch-requests", "99"], "it is for --deploy"),
-        (["--watch-requests", "0"], "--watch-requests must be at least 30"),
-        (["--deploy", "reload=http://e", "--deploy", "reload=http://me@e/v1/"], "names one engine twice"),
-        (["--deploy", "reload=http://e", "--deploy-seconds", "0"], "--deploy-seconds must be more than 0"),
         (["--by-domain", "--repo-id", "me/draft"], "--repo-id takes one draft"),
-        (["--num-assistant-tokens", "none"], "--num-assistant-tokens must not be none"),
-        (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--poll-seconds", "-1"], "--poll-seconds must not be negative"),
-        (["--publish-seconds", "nan"], "--publish-seconds must not be negative"),
         (["--keep", "1"], "At least 2 versions are kept"),
-        (["--target", ""], "--draft and --target go together"),
-        (["--learning-rate", "-1"], "`learning_rate` must be a positive number"),
         (["--store", "{tmp}/out"], "is not a store"),
     ],
 )
@@ -927,21 +803,6 @@ def test_two_at_once_are_refused(flags: list[str], tmp_path: Path, capsys: Any) 
     assert "Another process publishes to" in capsys.readouterr().err
     versions.close()
     assert main([*flags, "--once"]) == 0
-
-
-def test_folders_may_be_named_from_here_or_home(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "here").mkdir()
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "here")
-    for name, folder in (("~/drafts", tmp_path / "home" / "drafts"), (".", tmp_path / "here")):
-        flags[flags.index("--output-dir") + 1] = name
-        assert main([*flags, "--once"]) == 0
-        assert facts(folder)["draft_version"] == 2
-        assert (folder / "alpha.png").is_file()
-        assert folder.with_name(f"{folder.name}-state").is_dir()
 
 
 # Told to stop by a real signal, sent as soon as everything that is there is learned.
