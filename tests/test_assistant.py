@@ -1,27 +1,23 @@
-import copy
 import json
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import models
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import LoggerType
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, pipeline
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.errors import CaptureError, ConfigError, LearnerError, StateError
+from osd_hf.errors import ConfigError, LearnerError, StateError
 from osd_hf.router import RoutedPrompt
 
 # Without the gate each update is a version, so that versions can be counted.
@@ -341,14 +337,6 @@ def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None
     assert assistant.drafts.num_serving == 1  # the failed request has given its draft back
 
 
-def test_other_captures_fail_on_their_own() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    with pytest.raises(CaptureError), capture_traces(target, lambda trace: 1 / 0):
-        serve(assistant, 3)
-    assert assistant.version == 1
-
-
 # --- threads --------------------------------------------------------------------------------------------------------
 
 
@@ -482,23 +470,6 @@ def test_a_shared_draft_and_drafts_per_domain_do_not_take_each_others_sessions(r
     assert assistant.version == 2
 
 
-def test_a_refused_session_leaves_no_drafts_behind(tmp_path: Path) -> None:
-    other = OnlineAssistant(models.build("gpt2"), models.build("gpt2"), config=FAST, router=LabelRouter())
-    serve(other, 3, domain="x")
-    other.save_state(tmp_path)
-    assistant = OnlineAssistant(*models.pair(), config=FAST, router=LabelRouter())
-    serve(assistant, 3, domain="y")
-    with pytest.raises(StateError, match="another draft"):
-        assistant.load_state(tmp_path)
-    assert assistant.drafts.domains == ("y",)
-    assert assistant.version == 1
-
-
-# --- learning between requests --------------------------------------------------------------------------------------
-
-IDLE = replace(FAST, update_strategy="idle")
-
-
 # --- tracking -------------------------------------------------------------------------------------------------------
 
 
@@ -519,23 +490,6 @@ def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch: pytest.Monkey
     np.testing.assert_allclose(alphas, [h[:, 1].sum() / h[:, 0].sum() for h in halves], rtol=1e-5)
 
 
-def test_trackio_gets_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in of its `init`, `config`, and of a run's `log` and `finish`."""
-    seen: list[Any] = []
-    run = SimpleNamespace(log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append("finished"))
-    told: dict[str, Any] = {}
-    stand_in = SimpleNamespace(init=lambda project: seen.append(project) or run, config=told)
-    monkeypatch.setitem(sys.modules, "trackio", stand_in)
-    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.TRACKIO])
-    with OnlineAssistant(*models.pair(), config=FAST, report_to="trackio") as assistant:
-        serve(assistant, 6)
-    assert told["update_interval"] == FAST.update_interval
-    project, *updates, end = seen
-    assert (project, end) == ("osd_hf", "finished")
-    assert [(step, values["version"]) for step, values in updates] == [(3, 1), (6, 2)]
-    assert all({"alpha", "block_efficiency", "loss"} <= values.keys() for _, values in updates)
-
-
 @pytest.mark.parametrize("report_to", ["nothing_of_that_name", ["tensorboard", "nothing_of_that_name"]])
 def test_trackers_that_do_not_exist_are_refused(report_to: Any) -> None:
     with pytest.raises(ConfigError, match="nothing_of_that_name"):
@@ -552,27 +506,6 @@ def test_closing_flushes_the_store(tmp_path: Path) -> None:
     with OnlineAssistant(*models.pair(), config=FAST, store=tmp_path / "log") as assistant:
         serve(assistant, 3)
     assert len(list(CorrectionStore(tmp_path / "log"))) == 3
-
-
-def test_the_given_models_may_be_copied_while_served() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    with assistant.attached():
-        copied = copy.deepcopy(assistant.draft)
-    assert same(weights(copied), weights(assistant.draft))
-
-
-# --- what a review found --------------------------------------------------------------------------------------------
-
-
-def test_a_draft_that_speaks_eos_zero_is_replayed_exactly() -> None:
-    target, draft = models.pair()
-    target.generation_config.eos_token_id = draft.generation_config.eos_token_id = 0
-    traces: list[Trace] = []
-    with capture_traces(target, traces.append):
-        for ids in models.prompts(4):
-            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=12)
-    assert all(t.sampling["eos_token_id"] in (0, [0]) for t in traces)
 
 
 def test_what_is_not_learned_from_is_not_shown_to_the_router_as_such() -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from waiting import LONG
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, replay
 from osd_hf.decoding.hook import record_traces, rescore
@@ -153,26 +152,6 @@ def test_an_update_asked_for_after_a_change_learns_nothing_of_before(pair: Any, 
         assert set().union(*judged) <= {trace.target, fingerprint(target)}
 
 
-def test_whoever_says_that_the_target_changed_is_believed_where_no_version_is_told(pair: Any) -> None:
-    target, draft = pair
-    odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex128), requires_grad=False)  # of which no sample is made
-    target.register_parameter("odd", odd)
-    config = replace(CONFIG, update_strategy="spread", steps_per_update=3)
-    with OnlineAssistant(target, draft, config=config) as assistant:
-        lesson = lesson_of(assistant)
-        serve(assistant, 6)
-        assert of_versions(lesson) == {None}
-        assert assistant.is_learning  # in the middle of an update
-        assistant.target_changed()
-        assert not kept(lesson)
-        new = serve(assistant, 6, 6)
-        assert new[0] in kept(lesson)
-        assert set(kept(lesson)) <= set(new)
-        del target.odd
-        assistant.target_changed()
-        assert not kept(lesson)
-
-
 class Trains(torch.nn.Module):
     """A processor that changes the target in the middle of a request."""
 
@@ -240,19 +219,6 @@ def test_adapters_that_take_turns_have_lessons_of_their_own_by_domain() -> None:
         serve(assistant, 1, 3)
         assert of_versions(lesson_of(assistant)) == {names["two"]}
         assert lesson_of(assistant).older == 3
-
-
-def test_between_requests_the_target_may_be_another_one() -> None:
-    target, draft = with_adapters()
-    with OnlineAssistant(target, draft, config=replace(CONFIG, gate=False, update_strategy="idle")) as assistant:
-        assistant.pause()
-        traces = serve(assistant, 5)
-        with target.disable_adapter():
-            assistant.resume()
-            assert assistant.wait_until_idle(LONG)
-            assert assistant.version == 1
-        assert kept(lesson_of(assistant)) == traces
-        assert lesson_of(assistant).older == 0
 
 
 # --- on disk --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -276,25 +275,3 @@ def test_a_file_system_without_locks_can_be_written_but_not_shared(
     assert len(CorrectionStore(tmp_path / "store")) == len(traces)
     with pytest.raises(ConfigError, match="in use"):
         hold_lock(tmp_path / "lock", "in use")
-
-
-@posix
-def test_threads_of_one_process_save_in_turn(tmp_path: Path, traces: list[Trace]) -> None:
-    folder, failed = tmp_path / "session", []
-    pairs = [OnlineAssistant(*models.pair(), config=replace(CONFIG, seed=i)) for i in range(3)]
-
-    def save(assistant: OnlineAssistant) -> None:
-        try:
-            for _ in range(3):
-                assistant.save_state(folder)
-        except Exception as error:  # noqa: BLE001
-            failed.append(error)
-
-    threads = [threading.Thread(target=save, args=(assistant,)) for assistant in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert len(list(folder.glob("state-*"))) == 1
-    pairs[0].load_state(folder)

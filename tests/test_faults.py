@@ -3,7 +3,6 @@ import json
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -20,14 +19,12 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace
-from osd_hf import live_learning as live_module
 from osd_hf.errors import LearnerError, StateError, StoreError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
 from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.store import folder as shards
-from osd_hf.utils.disk import wait_for_lock
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(num_assistant_tokens=5, update_strategy="interval",
@@ -195,28 +192,10 @@ def test_a_draft_of_one_domain_that_cannot_learn_keeps_no_other_from_it(monkeypa
         assistant.close()
 
 
-def test_an_error_holds_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held(torch.Tensor):
-        pass
-
-    alive: list[Any] = []
-
-    def failing(self: Updater, served: Any = None) -> Any:
-        large = torch.zeros(2).as_subclass(Held)
-        alive.append(weakref.ref(large))
-        raise ValueError("no luck")
-
-    assistant = OnlineAssistant(*models.pair(), config=CONFIG)
-    monkeypatch.setattr(Updater, "snapshot", failing)
-    answers(assistant.generate, range(3))
-    assert assistant.learning_error is not None and alive
-    assert [held() for held in alive if held() is not None] == []
-
-
 # --- a disk that is full --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["mkdir", "save", "write_table", "write_whole", "fsync", "replace"])
+@pytest.mark.parametrize("place", ["save", "write_table", "fsync"])
 def test_a_disk_that_is_full_while_saving_costs_no_answer(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,29 +231,6 @@ def test_a_disk_that_is_full_while_saving_costs_no_answer(
     held.load_state(tmp_path)
     assert (held.version, held.stats.num_requests) == (3, 9)
     assert len(list(tmp_path.glob("state-*"))) == 1
-
-
-def test_an_autosave_that_another_process_holds_up_is_left_to_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    target, draft = models.pair()
-    alone = answers(target.generate, range(9))
-    assistant = OnlineAssistant(target, draft, config=CONFIG, autosave=tmp_path)
-    monkeypatch.setattr(live_module, "AUTOSAVE_PATIENCE_SECONDS", 0.0)
-    held = wait_for_lock(tmp_path / session_module.LOCK, 0.0)
-    found = answers(assistant.generate, range(3))
-    assert assistant._live.save_thread is not None
-    assistant._live.save_thread.join(LONG)  # long before the patience of a save that was asked for ends
-    found += answers(assistant.generate, range(3, 6))
-    assistant._live.save_thread.join(LONG)
-    assert "the next autosave tries again" in caplog.text
-    assert not session_module.has_session(tmp_path)
-    held.release()
-    found += answers(assistant.generate, range(6, 9))
-    assistant._live.save_thread.join(LONG)
-    assert found == alone
-    assert session_module.has_session(tmp_path)
-    assistant.close()
 
 
 def test_a_disk_that_is_full_at_the_close_is_told_and_the_log_is_kept(
@@ -332,104 +288,6 @@ def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
 
 
 # --- killed ---------------------------------------------------------------------------------------------------------
-
-
-class Watched:
-    """A lock that says when somebody has to wait for it."""
-
-    def __init__(self, has_to_wait: threading.Event) -> None:
-        self.lock, self.has_to_wait = threading.Lock(), has_to_wait
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            self.has_to_wait.set()
-            self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-
-
-@pytest.mark.parametrize("moment", ["its counts were read", "its lessons are read", "the request is taken in"])
-def test_a_request_that_ends_while_a_session_is_saved_is_in_all_of_it_or_in_none(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, draft = models.pair()
-    with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
-        ask(assistant.generate, 0)
-        learner, moved_on = assistant._learner, threading.Event()
-        # What goes on beside has come to its end, or it waits.
-        monkeypatch.setattr(assistant._live, "_taking_in", Watched(moved_on))
-        is_saved_beside = moment == "the request is taken in"
-        count, read, observe = assistant._live.tally.state, learner.state_dict, learner.observe
-
-        def beside() -> None:
-            if is_saved_beside:
-                assistant.save_state(tmp_path)
-            else:
-                ask(assistant.generate, 1)
-            moved_on.set()
-
-        other = threading.Thread(target=beside)
-
-        def meanwhile() -> None:
-            other.start()
-            assert moved_on.wait(LONG)
-
-        def counted() -> dict[str, Any]:
-            counts = count()
-            meanwhile()
-            return counts
-
-        def lessons() -> dict[str, Any]:
-            meanwhile()
-            return read()
-
-        def observed(domain: str | None, trace: Trace, seconds: float) -> None:
-            meanwhile()
-            observe(domain, trace, seconds)
-
-        with monkeypatch.context() as patch:
-            if is_saved_beside:
-                patch.setattr(learner, "observe", observed)
-                ask(assistant.generate, 1)
-            else:
-                if moment == "its counts were read":
-                    patch.setattr(assistant._live.tally, "state", counted)
-                else:
-                    patch.setattr(learner, "state_dict", lessons)
-                assistant.save_state(tmp_path)
-            other.join()
-        assert assistant.stats.num_requests == 2
-        assistant.load_state(tmp_path)
-        (lesson,) = learner.state_dict()["requests"]
-        assert assistant.stats.num_requests == lesson["observed"] == (2 if is_saved_beside else 1)
-
-
-def test_a_request_that_ends_while_a_session_is_loaded_is_added_to_all_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with OnlineAssistant(*models.pair(), config=replace(CONFIG, update_strategy="manual", gate=True)) as assistant:
-        ask(assistant.generate, 0)
-        assistant.save_state(tmp_path)
-        moved_on, load = threading.Event(), assistant._live.tally.load
-        monkeypatch.setattr(assistant._live, "_taking_in", Watched(moved_on))
-
-        def beside() -> None:
-            ask(assistant.generate, 1)
-            moved_on.set()
-
-        other = threading.Thread(target=beside)
-
-        def loaded(counts: dict[str, Any]) -> None:  # after the lessons
-            other.start()
-            assert moved_on.wait(LONG)
-            load(counts)
-
-        monkeypatch.setattr(assistant._live.tally, "load", loaded)
-        assistant.load_state(tmp_path)
-        other.join()
-        (lesson,) = assistant._learner.state_dict()["requests"]
-        assert assistant.stats.num_requests == lesson["observed"] == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="restarts by fork")
@@ -522,66 +380,6 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
     assert assistant.drafts.num_serving == 1
 
 
-def test_learning_between_requests_only_and_answers_as_ever() -> None:
-    target, draft = models.pair()
-    alone = answers(target.generate, range(15), max_new_tokens=4)
-    overlapped: list[str] = []
-    forwards, learns, inside = [0], [0], [0]
-    loss, step = Updater._loss, Updater._average
-
-    def began(module: Any, *_: Any) -> None:
-        if module is target:
-            forwards[0] += 1
-            if learns[0]:
-                overlapped.append("a request began while learning")
-
-    def ended(module: Any, *_: Any) -> None:
-        if module is target:
-            forwards[0] -= 1
-
-    def learning(work: Any) -> Any:
-        def watched(*args: Any) -> Any:
-            learns[0] += 1
-            try:
-                if forwards[0] or inside[0]:
-                    overlapped.append("learning began while a request ran")
-                return work(*args)
-            finally:
-                learns[0] -= 1
-
-        return watched
-
-    @contextmanager
-    def leased(*args: Any) -> Iterator[Any]:
-        with lease(*args) as found:
-            inside[0] += 1
-            try:
-                yield found
-            finally:
-                inside[0] -= 1
-
-    found: list[list[int]] = []
-    with pytest.MonkeyPatch.context() as patch, OnlineAssistant(target, draft, config=IDLE) as assistant:
-        lease = assistant._live.lease
-        patch.setattr(assistant._live, "lease", leased)
-        patch.setattr(Updater, "_loss", learning(loss))
-        patch.setattr(Updater, "_average", learning(step))
-        handles = [register_module_forward_pre_hook(began), register_module_forward_hook(ended)]
-        client = threading.Thread(
-            target=lambda: found.extend(answers(assistant.generate, range(15), max_new_tokens=4))
-        )
-        client.start()
-        client.join(LONG)
-        assert assistant.wait_until_idle(LONG)
-        for handle in handles:
-            handle.remove()
-        assert found == alone
-        assert overlapped == []
-        assert assistant.version > 0
-        assert assistant.stats.num_requests == 15
-        assert not assistant.is_learning
-
-
 def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:
     target, draft = models.pair()
     with OnlineAssistant(target, draft, config=IDLE) as assistant:
@@ -638,18 +436,3 @@ def test_pausing_holds_an_update_in_the_middle() -> None:
         assistant.resume()
         assert assistant.wait_until_idle(LONG)
         assert assistant.version == 1
-
-
-def test_a_thread_that_cannot_start_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(self: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    target, draft = models.pair()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        assistant = OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="idle"))
-        alone = answers(target.generate, range(2))
-        assert answers(assistant.generate, range(2)) == alone
-        assert "start new thread" in str(assistant.learning_error)
-        with pytest.raises(LearnerError, match="start new thread"):
-            assistant.close()

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from osd_hf.acceptance import AcceptanceStats, paired_gain
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.draft_length import RoundTime
 from osd_hf.learning import gate as module
 from osd_hf.learning.gate import (
     CHOICE_MEMORY,
@@ -396,46 +395,6 @@ def test_an_answer_carries_its_share_of_an_update(monkeypatch: pytest.MonkeyPatc
     assert max(later) <= 2 * sum(later) / len(later)
 
 
-def test_what_was_saved_is_rounds_that_the_draft_as_it_was_would_have_needed() -> None:
-    target, draft = models.pair(noise=0.3)
-    with OnlineAssistant(target, draft, config=replace(CONFIG, num_assistant_tokens=3)) as assistant:
-        assert assistant.saved_seconds is None
-        for ids in models.prompts(5):
-            served_version(assistant, ids)
-        assert assistant.saved_seconds == 0.0
-        number, _ = assistant.drafts.candidate(None)
-        perfect = {name: p.detach().clone() for name, p in target.named_parameters()}
-        assistant.drafts.promote(None, number, perfect)
-        ids = models.prompts(6)[5]
-        served_version(assistant, ids)
-        original, learned = list(assistant._learner.requests[None].choice._known.values())[-1]
-        seconds = assistant.drafts.pacer.round_seconds(3)
-        assert seconds is not None and learned.target_forwards < original.target_forwards
-        saved = (original.target_forwards - learned.target_forwards) * seconds
-        assert assistant.saved_seconds == pytest.approx(saved)
-
-
-@pytest.mark.parametrize(("from_text", "share"), [((), 1.0), ((0, 1), 0.5), ((0, 1, 2, 3), 0.0)])
-def test_learning_saves_as_much_as_the_draft_gave(from_text: tuple[int, ...], share: float) -> None:
-    config = replace(CONFIG, num_assistant_tokens="auto")
-    with OnlineAssistant(*models.pair(num_hidden_layers=1), config=config) as assistant:
-        costs, learner = assistant.drafts.pacer.costs, assistant._learner
-        for _ in range(20):
-            costs.add(RoundTime(seconds=1.0))
-            for k in (1, 4):
-                costs.add(RoundTime(k, k, 0.1 * k, 1.0 + 0.1 * k))
-        text = np.isin(np.arange(4), from_text)
-        rounds = (DraftRound(np.ones(4, np.int32), 4, 5, from_text=text if from_text else None),)
-        trace = replace(bare_trace([1], [1] * 5, models.VOCAB), rounds=rounds)
-        original, learned = (
-            AcceptanceStats.from_counts(drafted=10, examined=10, accepted=n, emitted=10, target_forwards=5)
-            for n in (2, 8)
-        )
-        before, after = (learner.drafts.pacer.token_seconds(alpha) for alpha in (0.2, 0.8))
-        assert before is not None and after is not None and before > after
-        assert learner._saved_by(trace, original, learned) == pytest.approx(5 * (before - after) * share)
-
-
 def accepted_of(number: int, of: int = 20) -> Trace:
     """A request of which so many drafted tokens were accepted, each round one."""
     one = np.ones(1, np.int32)
@@ -453,51 +412,6 @@ def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
             compared.append((i, *lesson.take_arrived()))
     assert [i for i, *_ in compared] == list(range(3, 40, 4))
     assert {(len(traces), stands_for) for _, traces, stands_for in compared} == {(1, 4)}
-
-
-def test_all_are_compared_from_one_on_that_is_accepted_much_less() -> None:
-    lesson = DraftRequests(config=OnlineConfig())
-    lesson.effort.share = 0.1
-    for i in range(40):
-        lesson.observe(accepted_of(15 + i % 3))
-        if not lesson.may_wait():
-            lesson.take_arrived()
-    lesson.observe(accepted_of(16))
-    assert lesson.may_wait()
-    lesson.observe(accepted_of(4))
-    assert not lesson.may_wait()
-    traces, stands_for = lesson.take_arrived()
-    assert (len(traces), stands_for) == (2, 1)
-    for _ in range(11):
-        lesson.observe(accepted_of(16))
-        assert not lesson.may_wait()
-        assert len(lesson.take_arrived()[0]) == 1
-    lesson.observe(accepted_of(16))
-    assert lesson.may_wait()
-
-
-@pytest.mark.parametrize("serves", ["all effort", "the draft as it was"])
-def test_all_are_compared_while_much_is_learned_and_while_the_draft_as_it_was_serves(serves: str) -> None:
-    lesson = DraftRequests(config=OnlineConfig())
-    if serves == "the draft as it was":
-        lesson.effort.share = 0.1
-        lesson.choice.add(request(), scored(10), scored(5))
-    for _ in range(10):
-        lesson.observe(accepted_of(16))
-        assert not lesson.may_wait()
-        assert len(lesson.take_arrived()[0]) == 1
-
-
-def test_a_request_that_stands_for_several_saves_for_as_many() -> None:
-    def decided(stands_for: int) -> float:
-        effort = Effort(0.01)
-        for i in range(2 * 64):
-            effort.spent(1.0)
-            gain = i // 64
-            effort.add(scored(5 + i % 2), scored(6 + 4 * gain + i % 2), 0.2 * gain, stands_for)
-        return effort.share
-
-    assert decided(1) < decided(4) == 1.0
 
 
 def test_the_least_is_done_at_once_where_nothing_is_saved() -> None:
@@ -614,20 +528,6 @@ def test_all_is_done_once_a_draft_could_save_what_it_takes() -> None:
     assert effort.share == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_chance_does_not_bring_all_of_it_back(seed: int) -> None:
-    effort, rng = Effort(1 / 16), np.random.default_rng(seed)
-    for _ in range(EARLY_REQUESTS):
-        effort.spent(0.1)
-        effort.add(of(0.3), of(0.3), 0.0, possible_seconds=0.01)
-    for could_save in rng.exponential(0.07, size=20 * EARLY_REQUESTS):
-        effort.add(of(0.3), of(0.3), 0.0, possible_seconds=float(could_save))
-    assert effort.share == 1 / 16
-    for could_save in rng.exponential(0.4, size=2 * EARLY_REQUESTS):
-        effort.add(of(0.3), of(0.3), 0.0, possible_seconds=float(could_save))
-    assert effort.share == 1
-
-
 def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:
     effort = Effort(1 / 16)
     for share in (1, 1 / 8):  # whatever it takes, as it may be worth it
@@ -648,18 +548,6 @@ def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:
     assert effort.is_paid
 
 
-def test_updates_come_however_much_comparing_takes() -> None:
-    effort, updates = Effort(1 / 16), 0
-    effort.share = effort.least
-    for _ in range(1000):
-        effort.served(1.0)
-        effort.spent(2 * MIN_EFFORT_COST, on_comparison=True)
-        if effort.is_paid:
-            effort.spent(1.0)
-            updates += 1
-    assert updates == pytest.approx(1000 * MIN_EFFORT_COST, abs=1)
-
-
 def test_a_saved_effort_goes_on() -> None:
     one, other = Effort(1 / 16), Effort(1 / 16)
     rising(one, 0.01, 0.1, count=3 * GAIN_WINDOW + 5)
@@ -673,22 +561,6 @@ def test_a_saved_effort_goes_on() -> None:
     assert one.state_dict() == other.state_dict()
 
 
-def test_a_slow_fall_is_seen() -> None:
-    looked_at = 0
-    for seed in range(20):
-        effort = Effort(1 / 16)
-        gains(effort, 0.3 + noise(2 * GAIN_WINDOW + 4 * DECISION_INTERVAL, seed))
-        if effort.share == 1:  # by chance
-            continue
-        looked_at += 1
-        reached = []
-        for one in np.linspace(0.3, 0.05, 5 * GAIN_WINDOW) + noise(5 * GAIN_WINDOW, seed + 100):
-            gains(effort, [one])
-            reached.append(effort.share)
-        assert max(reached) == 1
-    assert looked_at > 10
-
-
 def test_where_no_version_is_let_through_little_is_done() -> None:
     target, draft = models.pair(noise=0.0)  # the draft is the target: nothing can be gained
     config = OnlineConfig(update_strategy="interval", update_interval=64, steps_per_update=1, batch_size=2)
@@ -700,13 +572,6 @@ def test_where_no_version_is_let_through_little_is_done() -> None:
             assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
         assert assistant.version == 0
         assert lesson.effort.share < before
-
-
-def test_requests_of_which_nothing_was_examined_say_nothing() -> None:
-    effort = Effort(0.5)
-    for _ in range(4 * GAIN_WINDOW):
-        effort.add(AcceptanceStats(), of(0.5))
-    assert effort.share == 1
 
 
 def test_an_assistant_updates_less_often_by_its_effort() -> None:

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.functional import linear
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.utils import kernels
-from osd_hf.utils.kernels import OneDnnLinear, fast_kernels, unpack
+from osd_hf.utils.kernels import OneDnnLinear, fast_kernels
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
 
@@ -73,17 +72,6 @@ def test_products_equal_those_of_torch(shape: tuple[int, ...], bias: bool, is_re
     assert [packed for _, packed in products] == ([is_request] if states.numel() else [])
 
 
-def test_onednn_sees_few_numbers_of_rows(layer: torch.nn.Linear, products: list[tuple[int, bool]]) -> None:
-    states = torch.randn(1000, 24).T.contiguous().T  # not contiguous
-    with fast_kernels(layer), torch.inference_mode():
-        expected = plain(layer, states)
-        for count in range(1, 1001):
-            torch.testing.assert_close(layer(states[:count]), expected[:count], rtol=1e-5, atol=1e-6)
-    rows = [count for count, _ in products]
-    assert all(count <= taken <= count * 9 / 8 for count, taken in enumerate(rows, 1))
-    assert rows[:16] == list(range(1, 17)) and len(set(rows)) == 16 + 6 * 8
-
-
 @pytest.mark.parametrize("state", ["half", "autocast", "small", "gradient", "disabled", "subclass", "compiled"])
 def test_other_layers_are_left_to_torch(
     state: str, layer: torch.nn.Linear, products: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -132,32 +120,6 @@ def test_a_model_is_restored(products: list[Any]) -> None:
     assert printed == repr(model)
 
 
-def test_the_last_block_restores_a_model() -> None:
-    model, inside, leave = models.build("llama"), threading.Event(), threading.Event()
-
-    def other() -> None:
-        with fast_kernels(model):
-            inside.set()
-            assert leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    with fast_kernels(model), fast_kernels(model.lm_head):
-        thread.start()
-        assert inside.wait(60)
-    assert is_exchanged(model)
-    leave.set()
-    thread.join(60)
-    assert not is_exchanged(model)
-
-
-def test_a_layer_that_was_changed_inside_is_kept(layer: torch.nn.Linear) -> None:
-    with fast_kernels(layer):
-        torch.nn.utils.parametrizations.weight_norm(layer)
-    kind = type(layer)
-    assert kind not in (OneDnnLinear, torch.nn.Linear)
-    layer(torch.randn(2, 24))
-
-
 def test_an_answer_is_the_targets_and_both_models_are_restored(products: list[tuple[int, bool]]) -> None:
     target, draft = models.build("llama"), models.build("llama", num_hidden_layers=1)
     ids = torch.randint(3, models.VOCAB, (1, 9))
@@ -203,20 +165,6 @@ def test_packed_weights_are_never_outdated(change: str, is_request: bool) -> Non
     assert not torch.allclose(plain(layer, states), before)
 
 
-@pytest.mark.parametrize("change", ["weight", "inference tensor"])
-def test_a_weight_that_changes_during_a_request(change: str, layer: torch.nn.Linear) -> None:
-    states = torch.randn(2, 24)
-    before = request(layer, states)
-    with torch.inference_mode(), fast_kernels(layer, is_request=True):
-        if change == "weight":
-            layer.weight.mul_(2.0)
-        else:  # has no count of changes
-            layer.weight.data = layer.weight.data + 1.0
-        torch.testing.assert_close(layer(states), plain(layer, states))
-    torch.testing.assert_close(request(layer, states), plain(layer, states))
-    assert not torch.allclose(plain(layer, states), before)
-
-
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     memory = SimpleNamespace(available=1 << 40)
@@ -233,17 +181,3 @@ def test_weights_are_packed_if_there_is_memory(
     memory.available += 1
     torch.testing.assert_close(request(layer, states), plain(layer, states))
     assert products == [(2, False), (2, True)]
-
-
-def test_packed_weights_are_freed_with_the_model_and_by_unpack() -> None:
-    gc.collect()
-    before = len(kernels._packed_weights)
-    layers = [torch.nn.Linear(24, 16) for _ in range(2)]
-    for layer in layers:
-        request(layer, torch.randn(2, 24))
-    assert len(kernels._packed_weights) == before + 2
-    unpack(layers[0])
-    assert len(kernels._packed_weights) == before + 1
-    del layers, layer
-    gc.collect()
-    assert len(kernels._packed_weights) == before

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 
@@ -108,28 +107,6 @@ def test_what_nobody_learns_from_is_bounded(recorded: list[Trace]) -> None:
         taught.observe(None, trace)
     assert len(taught.requests[None].pending) == 10
     assert taught.due() is None
-
-
-def test_a_learner_that_cannot_be_made_is_tried_again_after_an_interval(
-    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught = learner(per_domain=True)
-    requests = stream(recorded, 8)
-    for trace in requests[:4]:
-        taught.observe("a", trace)
-
-    def full(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(taught.drafts, "updater", full)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            taught.update("a")
-        assert taught.due() is None
-    for trace in requests[4:]:
-        taught.observe("a", trace)
-    assert taught.update("a").new_requests == 6  # none was lost; two are held back
-    assert Counter(map(id, held(taught, "a"))) == Counter(map(id, requests))
 
 
 # --- work in parts --------------------------------------------------------------------------------------------------
@@ -358,59 +335,6 @@ def test_another_draft_than_ours_is_not_taken_for_a_version_of_ours(recorded: li
         assert HOLD_BACK_EVERY > 1 and len(assistant._learner.requests[None].pending) > DIFFERENT
 
 
-def test_only_backward_passes_set_the_size_of_micro_steps(
-    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(updater_module, "MICRO_BATCH_SECONDS", 1e-9)
-    taught = learner(replace(CONFIG, update_strategy="idle", update_interval=8))
-    taught.updater(None).micro_batch = 4
-    sizes = []
-    for trace in stream(recorded, 8):
-        taught.observe(None, trace)
-    while taught.has_work():
-        taught.step()
-        sizes.append(taught.updater(None).micro_batch)
-    assert sizes == sorted(sizes, reverse=True)  # nothing that is quick by nature makes them larger
-    assert sizes[-1] == 1
-
-
-def test_a_batch_of_one_long_answer_is_new_as_often_as_its_share_says(
-    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(updater_module, "BATCH_POSITIONS", 1)
-    taught = learner(replace(CONFIG, batch_size=16))
-    updater = taught.updater(None)
-    new = [replace(trace) for trace in stream(recorded, 8)]
-    updater.buffer.extend(replace(trace) for trace in stream(recorded, 16))
-    drawn = [updater._batch(new) for _ in range(400)]
-    assert all(len(batch) == 1 for batch in drawn)
-    assert 0.15 < np.mean([any(batch[0] is trace for trace in new) for batch in drawn]) < 0.4
-
-
-def test_each_answer_waits_for_the_same_share_of_an_update(
-    recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(CONFIG, gate=True, update_strategy="spread", update_interval=8, steps_per_update=12)
-    taught, take_step, steps, by_answer = learner(config), Updater._take_step, 0, []
-
-    def counted(updater: Updater) -> None:
-        nonlocal steps
-        steps += 1
-        take_step(updater)
-
-    monkeypatch.setattr(Updater, "_take_step", counted)
-    for trace in stream(recorded, 7 + 5 * 8):
-        steps = 0
-        taught.observe(None, trace)
-        taught.after_answer()
-        by_answer.append(steps)
-    assert by_answer[:7] == [0] * 7  # the update begins after the eighth
-    for first in range(7, len(by_answer), 8):
-        *others, last = by_answer[first : first + 8]
-        assert set(others) == {1, 2} and last <= 1  # which has the new version judged
-    assert sum(by_answer) == 5 * 12
-
-
 # --- at the least effort --------------------------------------------------------------------------------------------
 
 SPREAD = replace(CONFIG, update_strategy="spread")
@@ -481,32 +405,3 @@ def test_at_little_effort_updates_are_spread_over_all_requests_between_two(
     assert 32 + 16 < first <= 64 < 64 + 16 < second
     # One part, and a look at what both drafts make of the request; the last answer takes what is left.
     assert most <= 4
-
-
-def test_however_rare_updates_are_one_that_has_begun_comes_to_its_end(recorded: list[Trace]) -> None:
-    taught = at_least(SPREAD, least=1 / 256)
-    lesson = taught.requests[None]
-    lesson.requests_waiting = lesson.update_interval - 8
-    assert lesson.update_interval == 1024
-    assert 16 < answered(taught, stream(recorded, 64), None)[0] < 40
-
-
-def test_an_update_that_has_begun_goes_on_at_once_when_traffic_changes(recorded: list[Trace]) -> None:
-    taught = at_least(SPREAD, timer=Ticks())
-    requests = stream(recorded, 60)
-    assert not answered(taught, requests[:20], None)
-    assert not answered(taught, requests[20:40], 0.0)  # nothing pays
-    assert taught._work is not None
-    taught.requests[None].effort.restart()
-    assert answered(taught, requests[40:], 0.0)[0] <= SPREAD.update_interval
-
-
-def test_no_draft_waits_for_what_another_ones_requests_have_to_pay(recorded: list[Trace]) -> None:
-    taught = at_least(SPREAD, "ab", timer=Ticks())
-    requests = stream(recorded, 60)
-    answered(taught, requests[:20], None, "a")
-    answered(taught, requests[20:30], 0.0, "a")
-    assert taught._work is not None and taught._work[0] == "a"
-    taught.requests["b"].effort.restart()
-    ended = answered(taught, requests[30:], 0.0, "b")
-    assert len(ended) >= 2 and ended[0] < 2 * SPREAD.update_interval + 16

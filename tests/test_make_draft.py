@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay
 from osd_hf.cli.main import main
-from osd_hf.decoding import draft_length, vocabulary
+from osd_hf.decoding import draft_length
 from osd_hf.decoding.forward import DraftForward
 from osd_hf.decoding.hook import record_traces
 from osd_hf.distillation import make_draft as making
@@ -180,37 +180,6 @@ def test_unsupported_models_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=why):
             copy_layers(target, (1,))
-
-
-def test_a_draft_needs_a_layer_with_attention() -> None:
-    def target(*kinds: str) -> Any:
-        config = AutoConfig.for_model(
-            "lfm2", vocab_size=models.VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=len(kinds),
-            num_attention_heads=2, num_key_value_heads=1, layer_types=list(kinds),
-        )  # fmt: skip
-        return AutoModelForCausalLM.from_config(config).eval()
-
-    few = target("conv", "conv", "full_attention", "conv")
-    for layers in ((0,), (0, 1), (0, 3)):
-        with pytest.raises(UnsupportedModelError, match="have no attention"):
-            copy_layers(few, layers)
-    with pytest.raises(UnsupportedModelError, match="Choose `layers`"):
-        making.layer_drafts(few, MakeDraftConfig())
-    assert [piece.layers for piece in making.layer_drafts(few, MakeDraftConfig(layers=(0, 2)))] == [(0, 2)]
-    many = target("conv", "conv", "full_attention", "conv", "full_attention")
-    assert [p.layers for p in making.layer_drafts(many, MakeDraftConfig())] == [(0, 4), (0, 1, 3, 4), (0, 1, 2, 3)]
-
-
-def test_a_quantized_target_is_dequantized_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, undone = models.build(num_hidden_layers=3), list[int]()
-    target.is_quantized, target.hf_quantizer = True, None
-    with monkeypatch.context() as patch:
-        patch.setattr(type(target), "dequantize", lambda self: undone.append(len(self.model.layers)) or self)
-        piece, ids = copy_layers(target, (0, 2)), models.prompt()
-    assert undone == [2]  # of a copy that has the chosen layers alone
-    torch.testing.assert_close(logits(piece, ids), logits(without(target, 1), ids))
-    with pytest.raises(UnsupportedModelError, match="quantized in a way that transformers cannot undo"):
-        copy_layers(target, (0,))
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -387,24 +356,6 @@ def test_costs_are_measured_with_alternating_forwards() -> None:
     (costs,) = draft_length.measured_costs(target, [draft], asked(1)[0], clock)
     assert costs == ForwardSeconds(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
-
-
-def test_a_large_vocabulary_is_timed_with_a_restricted_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.build(num_hidden_layers=2), models.build(num_hidden_layers=1)
-    rows = set[int]()
-
-    def note(module: Any, _args: Any, _output: Any) -> None:
-        if isinstance(module, torch.nn.Linear):
-            rows.add(module.out_features)
-
-    clock = models.ForwardTime({target: 1.0, draft: 1.0})
-    monkeypatch.setattr(vocabulary, "SIZES", (6, 13))
-    for least, is_restricted in ((models.VOCAB + 1, False), (models.VOCAB, True)):
-        monkeypatch.setattr(vocabulary, "MIN_VOCAB_SIZE", least)
-        rows.clear()
-        with torch.nn.modules.module.register_module_forward_hook(note):
-            draft_length.measured_costs(target, [draft], asked(1)[0], clock)
-        assert (13 in rows, models.VOCAB in rows) == (is_restricted, True)
 
 
 # --- a loss over sampled tokens --------------------------------------------------------------------------------------

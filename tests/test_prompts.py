@@ -241,9 +241,7 @@ def test_a_row_that_does_not_fit_the_template_costs_no_other_row(tmp_path, name)
     [
         ('{"q": "{q}"}', '{"q": "why?"}'),
         ('Answer as {"a": [1, {}]}: {q}', 'Answer as {"a": [1, {}]}: why?'),
-        ('{"a": {"b": "{q}"}}', '{"a": {"b": "why?"}}'),
         ('{{"a": "{q}"}}', '{"a": "why?"}'),
-        ("{{{q}}}", "{why?}"),
         ("{q:.3} } {q!r}", "why } 'why?'"),
         ("{a b} {c.d} {e[f]} {e.f}", "1 2 3 3"),
     ],

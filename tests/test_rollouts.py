@@ -14,7 +14,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from accelerate.state import GradientState
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_lossless import transitions_fit
@@ -300,16 +299,6 @@ def test_a_policy_that_others_have_spread_is_left_alone(monkeypatch: pytest.Monk
         assert "sharded" in str(_hindrance(SimpleNamespace(), policy))
     finally:
         distributed.destroy_process_group()
-
-
-def test_gradients_are_accumulated_as_the_trainer_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = {"num_steps": 1, "sync_each_batch": True}
-    monkeypatch.setattr(GradientState(), "plugin_kwargs", dict(theirs))
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    rollout = RolloutAssistant(pair()[1], CONFIG)
-    rollout.on_train_begin(SimpleNamespace(), None, None, model=pair()[0])
-    rollout.on_train_end(None, None, None)
-    assert GradientState().plugin_kwargs == theirs
 
 
 def test_a_draft_that_does_not_fit_is_told_before_the_first_step() -> None:

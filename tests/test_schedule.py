@@ -113,12 +113,6 @@ def all_done(steps: Steps, number: int) -> bool:
         return changed.wait_for(lambda: steps.done == number and not steps.traffic.is_stepping, LONG)
 
 
-def test_steps_are_taken_while_nobody_asks() -> None:
-    with working(free=True) as (steps, _):
-        steps.give(5)
-        assert all_done(steps, 5)
-
-
 def test_a_request_waits_for_the_step_under_way_and_for_no_other() -> None:
     with working() as (steps, _):
         steps.give(3)
@@ -146,25 +140,6 @@ def test_a_request_waits_for_the_step_under_way_and_for_no_other() -> None:
         assert steps.overlapped == 0
 
 
-def test_requests_run_side_by_side_and_learning_waits_for_the_last() -> None:
-    with working(free=True) as (steps, _):
-        barrier, may_leave = threading.Barrier(3), threading.Event()
-
-        def together() -> None:
-            barrier.wait(LONG)
-            assert may_leave.wait(LONG)
-
-        threads = [started(lambda: steps.request(together)) for _ in range(2)]
-        barrier.wait(LONG)  # both are inside
-        steps.give(1)
-        with steps.traffic.request():  # of the same thread again, as a `generate` inside `attached`
-            may_leave.set()
-            for thread in threads:
-                ended(thread)
-            assert steps.done == 0
-        assert all_done(steps, 1)
-
-
 def test_requests_and_steps_never_overlap() -> None:
     with working(free=True) as (steps, _):
         lock = threading.Lock()
@@ -186,30 +161,6 @@ def test_requests_and_steps_never_overlap() -> None:
         assert steps.overlapped == 0
 
 
-def test_a_request_that_fails_lets_learning_go_on() -> None:
-    def fail() -> None:
-        raise ValueError("of the target")
-
-    with working(free=True) as (steps, _):
-        with pytest.raises(ValueError, match="of the target"):
-            steps.request(fail)
-        steps.give(1)
-        assert all_done(steps, 1)
-
-
-def test_a_request_given_up_while_it_waits_lets_learning_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    traffic = Traffic()
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(traffic.changed, "wait_for", interrupted)
-        with pytest.raises(KeyboardInterrupt), traffic.request():
-            pass
-    assert traffic.requests == 0
-
-
 def test_a_failure_is_told_and_the_worker_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     with working(free=True) as (steps, worker):
         steps.raises = RuntimeError("of the learner")
@@ -218,37 +169,3 @@ def test_a_failure_is_told_and_the_worker_goes_on(caplog: pytest.LogCaptureFixtu
         assert [str(error) for error in worker.failures.standing] == ["of the learner"]
         assert alive(worker)
         assert "Learning failed" in caplog.text
-
-
-def test_stopping_ends_the_thread_behind_the_step_under_way() -> None:
-    with working() as (steps, worker):
-        steps.give(5)
-        assert steps.began.acquire(timeout=LONG)
-        stopping = started(worker.stop)
-        with steps.traffic.changed:
-            assert steps.traffic.changed.wait_for(lambda: worker._is_stopped, LONG)
-        assert stopping.is_alive()
-        steps.may_end.release()
-        ended(stopping)
-        assert not alive(worker)
-        assert (steps.done, steps.left) == (1, 4)
-        worker.stop()  # again does nothing
-    with steps.traffic.request():
-        pass  # nobody is waited for any more
-
-
-def test_stopping_from_inside_a_step_does_not_wait_for_itself() -> None:
-    stopped = threading.Event()
-    left: list[int] = []
-
-    def step() -> None:
-        left.pop()
-        worker.stop()
-        stopped.set()
-
-    worker = LiveLearning(stub(lambda: bool(left), step))
-    left.append(1)
-    worker._wake()
-    assert stopped.wait(LONG)
-    ended(worker._idle_thread)
-    assert not alive(worker)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import copy
-import gc
 import pickle
 import random
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -99,22 +96,6 @@ def heard(kind: str, assistant: OnlineAssistant, traces: list[Trace]) -> int:
     return len(traces) if kind == "capture" else assistant.stats.num_requests
 
 
-def copies_are_ordinary(copied: Any, assistant: OnlineAssistant, cls: type) -> None:
-    """A copy has the ordinary class, is not listened to where the original is, and can be listened to itself."""
-    ids = models.prompt()
-    own = ask(assistant.target.generate, ids)
-    assert type(copied) is cls
-    traces: list[Trace] = []
-    with capture_traces(assistant.target, traces.append):
-        assert ask(copied.generate, ids, assistant_model=assistant.draft) == own
-    assert traces == []
-    with capture_traces(copied, traces.append):
-        assert ask(copied.generate, ids, assistant_model=assistant.draft) == own
-        with capture_traces(copy.deepcopy(copied), traces.append):
-            assert type(copied) is cls
-    assert len(traces) == 1
-
-
 # --- threads that are not bound -------------------------------------------------------------------------------------
 
 
@@ -180,32 +161,6 @@ def test_a_thread_that_outlives_the_block_is_answered_and_not_heard(
     assert heard(kind, assistant, traces) == 1
 
 
-@pytest.mark.parametrize("kind", LISTENERS)
-def test_a_task_that_outlives_the_block_is_answered_and_not_heard(kind: str) -> None:
-    assistant = OnlineAssistant(*models.pair(), config=MANUAL)
-    target, ids = assistant.target, models.prompt()
-    own = ask(target.generate, ids)
-    traces: list[Trace] = []
-
-    async def serve(go_on: asyncio.Event) -> list[list[int]]:
-        first = ask(target.generate, ids, assistant_model=assistant.draft)
-        await go_on.wait()
-        return [first, ask(target.generate, ids, assistant_model=assistant.draft)]
-
-    async def main() -> list[list[int]]:
-        go_on = asyncio.Event()
-        with listening(kind, assistant, traces.append):
-            task = asyncio.create_task(serve(go_on))
-            await asyncio.sleep(0)
-            assert heard(kind, assistant, traces) == 1
-        with capture_traces(target, lambda trace: None):
-            go_on.set()
-            return await task
-
-    assert asyncio.run(main()) == [own] * 2
-    assert heard(kind, assistant, traces) == 1
-
-
 def test_an_inner_block_that_has_ended_does_not_hide_the_outer_one() -> None:
     assistant = OnlineAssistant(*models.pair(), config=MANUAL)
     target, ids = assistant.target, models.prompt()
@@ -249,24 +204,6 @@ def test_requests_under_way_when_an_assistant_is_closed_are_answered_and_not_lea
     assert [len(assistant.store or ()), assistant._learner.requests[None].requests_waiting] == learned
 
 
-def test_a_block_that_has_ended_keeps_nothing_alive() -> None:
-    target, draft = models.pair()
-
-    class Sink:
-        def __call__(self, trace: Trace) -> None:
-            pass
-
-    sink = Sink()
-    with capture_traces(target, sink):
-        outliving = contextvars.copy_context()
-        ask(target.generate, models.prompt(), assistant_model=draft)
-    dead = [weakref.ref(target), weakref.ref(sink)]
-    del target, sink
-    gc.collect()
-    assert [ref() for ref in dead] == [None, None]
-    assert outliving is not None
-
-
 # --- coming and leaving ---------------------------------------------------------------------------------------------
 
 
@@ -284,36 +221,6 @@ def test_blocks_may_be_left_in_another_order_than_entered() -> None:
         ask(target.generate, ids, assistant_model=draft)
         assert [len(sink) for sink in sinks] == expected
     assert type(target) is cls
-    assert GenerationMixin._assisted_decoding is loop
-
-
-def test_a_block_may_be_left_in_another_context_than_entered() -> None:
-    target, draft = models.pair()
-    loop = GenerationMixin._assisted_decoding
-    traces: list[Trace] = []
-    block = capture_traces(target, traces.append)
-    entered = contextvars.copy_context()
-    entered.run(block.__enter__)
-    entered.run(lambda: ask(target.generate, models.prompt(), assistant_model=draft))
-    assert len(traces) == 1
-    Thread(lambda: block.__exit__(None, None, None)).join()
-    entered.run(lambda: ask(target.generate, models.prompt(), assistant_model=draft))
-    assert len(traces) == 1
-    assert GenerationMixin._assisted_decoding is loop
-
-
-def test_a_block_that_is_never_left_is_left_with_its_last_reference() -> None:
-    target, draft = models.pair()
-    loop = GenerationMixin._assisted_decoding
-    traces: list[Trace] = []
-
-    def forgotten() -> None:
-        capture_traces(target, traces.append).__enter__()
-
-    forgotten()
-    gc.collect()
-    ask(target.generate, models.prompt(), assistant_model=draft)
-    assert traces == []
     assert GenerationMixin._assisted_decoding is loop
 
 

@@ -15,9 +15,7 @@ from osd_hf import OnlineConfig, Trace, capture_traces
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.learning import loss as loss_module
 from osd_hf.learning import updater as updater_module
-from osd_hf.learning.drafts import DomainDrafts
-from osd_hf.learning.learner import Learner
-from osd_hf.learning.updater import EMBEDDING_RATE, Float32Muon, Updater, _learned_mask, make_optimizers
+from osd_hf.learning.updater import EMBEDDING_RATE, Float32Muon, Updater, make_optimizers
 
 CONFIG = OnlineConfig(
     num_assistant_tokens=5,
@@ -133,15 +131,6 @@ def test_micro_batches_add_up_to_one_batch(
     assert whole.keys() == parts.keys()
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], atol=1e-10, rtol=0)
-
-
-def test_corrections_are_where_the_target_corrected_the_draft() -> None:
-    for trace in traffic():
-        mask = _learned_mask(trace, "corrections")
-        assert mask.tolist() == trace.correction_mask.tolist()
-        assert mask.sum() == sum(r.num_examined - r.num_accepted for r in trace.rounds)
-        assert _learned_mask(trace, "verified").all()
-        assert len(_learned_mask(trace, "verified")) == len(trace)
 
 
 def test_positions_learned_from_are_counted() -> None:
@@ -334,12 +323,6 @@ def test_over_a_large_vocabulary_some_tokens_stand_for_those_that_no_row_keeps(l
     assert set(large) == {models.VOCAB}
 
 
-@pytest.mark.parametrize("changes", [{"vocab_size": models.VOCAB + 1}, {"vocab_size": models.VOCAB - 1}])
-def test_only_a_large_vocabulary_is_drawn_from(changes: dict[str, int], large: list[int]) -> None:
-    drafts = DomainDrafts(models.pair(**changes)[1], CONFIG, per_domain=False)
-    assert (drafts.updater(None).tail is not None) == (changes["vocab_size"] > models.VOCAB)
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("module", ["q_proj", "lm_head"])
 def test_a_head_with_an_adapter_is_taken_whole(module: str, large: list[int]) -> None:
@@ -371,32 +354,6 @@ def test_requests_learned_from_are_replayed_later() -> None:
     assert len(updater.buffer) == 2
     assert set(updater.buffer) < set(traces[1:])  # a sample of all that were learned from
     assert updater.buffer.seen == {None: 3}
-
-
-def test_batches_mix_the_newest_with_replay() -> None:
-    blank = Trace(
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(1, np.int32),
-        rounds=(),
-        top_logits=np.zeros((1, 1), np.float16),
-        top_ids=np.zeros((1, 1), np.uint16),
-        tail_logprob=np.zeros(1, np.float32),
-        vocab_size=64,
-    )
-    updater = Updater(models.build(), replace(CONFIG, batch_size=8, replay_fraction=0.5, buffer_size=20))
-    updater.buffer.extend(replace(blank, draft_version=i) for i in range(30))
-    kept = [t.draft_version for t in updater.buffer]
-    assert len(kept) == len(set(kept)) == 20
-    assert set(kept) < set(range(30))
-    newest = [replace(blank, draft_version=100 + i) for i in range(30)]
-    few = [t.draft_version for t in updater._batch(newest[:3])]
-    assert sorted(v for v in few if v >= 100) == [100, 101, 102]
-    assert len(few) == len(set(few)) == 8
-    assert {t.draft_version for t in updater._batch(newest[:3]) if t.draft_version < 100} <= set(kept)
-    assert sum(t.draft_version >= 100 for t in updater._batch(newest)) == 4
-    updater.buffer.restore([], [])
-    assert len(updater._batch(newest)) == 8
-    assert len(updater._batch(newest[:2])) == 2
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -476,25 +433,16 @@ def test_the_papers_rule() -> None:
     ("field", "value", "rule"),
     [
         ("num_assistant_tokens", 0, 'at least 1, "auto", or None'),
-        ("num_assistant_tokens", True, 'at least 1, "auto", or None'),
-        ("num_assistant_tokens", 2.5, 'at least 1, "auto", or None'),
         ("num_assistant_tokens", "heuristic", 'at least 1, "auto", or None'),
-        ("compile_draft", 1, 'True, False, or "auto"'),
         ("compile_draft", "always", 'True, False, or "auto"'),
         ("compile_target", 1, "True or False"),
-        ("compile_target", "auto", "True or False"),
         ("num_logprobs", 0, "at least 1, or None"),
         ("divergence", "kl", "one of forward_kl"),
         ("learn_from", "all", "one of verified"),
         ("update_strategy", "sometimes", "one of spread"),
         ("update_interval", 0, "at least 1"),
-        ("steps_per_update", -1, "at least 1"),
-        ("batch_size", 0, "at least 1"),
         ("buffer_size", "many", "at least 1"),
         ("replay_fraction", 1.5, "between 0 and 1"),
-        ("replay_fraction", -0.1, "between 0 and 1"),
-        ("learning_rate", 0.0, "positive"),
-        ("learning_rate", float("nan"), "positive"),
         ("learning_rate", float("inf"), "positive"),
         ("seed", -1, "at least 0"),
     ],
@@ -517,29 +465,6 @@ def test_every_field_has_its_help_and_goes_to_json() -> None:
 def test_corrections_need_a_fixed_number_of_tokens() -> None:
     with pytest.raises(ConfigError, match="nothing would be corrected"):
         OnlineConfig(num_assistant_tokens="auto", learn_from="corrections")
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_step_torn_without_an_average_is_learned_on_from_what_serves(
-    optimizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafts = DomainDrafts(
-        models.pair()[1], config := replace(PLAIN, optimizer=optimizer, learning_rate=1e-2), per_domain=False
-    )
-    learner = Learner(drafts, config)
-    for trace in traffic(number=2):
-        learner.observe(None, trace)
-    learner.update()
-    updater = learner.updater(None)
-    serving = {name: p.detach().clone() for name, p in drafts.model().named_parameters()}
-    for trace in traffic(number=2):
-        learner.observe(None, trace)
-    with monkeypatch.context() as patch:
-        patch.setattr(updater.optimizers[-1], "step", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            learner.update()
-    assert all(torch.equal(serving[name], p) for name, p in weights(updater).items())
-    assert learner.update().steps > 0
 
 
 def test_muon_steps_matrices_inside_the_layers_alone() -> None:
