@@ -652,16 +652,6 @@ def test_lines_that_a_full_disk_did_not_take_are_read_again(
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded)
 
 
-def test_a_log_that_was_emptied_and_has_grown_since_is_read_from_its_start(log: Path, tmp_path: Path) -> None:
-    append(log, "one\ntwo\n")
-    reader = opened(log, tmp_path / "place")
-    assert read(reader) == ["one", "two"]
-    with log.open("r+") as file:
-        file.truncate(0)
-    append(log, "three\nfour\nfive\n")
-    assert read(reader) == ["three", "four", "five"]
-
-
 def test_answers_are_collected_and_then_learned_by_one_command(
     pair: Path, lines: Sequence[str], log: Path, tmp_path: Path
 ) -> None:

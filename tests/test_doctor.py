@@ -164,9 +164,3 @@ def test_answers_are_compared_with_those_of_the_store(
     assert found["target"]["state"] == ("ill" if is_changed else "healthy")
     assert found["draft"]["state"] == "healthy"  # whose rounds follow from the answers of now
     assert found["target"]["figures"]["differing"] == 0 or is_changed
-
-
-# --- the speed ------------------------------------------------------------------------------------------------------
-
-
-# --- no false alarm -------------------------------------------------------------------------------------------------

@@ -171,12 +171,6 @@ def test_stored_whole_rows_teach_what_the_target_teaches(tmp_path: Any, architec
     assert losses(stored) == pytest.approx(losses(run((target, draft), tmp_path, rows)), abs=2e-3)
 
 
-def test_recorded_requests_give_prompts_to_the_other_sources(tmp_path: Any, pair: Any) -> None:
-    result = run(pair, tmp_path, recorded(pair[0]), sample_source="student")
-    prompts = [{"prompt": t.prompt_ids.tolist()} for t in recorded(pair[0])]
-    assert losses(result) == losses(run(pair, tmp_path, prompts, sample_source="student"))
-
-
 @peft_warns
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 def test_adapters_learn_and_are_merged(tmp_path: Any, architecture: str) -> None:
@@ -486,17 +480,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architec
     ]
     for ours, theirs in zip(states[0].values(), states[1].values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # the name that all versions know
-@pytest.mark.parametrize("architecture", ["llama", "t5"])
-def test_recomputed_activations_make_no_difference(tmp_path: Any, architecture: str, in_double: None) -> None:
-    pair = tuple(map(models.double, models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])))
-    settings = {"sample_source": "student", "eval_dataset": HELD_OUT, "max_steps": 2}
-    plain = run(pair, tmp_path, **settings)
-    recomputed = run(pair, tmp_path, gradient_checkpointing=True, **settings)
-    torch.testing.assert_close(weights(recomputed.draft), weights(plain.draft), atol=1e-10, rtol=0)
-    assert recomputed.alpha == plain.alpha
 
 
 def test_judging_does_not_change_what_is_learned(tmp_path: Any, pair: Any) -> None:

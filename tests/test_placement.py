@@ -13,11 +13,9 @@ from transformers import AttentionInterface
 from osd_hf import OnlineConfig, Trace
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
-from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import Snapshot, learns_in_bf16, with_fp32_attention
 
@@ -66,19 +64,6 @@ def test_a_learner_on_a_device_that_is_named_learns_the_same(kind: str, traces: 
     (domain,) = drafts.learning
     served = dict(drafts.model(domain).named_parameters())
     assert all(torch.equal(p, served[name]) for name, p in apart.model(domain).named_parameters())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_of_a_learner_is_on_its_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (updater_module, drafts_module):
-        monkeypatch.setattr(module, "learner_device", lambda _: torch.device("meta"))
-    draft = models.pair(num_hidden_layers=1)[1]
-    drafts = DomainDrafts(draft, CONFIG, **KINDS[kind])
-    updater = drafts._new_updater(DraftRequests(config=CONFIG))
-    parts = [*updater.master.parameters(), *updater.master.buffers(), *updater.averaged.values()]
-    parts += [p for one in updater.optimizers for group in one.param_groups for p in group["params"]]
-    assert {tensor.device.type for tensor in parts} == {updater.device.type} == {"meta"}
-    assert {p.device.type for model in (draft, drafts.base) for p in model.parameters()} == {"cpu"}
 
 
 def test_nothing_but_the_version_goes_to_where_the_draft_serves(traces: list[Trace]) -> None:

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import ModuleProcess
 from saved_pair import save_pair
-from table_engine import GROUP, VOCAB, FakeVLLM, Wire, reply, served
+from table_engine import GROUP, VOCAB, FakeVLLM, Wire, served
 
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,10 +58,6 @@ class Steps:
                 inside()
             finally:
                 self.running -= 1
-
-
-def stub(has_work: Callable[[], bool], step: Callable[[], None]) -> Any:
-    return SimpleNamespace(has_work=has_work, step=step, drafts=None, config=Steps.config, unreported=[])
 
 
 @contextmanager

@@ -455,12 +455,6 @@ def test_one_model_can_be_asked_for_by_name(sdk: openai.OpenAI, client: TestClie
     assert client.get("/v1/models/tiny", headers={"authorization": "Bearer K"}).status_code == 401
 
 
-def test_a_model_of_an_organization_can_be_asked_for_by_name() -> None:
-    client = TestClient(make_app(Service("org/name", max_queue=1, max_new_tokens=TOKENS)))
-    for path in ("org/name", "org%2Fname"):
-        assert client.get(f"/v1/models/{path}").json()["id"] == "org/name"
-
-
 def test_a_chat_may_hold_tool_calls_and_null_content(service: Service, client: TestClient) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     turns = [

@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig
+from osd_hf import CorrectionStore, OnlineAssistant
 from osd_hf.cli.main import main
-from osd_hf.cli.run import serve
 from osd_hf.learning import session
-from osd_hf.prompts import Prompt, encode_prompts, encode_turn
+from osd_hf.prompts import encode_turn
 
 REQUESTS, NEW_TOKENS = 14, 8
 LEARNING = [  # without the gate each update is a version
@@ -191,14 +190,6 @@ def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, t
     assert updates[-1]["decision"]["alpha_after"] is not None  # the gate has judged
 
 
-def test_a_run_interrupted_before_its_first_save_begins_again(straight, pair, prompts, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt(patch, 3)
-        assert main(arguments(pair, prompts, tmp_path / "run")) == 130
-    assert main(arguments(pair, prompts, tmp_path / "run", "--resume")) == 0
-    assert_same_run(tmp_path / "run", straight)
-
-
 def test_a_folder_in_use_is_refused(straight, pair, prompts, capsys):
     assert main(arguments(pair, prompts, straight)) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -211,13 +202,6 @@ def test_resuming_with_other_settings_names_them(straight, pair, prompts, capsys
     for name in ("config.replay_fraction was 0.75, is 0.1", "requests was 14, is 9", "draft was", "fingerprint"):
         assert name in message
     assert "batch_size" not in message
-
-
-def test_resuming_where_there_is_no_run_is_refused(pair, prompts, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("mine")
-    assert main(arguments(pair, prompts, tmp_path, "--resume")) == 2
-    assert "no run in" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):
@@ -238,24 +222,6 @@ def test_without_learning_the_journal_alone_says_where_to_go_on(pair, prompts, t
         journal.write('{"index": 7, "dom')
     assert main(arguments(pair, prompts, tmp_path / "run", "--no-learn", "--resume")) == 0
     assert_same_run(tmp_path / "run", tmp_path / "straight")
-
-
-def test_the_session_is_saved_once_a_minute_and_at_the_end(pair, tmp_path, monkeypatch):
-    target, draft = (AutoModelForCausalLM.from_pretrained(pair / name) for name in ("target", "draft"))
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    config = OnlineConfig(update_strategy="manual", update_interval=4, steps_per_update=1, batch_size=4)
-    store = CorrectionStore(tmp_path / "store")
-    encoded = encode_prompts([Prompt(i, f"prompt {i}") for i in range(10)], tokenizer)
-    served, saved = [], []
-    assistant = OnlineAssistant(target, draft, tokenizer, config, store=store)
-    monkeypatch.setattr(assistant, "save_state", lambda folder: saved.append((len(served) + 1, len(store._tail))))
-    (tmp_path / "run").mkdir()
-    serve(
-        assistant, draft, encoded, tmp_path / "run", generate_kwargs={"do_sample": False, "max_new_tokens": 4},
-        clock=lambda: 25.0 * len(served), on_request=served.append,
-    )  # fmt: skip
-    # After 75 s, after 75 s more, and at the end; the store's unflushed tail is empty each time.
-    assert saved == [(4, 0), (7, 0), (10, 0)]
 
 
 def test_failed_learning_is_one_line_and_the_saved_session_stands(straight, pair, prompts, tmp_path, capsys):

@@ -611,19 +611,6 @@ def test_a_learner_that_is_killed_inside_a_step_learns_each_request_once(
     assert len(list((tmp_path / "state").glob("state-*"))) == 1
 
 
-def test_what_waited_to_be_published_waits_behind_a_kill(begin: Any, tmp_path: Path) -> None:
-    clock = Clock()
-    learner = begin(state=tmp_path / "state", publish_seconds=100.0, clock=clock)
-    learner.step(limit=3)
-    learner.step(limit=3)
-    assert facts(learner.versions)["draft_version"] == 1
-    again = begin(state=tmp_path / "state")
-    assert again.requests == 6
-    again.close()
-    assert facts(again.versions)["draft_version"] == 2
-    assert again.published[-1]["decision"]["outcome"] == "promoted"
-
-
 def test_a_session_of_another_draft_or_width_is_refused(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
     learner = begin(state=tmp_path / "state")
     learner.step(limit=3)

@@ -14,7 +14,7 @@ from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.loss import MIN_REQUEST_TOKENS, num_tokens
-from osd_hf.learning.requests import ExcludedRequests, ReadableTraces
+from osd_hf.learning.requests import ReadableTraces
 from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater, finish
 from osd_hf.trace import DraftRound
@@ -295,19 +295,6 @@ def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs
     assert finish(updater._try_traces([readable.simplest(seen[0])])) == [True]
 
 
-def test_an_error_in_the_middle_is_no_ones_fault_once_it_has_passed(traces: list[Trace]) -> None:
-    aside, failures = ExcludedRequests(), [RuntimeError("once")]
-
-    def work(those: Sequence[Trace]) -> list[int]:
-        if failures:
-            raise failures.pop()
-        return [len(trace) for trace in those]
-
-    found = finish(aside.isolate(work, traces, ReadableTraces.by(models.pair()[1])))
-    assert found == [len(trace) for trace in traces]
-    assert not aside.counts
-
-
 # --- what an arriving request waits for -----------------------------------------------------------------------------
 
 
@@ -320,27 +307,3 @@ def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) 
     report = taught.update()
     assert dict(report.set_aside) == {"with invalid log-probs": 1}
     assert odd not in everything(taught) and odd not in taught.requests[None].checked
-
-
-def test_what_arrives_while_a_version_is_watched_is_watched_next(
-    traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taught = learner(update_strategy="idle")
-    for i in range(60):
-        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    taught.update()
-    version, lesson = taught.drafts.serving_version(None), taught.requests[None]
-    assert version > 0
-    served = [replace(traces[i], draft_version=version, created_at_seconds=100.0 + i) for i in range(8)]
-    lesson.arrived.extend(served[:4])
-    fault, arriving = ReadableTraces.fault, served[4:5]
-
-    def meanwhile(self: ReadableTraces, trace: Trace) -> str | None:
-        lesson.arrived.extend(arriving)
-        arriving.clear()
-        return fault(self, trace)
-
-    monkeypatch.setattr(ReadableTraces, "fault", meanwhile)
-    finish(taught._watch(lesson))
-    assert list(lesson.arrived) == served[4:5]
-    assert len(lesson.compared) == 4
