@@ -9,8 +9,7 @@ import torch
 
 from osd_hf import OnlineConfig, Trace
 from osd_hf.learning import loss as module
-from osd_hf.learning import updater as updater_module
-from osd_hf.learning.loss import ActivationMemory, num_tokens, recomputed_layers, shortened
+from osd_hf.learning.loss import ActivationMemory, recomputed_layers, shortened
 from osd_hf.learning.updater import Updater
 from osd_hf.replay import completion_states
 from osd_hf.trace import DraftRound, bare_trace
@@ -165,28 +164,3 @@ def test_the_input_of_an_encoder_keeps_its_beginning() -> None:
     short = shortened(trace, 50)
     assert np.array_equal(short.prompt_ids, trace.prompt_ids[:30])
     assert np.array_equal(short.decoder_prompt_ids, trace.decoder_prompt_ids)
-
-
-def test_no_more_tokens_are_learned_from_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = models.build()
-    traces = [replace(request(20, n), created_at_seconds=float(n)) for n in (6, 60)]
-    seen: list[int] = []
-
-    def taught(most: int | None) -> Updater:
-        monkeypatch.setattr(updater_module, "MAX_LEARN_TOKENS", most or 2048)
-        updater = Updater(draft, CONFIG)
-        loss = updater._loss
-        updater._loss = lambda those: seen.extend(map(num_tokens, those)) or loss(those)  # type: ignore[method-assign]
-        for trace in traces:
-            updater.observe(trace)
-        report = updater.update()
-        assert (report.steps, report.new_requests, report.positions) == (1, 2, sum(seen) - 40 + (5 if most else 0))
-        return updater
-
-    plain = taught(None)
-    assert seen == [26, 80]
-    seen.clear()
-    cut = taught(60)
-    assert seen == [26, 60]
-    assert list(map(num_tokens, cut.buffer)) == [26, 80]  # kept whole: another learner may take more
-    assert not all(torch.equal(p, cut.parameters[n]) for n, p in plain.parameters.items())

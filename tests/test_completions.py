@@ -148,16 +148,12 @@ def test_chats_are_read_as_well(given_back: Any, recorded: list[Trace], engine: 
         assert_same(ours, theirs)
 
 
-def test_the_prompt_may_lie_in_the_request_alone(good: Any, recorded: list[Trace]) -> None:
+@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids"])
+def test_ids_may_be_read_from_the_request_or_from_the_log_probs(
+    missing: str, good: Any, recorded: list[Trace]
+) -> None:
     asked, response = good
-    response["choices"][0]["prompt_token_ids"] = None
-    (ours,) = READER.traces(response, asked)
-    assert_same(ours, recorded[0])
-
-
-def test_the_answer_may_be_named_by_its_log_probs_alone(good: Any, recorded: list[Trace]) -> None:
-    asked, response = good
-    response["choices"][0]["token_ids"] = None
+    response["choices"][0][missing] = None
     (ours,) = READER.traces(response, asked)
     assert_same(ours, recorded[0])
 

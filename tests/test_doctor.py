@@ -120,13 +120,6 @@ def test_an_engine_without_a_draft_is_told(run: Run, engine: CountingEngine, dra
     assert "drafted nothing for" in found["draft"]["text"]
 
 
-def test_another_vocabulary_is_told_before_anything_is_asked(run: Run, engine: CountingEngine, saved: Path) -> None:
-    wide = save_pair(saved / "wide", vocab_size=320)
-    code, found, _ = run(draft=str(wide / "draft"))
-    assert (code, engine.number) == (1, 0)
-    assert "the draft has 320 tokens, the target 300" in found["vocabulary"]["text"]
-
-
 # --- what cannot be told --------------------------------------------------------------------------------------------
 
 

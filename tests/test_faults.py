@@ -195,44 +195,6 @@ def test_a_draft_of_one_domain_that_cannot_learn_keeps_no_other_from_it(monkeypa
 # --- a disk that is full --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", ["save", "write_table", "fsync"])
-def test_a_disk_that_is_full_while_saving_costs_no_answer(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    homes = {
-        "mkdir": os, "save": session_module.torch, "write_table": session_module.pq, "write_whole": session_module,
-        "fsync": os, "replace": os,
-    }  # fmt: skip
-    target, draft = models.pair()
-    alone = answers(target.generate, range(9))
-    assistant = OnlineAssistant(target, draft, config=CONFIG, autosave=tmp_path)
-
-    def saved() -> None:
-        assert assistant._live.save_thread is not None
-        assistant._live.save_thread.join(LONG)
-        assert not assistant._live.save_thread.is_alive()
-
-    found = answers(assistant.generate, range(3))
-    saved()
-    held = OnlineAssistant(target, draft, config=CONFIG)
-    with monkeypatch.context() as patch:
-        patch.setattr(homes[place], place, full)
-        found += answers(assistant.generate, range(3, 6))
-        saved()
-    held.load_state(tmp_path)  # what was saved before
-    assert (held.version, held.stats.num_requests) == (1, 3)
-    assert isinstance(assistant.learning_error, StateError)
-    assert "No space left" in str(assistant.learning_error)
-    found += answers(assistant.generate, range(6, 9))
-    saved()
-    assert assistant.learning_error is None
-    assert found == alone
-    assistant.close()
-    held.load_state(tmp_path)
-    assert (held.version, held.stats.num_requests) == (3, 9)
-    assert len(list(tmp_path.glob("state-*"))) == 1
-
-
 def test_a_disk_that_is_full_at_the_close_is_told_and_the_log_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

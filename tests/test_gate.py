@@ -20,7 +20,6 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
 from osd_hf.learning import gate as module
 from osd_hf.learning.gate import (
-    CHOICE_MEMORY,
     DECISION_INTERVAL,
     EARLY_REQUESTS,
     GAIN_WINDOW,
@@ -304,14 +303,6 @@ def test_a_new_version_is_known_by_what_it_was_tried_on() -> None:
     assert choice.alphas() == pytest.approx((0.5, 0.6))
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    choice = DraftChoice()
-    traces = [request() for _ in range(CHOICE_MEMORY + 3)]
-    for trace in traces:
-        choice.add(trace, scored(1), scored(2))
-    assert [choice.of(trace) is None for trace in traces].count(True) == 3
-
-
 def served_version(assistant: OnlineAssistant, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     seen: list[Trace] = []
     output = assistant.generate(
@@ -511,21 +502,6 @@ def test_where_no_draft_could_save_enough_little_is_done_at_once(
         effort.spent(0.1)
         effort.add(of(0.3), of(0.4), 0.0, possible_seconds=could_save)
     assert (effort.share == 1 / 256) == (requests is not None)
-
-
-def test_all_is_done_once_a_draft_could_save_what_it_takes() -> None:
-    effort = Effort(1 / 16)
-    for _ in range(EARLY_REQUESTS):
-        effort.spent(0.1)
-        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=0.01)
-    assert effort.share == 1 / 16
-    effort.load_state_dict(json.loads(json.dumps(effort.state_dict())))
-    for _ in range(4 * EARLY_REQUESTS):
-        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=0.05)
-    assert effort.share == 1 / 16  # less than it would take
-    for _ in range(EARLY_REQUESTS):
-        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=0.2)
-    assert effort.share == 1
 
 
 def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:

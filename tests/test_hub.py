@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +22,12 @@ from huggingface_hub import DatasetCard, ModelCard, ModelInfo
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, HubError, OSDError
 from osd_hf.evaluation.compare import evaluate
-from osd_hf.hub.cards import DraftFacts, Evaluation, EvaluationSet, draft_card, eval_results, facts_of, hub_id
+from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, facts_of, hub_id
 from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
 from osd_hf.models import load_model
 from osd_hf.prompts import Prompt, encode_turn
@@ -173,24 +172,6 @@ def test_figures_are_read_back_as_the_hub_reads_them(published: Path) -> None:
     assert shown["acceptance_rate"].metric_args == {
         "num_assistant_tokens": 4, "interval": pytest.approx([low, high], abs=1e-4),
     }  # fmt: skip
-
-
-def test_the_speed_of_the_draft_as_it_is_goes_with_its_figures() -> None:
-    one = AcceptanceStats.from_counts(drafted=9, examined=8, accepted=6, emitted=9, target_forwards=3)
-    prompts = (Prompt(0, "a"), Prompt(1, "b"))
-    ratios = {name: {"median": m, "interval": [1.0, m + 1]} for name, m in (
-        ("transformers, draft before", 1.25), ("transformers, this draft", 1.5), ("osd_hf, this draft, auto", 2.0),
-    )}  # fmt: skip
-    of_hub = EvaluationSet("them/set, test", prompts, dataset_id="them/set")
-    evaluation = Evaluation(of_hub, 4, (one, one), (one, one), ratios)
-    figures = {"acceptance_rate": 0.75, "block_efficiency": 3.0, "speedup_transformers": 1.5, "speedup_osd_hf": 2.0}
-    # On the page of a data set, speed-ups of all machines would stand in one list.
-    assert [(e.task_id, e.value) for e in eval_results("me/draft", evaluation)] == [*figures.items()][:2]
-    shown = draft_card("me/draft", DraftFacts(), evaluation).data.eval_results
-    assert [(result.metric_type, result.metric_value) for result in shown] == [*figures.items()]
-    # A score needs the id of a data set, and its own page to point to.
-    assert eval_results("me/draft", replace(evaluation, dataset=EvaluationSet("mine", prompts))) == []
-    assert eval_results("a folder", evaluation)[0].source_url is None
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from waiting import LONG
 
 from osd_hf import OnlineConfig
@@ -154,13 +153,3 @@ def test_requests_and_steps_never_overlap() -> None:
             ended(thread)
         assert all_done(steps, 180)
         assert steps.overlapped == 0
-
-
-def test_a_failure_is_told_and_the_worker_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with working(free=True) as (steps, worker):
-        steps.raises = RuntimeError("of the learner")
-        steps.give(2)
-        assert all_done(steps, 2)
-        assert [str(error) for error in worker.failures.standing] == ["of the learner"]
-        assert alive(worker)
-        assert "Learning failed" in caplog.text
