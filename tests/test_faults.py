@@ -342,6 +342,45 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
     assert assistant.drafts.num_serving == 1
 
 
+def test_an_idle_learner_computes_only_while_no_request_runs() -> None:
+    target, draft = models.pair()
+    alone = answers(target.generate, range(9), max_new_tokens=4)
+    loss, running, wrong = Updater._loss, {"target": 0, "learning": 0}, list[str]()
+
+    def begin(*_: Any) -> None:
+        running["target"] += 1
+        if running["learning"]:
+            wrong.append("a request computed while learning")
+
+    def end(*_: Any) -> None:
+        running["target"] -= 1
+
+    def learning(self: Updater, traces: Any) -> Any:
+        running["learning"] += 1
+        if running["target"]:
+            wrong.append("learning began while a request computed")
+        try:
+            return loss(self, traces)
+        finally:
+            running["learning"] -= 1
+
+    found: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch, OnlineAssistant(target, draft, config=IDLE) as assistant:
+        patch.setattr(Updater, "_loss", learning)
+        hooks = [target.register_forward_pre_hook(begin), target.register_forward_hook(end)]
+        client = threading.Thread(
+            target=lambda: found.extend(answers(assistant.generate, [*range(9)] * 2, max_new_tokens=4))
+        )
+        client.start()
+        client.join(LONG)
+        assert assistant.wait_until_idle(LONG)
+        for hook in hooks:
+            hook.remove()
+        assert found == alone * 2
+        assert wrong == []
+        assert assistant.version > 0
+
+
 def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:
     target, draft = models.pair()
     with OnlineAssistant(target, draft, config=IDLE) as assistant:
