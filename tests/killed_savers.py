@@ -1,13 +1,10 @@
-"""Two processes save sessions to one folder and are killed at random moments, or one at every single operation on
-files in turn; a reader loads all the while. Says what it found as JSON.
+"""Kill two processes that save sessions to one folder at random moments, while a reader loads. Print the result as JSON.
 
-    python tests/killed_savers.py FOLDER 200    # saves, at least, of both together
-    python tests/killed_savers.py FOLDER 0 1    # one kill at each operation; with 3, at every third
+python tests/killed_savers.py FOLDER 200    # saves, at least, of both together
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -16,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +20,10 @@ from typing import Any
 import torch
 
 from osd_hf.errors import StateError
-from osd_hf.learning.session import has_session, load_session, save_session
+from osd_hf.learning.session import load_session, save_session
 
 # What a user may have in the folder of a session.
 OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".CURRENT-notes", "CURRENT.bak", "state-abc")
-OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"}
 
 
 def session(number: int) -> dict[str, Any]:
@@ -166,63 +161,6 @@ def at_random(folder: Path, saves: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def killed_at(count: int) -> Iterator[None]:
-    """This process kills itself before its operation on files of that number; `fsync` counts too."""
-    seen = 0
-
-    def step(*_: Any) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(lambda event, _: step() if event in OPERATIONS else None)
-    whole = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        step()
-        whole(descriptor)
-        step()
-
-    os.fsync = fsync  # type: ignore[assignment]
-    yield
-
-
-def at_each_operation(folder: Path, stride: int) -> dict[str, Any]:
-    """One saver killed before its first operation, its second, ...: with a state there, and without one."""
-    found = []
-    for is_first in (True, False):
-        for count in range(1, 500, stride):
-            place = folder / f"{is_first}-{count}"
-            place.mkdir(parents=True)
-            mine = put_own(place)
-            if not is_first:
-                save_session(place, session(1), {"number": 1})
-            child = os.fork()
-            if child == 0:
-                try:
-                    with killed_at(count):
-                        save_session(place, session(2), {"number": 2})
-                finally:
-                    os._exit(0)
-            _, status = os.waitpid(child, 0)
-            if not os.WIFSIGNALED(status):
-                break
-            there = None if is_first and not has_session(place) else loaded(place)
-            save_session(place, session(3), {"number": 3})
-            found.append(
-                {
-                    "first": is_first, "operation": count, "there": there, "after": loaded(place),
-                    "own": own(place) == mine,
-                    "left": len(states(place)) - 1,
-                }
-            )  # fmt: skip
-    return {"kills": found}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    where = Path(sys.argv[1])
-    saves = int(sys.argv[2])
-    print(json.dumps(at_random(where, saves) if saves else at_each_operation(where, int(sys.argv[3]))))
+    print(json.dumps(at_random(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -268,22 +268,14 @@ def test_requests_of_another_width_are_refused_before_anything_changes(
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
-@pytest.mark.parametrize("arguments", [("0", "4"), ("8",)], ids=["at operations in turn", "two at random moments"])
-def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(
-    arguments: tuple[str, ...], tmp_path: Path
-) -> None:
-    done = run_python(Path(killed_savers.__file__), str(tmp_path / "session"), *arguments)
+def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(tmp_path: Path) -> None:
+    done = run_python(Path(killed_savers.__file__), str(tmp_path / "session"), "8")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    if arguments[0] != "0":
-        assert found["failures"] == found["stale"] == []
-        assert found["own"]
-        assert found["last"]
-        assert (found["states_left"], found["saves"] >= 8, found["kills"] > 0) == (1, True, True)
-        return
-    outcomes = {(k["first"], k["there"]) for k in found["kills"]}
-    assert outcomes == {(True, None), (True, 2), (False, 1), (False, 2)}  # before and after the pointer moved
-    assert all((k["after"], k["own"], k["left"]) == (3, True, 0) for k in found["kills"])
+    assert found["failures"] == found["stale"] == []
+    assert found["own"]
+    assert found["last"]
+    assert (found["states_left"], found["saves"] >= 8, found["kills"] > 0) == (1, True, True)
 
 
 def test_a_second_saver_waits_for_the_first(
