@@ -1,4 +1,4 @@
-"""Kill two processes that save sessions to one folder at random moments, while a reader loads. Print the result as JSON.
+"""Kill two processes that save sessions to one folder at random moments while a reader loads; print JSON.
 
 python tests/killed_savers.py FOLDER 200    # saves, at least, of both together
 """

@@ -16,16 +16,13 @@ import models
 import pytest
 import yaml
 from saved_pair import save_pair
-from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from waiting import LONG
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig
+from osd_hf import CorrectionStore
 from osd_hf.cli import collect, settings
 from osd_hf.cli.main import COMMANDS, command_module, main, parse
 from osd_hf.decoding.hook import record_traces
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
-from osd_hf.server.listener import Listener
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # arguments without which a command cannot start
@@ -174,57 +171,6 @@ def store(pair: Path, tmp_path_factory: Any) -> Path:
         for trace in record_traces(target, prompts, max_new_tokens=6, domain="numbers"):
             written.append(trace)
     return path
-
-
-def answer_a_few(running: Listener, app: Any, *, on_start: Any, on_stop: Any, shutdown_seconds: float) -> None:
-    """What a server does between its start and its end, without a socket."""
-    running._socket.close()
-    on_start()
-    on_start.__self__.join()  # the thread that loads
-    with TestClient(app, base_url="http://localhost") as client:
-        for i in range(8):
-            client.post("/v1/completions", json={"prompt": f"{i}", "max_tokens": 6}).raise_for_status()
-        assert 'osd_hf_requests_total{domain="(none)"}' in client.get("/metrics").text
-
-
-LEARNING = ["--update-interval", "3", "--steps-per-update", "1", "--batch-size", "2"]
-
-
-@pytest.mark.parametrize("command", ["run", "serve", "env", "learn"])
-def test_a_command_reads_each_setting_that_it_offers(
-    command: str, pair: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    known, found = {f.name for f in fields(OnlineConfig)}, set[str]()
-
-    def noted(self: OnlineConfig, name: str) -> Any:
-        if name in known:
-            code = sys._getframe(1).f_code
-            is_own = code.co_filename.endswith("config.py") and code.co_name not in ("reads_text", "compared_k")
-            # Copies, checks and reports of all fields are no use of one.
-            if not is_own and not code.co_filename.endswith(("dataclasses.py", "cli/settings.py")):
-                found.add(name)
-        return object.__getattribute__(self, name)
-
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(6)))
-    target, draft = str(pair / "target"), str(pair / "draft")
-    names, out = ["--target", target, "--draft", draft], ["--output-dir", str(tmp_path / "out")]
-    given = {
-        "run": [*names, "--prompts", str(prompts), "--column", "prompt", "--max-new-tokens", "6", *LEARNING, *out],
-        "serve": [*names, "--port", "0", "--state-dir", str(tmp_path / "session"), *LEARNING],
-        "env": [target, draft],
-        "learn": ["--store", str(store), *names, "--once", "--by-domain", *LEARNING, *out],
-    }[command]
-    if command == "serve":
-        given += ["--update-strategy", "idle"]
-        close = OnlineAssistant.close
-        monkeypatch.setattr(OnlineAssistant, "close", lambda self: self.wait_until_idle(LONG) and close(self))
-        monkeypatch.setattr(Listener, "run", answer_a_few)
-    monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
-    monkeypatch.setattr("osd_hf.cli.learn.plot_alpha", lambda *args, **kwargs: None)
-    monkeypatch.setattr(OnlineConfig, "__getattribute__", noted, raising=False)
-    assert main([command, *given]) == 0
-    assert (known & flags_of(command).keys()) - found == set()
 
 
 @pytest.mark.parametrize(
