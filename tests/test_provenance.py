@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -51,29 +50,6 @@ def test_the_command_shows_no_folder_of_the_machine(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["/opt/env/bin/osd-hf", "run", argument.format(cwd=tmp_path)])
     assert provenance()["command"] == f"osd-hf run {kept}".replace("'b.json'", "b.json")
-
-
-def test_the_commit_is_that_of_the_packages_checkout(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        identity = ["-c", "user.name=n", "-c", "user.email=e@example.com", "-c", "commit.gpgsign=false"]
-        command = ["git", *identity, *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
-
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "a.py").write_text("")
-    assert module._commit(package) is None  # no checkout
-    git("init", "-q")
-    assert module._commit(package) is None  # not tracked: an environment inside somebody's checkout
-    git("add", ".")
-    assert module._commit(package) is None  # nothing committed yet
-    git("commit", "-qm", "first")
-    commit = git("rev-parse", "--short", "HEAD")
-    assert module._commit(package) == commit
-    (tmp_path / "result.json").write_text("{}")
-    assert module._commit(package) == commit
-    (package / "a.py").write_text("changed = True")
-    assert module._commit(package) == f"{commit}-dirty"
 
 
 def test_works_without_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
