@@ -42,6 +42,7 @@ class CountingEngine(FakeEngine):
     Attributes:
         draft: what it drafts with; `None`: it has no draft.
         k: tokens that a round drafts; the counters know as many.
+        is_idle: whether it has a draft that it does not use.
         most_tokens: what it says its longest sequence is.
     """
 
@@ -52,7 +53,7 @@ class CountingEngine(FakeEngine):
 
     def set(self, draft: Any, *, k: int | None = None) -> None:
         """Begin to draft with this, and to count from zero."""
-        self.draft, self.k = draft, k or self.k
+        self.draft, self.k, self.is_idle = draft, k or self.k, False
         self.most_tokens: int | None = None
         self.number = self.tokens = self.steps = 0
         names = ["drafts_total", "draft_tokens_total", *(POSITION.format(i) for i in range(self.k))]
@@ -71,7 +72,7 @@ class CountingEngine(FakeEngine):
         length = len(self.body(asked)["choices"][0]["token_ids"])
         told = [*self.body(asked, self.k)["choices"][0]["token_ids"], *[0] * self.k]
         self.number, self.tokens = self.number + 1, self.tokens + length
-        if self.draft is None:
+        if self.draft is None or self.is_idle:
             return
         for accepted in rounds(self.draft, asked["prompt"], told, length, self.k):
             self.steps += 1
