@@ -535,18 +535,6 @@ def test_connections_are_kept() -> None:
     asyncio.run(work())
 
 
-def test_an_engine_that_says_it_is_unwell_is_tried_last(tmp_path: Path) -> None:
-    asked = list[str]()
-
-    async def unwell(scope: Any, receive: Any, send: Any) -> None:
-        asked.append(scope["path"])
-        await reply(send, 503, b"{}")
-
-    with before(FakeVLLM(), unwell, path=tmp_path) as front:
-        told = [status for status, _, _ in asks(front.app, [(CHAT, ASKS[CHAT])] * 6)]
-        assert sorted(told) == [200] * 5 + [503] and len(asked) == 1 and front.counts.retries == 0
-
-
 def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> None:
     counts, store = ProxyCounts(), CorrectionStore(tmp_path / "store")
     made = Recorder(READER, store, counts)
