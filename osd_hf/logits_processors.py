@@ -39,13 +39,7 @@ WITHOUT_CONTEXT = (*IMPARTIAL, known.InfNanRemoveLogitsProcessor, known.Suppress
 
 
 class Processors:
-    """
-    Rebuild the logits processors of a recorded request.
-
-    Args:
-        model (`PreTrainedModel`): Makes them from the request's settings.
-        trace (`Trace`): The request.
-    """
+    """The logits processors of a recorded request, made again by a model from the request's settings."""
 
     def __init__(self, model: PreTrainedModel, trace: Trace) -> None:
         self.model = model
@@ -143,12 +137,8 @@ class RowProcessors:
     """
     Apply the processors of a batch at positions that differ from row to row. Each processor is called as in the
     target's own loop: for all rows of the batch at one length, where rows that are shorter or have ended are padded.
-    Those that do not depend on the ids are called for all positions together.
-
-    Args:
-        processors (`LogitsProcessorList`): The target's.
-        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): Prompts with their padding.
-        pad_id (`int`): Token that follows rows that have ended.
+    Those that do not depend on the ids are called for all positions together. `input_ids`, `(rows, prompt)`, have
+    their padding, and `pad_id` follows rows that have ended.
     """
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:

@@ -253,18 +253,8 @@ class EmittedToken:
 
 @neutral_context()
 def emitted_tokens(trace: Trace, draft: PreTrainedModel | None = None) -> list[EmittedToken]:
-    """
-    Return the tokens of an answer with their origins. All tokens of a trace of the target alone are `"plain"`.
-
-    Args:
-        trace (`Trace`): The request.
-        draft (`PreTrainedModel`, *optional*):
-            The draft of the request. One teacher-forced forward computes the probabilities of rejected tokens, which
-            sampled traces contain already.
-
-    Raises:
-        VocabularyMismatchError: The draft has another vocabulary than the trace.
-    """
+    """Return the tokens of an answer with their origins; `"plain"` ones for the target alone. One teacher-forced
+    forward of the `draft` computes the probabilities of rejected tokens, which sampled traces contain already."""
     tokens = [EmittedToken(int(token), "plain") for token in trace.completion_ids]
     start = 0
     for r in trace.rounds:

@@ -128,12 +128,9 @@ def serve_recorded(
     learner: Learner, traces: Iterable[Trace], k: int
 ) -> Iterator[tuple[Trace, AcceptanceStats] | UpdateReport]:
     """
-    Serve recorded requests in order with k tokens per round, and learn from each. Greedy requests get the rounds of
-    the draft that serves them. Sampled requests keep theirs, because their rounds would be random.
-
-    Yields:
-        Each request with its acceptance (the expected one if it is sampled, see [`replay`]), and each update after the
-        request that made it due.
+    Serve recorded requests in order with k tokens per round, and learn from each. Yields each request with its
+    acceptance, and each update after the request that made it due. Greedy requests get the rounds of the draft that
+    serves them. Sampled requests keep theirs, and their acceptance is the expected one (see [`replay`]).
     """
     drafts = learner.drafts
     for trace in traces:

@@ -70,13 +70,8 @@ def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
-    """
-    Return the traces of a table, the inverse of [`traces_to_table`]. Columns may have any order. Arrays are copied.
-    `top_ids` has the smallest type that holds the vocabulary.
-
-    Raises:
-        StoreError: A column is missing or has another type, or a row is not a trace.
-    """
+    """Return the traces of a table, whose columns may have any order; raises StoreError for another table. `top_ids`
+    gets the smallest type that holds the vocabulary."""
     for field in (SCHEMA.field(name) for name in OPTIONAL_COLUMNS if name not in table.column_names):
         table = table.append_column(field, pa.nulls(table.num_rows, field.type))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:

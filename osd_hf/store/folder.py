@@ -251,12 +251,7 @@ def _origins(file: Any) -> list[dict[str, Any]]:
 class StoreFollower:
     """
     Reader of new requests in stores that other processes append to. Each request of a finished shard is taken once.
-
-    Args:
-        paths (`Sequence[Path]`): Folders of the stores, which are created if they are missing.
-
-    Raises:
-        StoreError: A path is not a store.
+    Missing stores are created. Raises StoreError if a path is not a store.
 
     Attributes:
         is_waiting (`bool`): Whether a shard could not be read, and is tried again later.
@@ -277,13 +272,8 @@ class StoreFollower:
         self._loaded: tuple[str, list[Trace]] = ("", [])
 
     def take(self, limit: int) -> list[Trace]:
-        """
-        Return up to `limit` new requests, those of each writer in order. A shard that cannot be read after several
-        attempts is skipped and logged.
-
-        Raises:
-            StoreError: A store cannot be listed after several attempts.
-        """
+        """Return up to `limit` new requests, those of each writer in order. A shard that cannot be read after several
+        attempts is skipped and logged. Raises StoreError if a store cannot be listed after several attempts."""
         if not self._unread:
             self._unread = self._list_unread()
         taken: list[Trace] = []

@@ -56,13 +56,9 @@ def choose_threads(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, dict[str, float]]:  # fmt: skip
     """
-    Set the number of torch's threads to 1, unless all cores are clearly faster. Several threads wait for each other in
-    each small operation, which takes many times as long if another process is busy.
-
-    Args:
-        model (`PreTrainedModel`): The model that will serve; on an accelerator, torch's own number stays.
-        answer (`Callable[[], object]`): Generates a few tokens, to be timed.
-        threads (`int`, *optional*): Sets this number without timing, as `OMP_NUM_THREADS` does.
+    Set the number of torch's threads to 1, unless all cores generate an `answer` of a few tokens clearly faster.
+    Several threads wait for each other in each small operation, which takes many times as long if another process is
+    busy. `threads` and `OMP_NUM_THREADS` set the number without timing. For models on an accelerator it stays.
 
     Returns:
         `tuple[int, dict[str, float]]`: The number, and the median seconds of both numbers if they were timed.

@@ -118,15 +118,8 @@ def is_open_to_others(path: Path) -> bool:
 def wait_for_lock(path: Path, seconds: float) -> FileLock:
     """
     Acquire a lock between processes, which ends with `release()` in any thread or with the process. It is not acquired
-    (see `is_locked`) if the file system has no locks.
-
-    Args:
-        path (`Path`): The file to lock. It is created if it is missing.
-        seconds (`float`): Maximum time to wait. A wait of more than one second is logged.
-
-    Raises:
-        TimeoutError: Another process held the lock during this time.
-        OSError: The file cannot be created.
+    (see `is_locked`) if the file system has no locks. Raises TimeoutError if another process holds the lock for this
+    time, and OSError if the file cannot be created.
     """
     lock = FileLock(path, mode=0o600, thread_local=False)
     try:
@@ -145,17 +138,10 @@ def wait_for_lock(path: Path, seconds: float) -> FileLock:
 
 
 def hold_lock(path: Path, refusal: str) -> FileLock:
-    """
-    Acquire a lock without waiting.
-
-    Raises:
-        ConfigError: Another process holds it, or the file system has no locks; its message is `refusal`.
-        OSError: The file cannot be created.
-    """
-    try:
+    """Acquire a lock without waiting. Raises ConfigError with the message `refusal` if another process holds it or if
+    the file system has no locks."""
+    with contextlib.suppress(TimeoutError):
         lock = wait_for_lock(path, 0.0)
-    except TimeoutError:
-        raise ConfigError(refusal) from None
-    if not lock.is_locked:
-        raise ConfigError(refusal)
-    return lock
+        if lock.is_locked:
+            return lock
+    raise ConfigError(refusal)
