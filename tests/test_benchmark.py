@@ -332,7 +332,7 @@ def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
         (["--num-assistant-tokens", "some"], "--num-assistant-tokens takes numbers, separated by commas, got 'some'"),
         (["--target", "somewhere"], "--target and --draft go together"),
         (["--controlled", "2"], "--controlled must be between 0 and 1"),
-        (["--controlled", "0.5", "--prompts", "x.jsonl"], "--prompts would change nothing: --controlled"),
+        (["--controlled", "0.5", "--prompts", "x.jsonl"], "--controlled and --prompts exclude each other"),
         (["--controlled", "0.5", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--prompt-tokens",
           "5000"], "--prompt-tokens must be between 1 and 4000"),
     ],

@@ -97,7 +97,7 @@ def run_arguments(pair, rows, folder):
         ({"--max-new-tokens": "256"}, "leave no room for a prompt: the models have 256 positions"),
         ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must not be none"),
         ({"--json": "no such folder/report.json"}, "name a file in a folder that exists"),
-        ({"--temperature": "0.5"}, "need --do-sample"),
+        ({"--temperature": "0.5"}, "--temperature would change nothing without --do-sample"),
         ({"--learning-rate": "-1"}, "`learning_rate` must be a positive number"),
         ({"--divergence": "distance"}, "`divergence` must be one of forward_kl"),
         ({"--device": "cuda:99"}, "cannot be used"),

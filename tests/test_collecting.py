@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
 from osd_hf import CorrectionStore, Trace
-from osd_hf.cli import collect as collect_command
+from osd_hf.cli import learn as learn_command
 from osd_hf.cli.main import main
 from osd_hf.decoding.hook import record_traces
 from osd_hf.engines import completions as module
@@ -384,14 +384,14 @@ def test_after_a_server_went_away_only_the_rest_is_asked(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "only --url and --log collect"),
+        ([], "--collect-only would change nothing without --url or --log"),
         (["--url", "http://x", "--log", "x"], "exclude each other"),
-        (["--log", "x", "--prompts", "y"], "a log has its own requests"),
-        (["--url", "http://x", "--follow"], "it is for --log"),
+        (["--log", "x", "--prompts", "y"], "--prompts would change nothing without --url"),
+        (["--url", "http://x", "--follow"], "--follow would change nothing without --log"),
         (["--log", "nowhere.jsonl"], "The log nowhere.jsonl cannot be read: No such file"),
         (["--url", "http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
-        (["--url", "http://x", "--temperature", "-1"], "--temperature must not be negative"),
-        (["--url", "http://x", "--top-p", "0.9"], "--top-p and --top-k need a --temperature"),
+        (["--url", "http://x", "--temperature", "-1"], "--temperature must be at least 0"),
+        (["--url", "http://x", "--top-p", "0.9"], "--top-p would change nothing without --temperature"),
         (["--log", "x", "--json", "missing/report.json"], "The report cannot be written"),
         (["--log", "{log}", "--domain", "a", "--domain", "b"], "--domain"),
     ],
@@ -632,7 +632,7 @@ def test_a_log_is_followed_until_told_to_stop(
             append(log, coming.pop(0))
             return False
 
-    monkeypatch.setattr(collect_command, "stop_on_signal", lambda: contextlib.nullcontext(Stop()))
+    monkeypatch.setattr(learn_command, "stop_on_signal", lambda: contextlib.nullcontext(Stop()))
     assert run("--log", log, "--follow", "--poll-seconds", 0.25) == 0
     assert waited == [0.25] * 10
     assert_recorded(CorrectionStore(tmp_path / "store"), recorded)

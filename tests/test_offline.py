@@ -237,11 +237,10 @@ def test_adapters_that_cannot_learn_or_be_merged_are_refused(tmp_path: Any, pair
     with pytest.raises(UnsupportedModelError, match="is_trainable=True"):
         run((target, frozen), tmp_path)
     soft = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match="PromptTuningConfig, which cannot be merged"):
-        run(pair, tmp_path, peft_config=soft)
-    with pytest.raises(UnsupportedModelError, match="PromptTuningConfig. cannot be merged"):
-        run((target, get_peft_model(copy.deepcopy(draft), soft)), tmp_path)
-    with pytest.raises(ConfigError, match="`peft_config` was given as well"):
+    for drafted, peft_config in ((draft, soft), (get_peft_model(copy.deepcopy(draft), soft), None)):
+        with pytest.raises(ConfigError, match="PromptTuningConfig cannot be merged"):
+            run((target, drafted), tmp_path, peft_config=peft_config)
+    with pytest.raises(ConfigError, match="Leave `peft_config` out"):
         run((target, half_lora(draft)), tmp_path, peft_config=LoraConfig(target_modules=["q_proj"]))
     tied = models.pair(noise=0.5, tie_word_embeddings=True)
     refused = pytest.raises(ConfigError, match="ties its output head to its input embeddings")
@@ -604,16 +603,15 @@ def test_a_chat_answer_ends_where_the_target_ends_it() -> None:
 
 USER, ANSWER = {"role": "user", "content": "abc"}, {"role": "assistant", "content": "de"}
 UNUSABLE: list[tuple[Any, str]] = [
-    ({"messages": "abc"}, "must both be text, token ids or messages, got str"),
-    ({"messages": None}, "no value in the columns `prompt`.*in no column"),
-    ({"messages": [ANSWER]}, "there is no message before the answer"),
-    ({"messages": [{"role": "system", "content": "a"}]}, "only a system message"),
+    ({"messages": ["hello"]}, "must both be text, token ids or messages"),
+    ({"messages": None}, "the prompt is missing or empty.*has values in no column"),
+    ({"messages": [ANSWER]}, "the prompt is missing or empty"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "the answer is empty"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "the type `text` alone"),
-    ({"messages": [{"from": "human", "value": "a"}]}, "message 0 has no `role`; its fields are from, value"),
+    ({"messages": [{"from": "human", "value": "a"}]}, "a message has no `role`; its fields are from, value"),
     ({"messages": [USER], "tools": "{"}, "`tools` is no JSON"),
     ({"messages": [USER], "chat_template_kwargs": {"fail": 1}}, "chat template cannot take it .*no way"),
-    ({"text": "abc"}, "no value in the columns `prompt`.*it has one in text"),
+    ({"text": "abc"}, "the prompt is missing or empty.*has values in text"),
     ({"prompt": "a", "completion": ""}, "the completion is empty"),
     ({"prompt": "a\ud83d"}, "`prompt` holds half a character"),
     ({"prompt": "a", "completion": [5]}, "must both be text, token ids or messages"),
@@ -638,7 +636,7 @@ def test_a_row_that_cannot_be_used_costs_no_other_row(row: Any, reason: str, cap
         ([], "no rows"),
         ([{"prompt": [64]}], "outside of the vocabulary of 64"),
         ([{"messages": [USER]}], "no chat template"),
-        ({"train": [{"prompt": [5]}], "test": []}, "is a dict of 'train', 'test'. Pass one split"),
+        ({"train": [{"prompt": [5]}], "test": []}, "has the splits train, test. Pass one"),
     ],
 )
 def test_data_sets_that_cannot_be_learned_from_are_refused(rows: Any, message: str) -> None:
@@ -716,15 +714,9 @@ def test_text_without_a_tokenizer_is_refused(t5_pair: Any, tmp_path: Any) -> Non
         ({"lmbda": 1.5}, "`lmbda` must be between 0 and 1"),
         ({"temperature": -1.0}, "`temperature` must be 0 or"),
         ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be at least 1"),
-        ({"learning_rate": "fast"}, "`learning_rate` must be a number, got 'fast'"),
         ({"early_stopping_patience": 2}, "`early_stopping_patience` must be left out without an `eval_strategy`"),
         ({"metric_for_best_model": "accuracy"}, "`metric_for_best_model` must be one of alpha, block_efficiency"),
         ({"packing": True}, "`packing` must be left alone"),
-        pytest.param(
-            {"gradient_checkpointing_kwargs": {"selective": True}},
-            "`gradient_checkpointing_kwargs` must be without `selective`",
-            marks=pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_kwargs:FutureWarning"),
-        ),
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
             "`liger_kernel_config` must be without `fused_linear_cross_entropy`",
@@ -756,10 +748,9 @@ def test_the_target_s_tokenizer_reads_and_must_be_the_draft_s(
 
 
 def test_recordings_of_the_other_kind_of_model_are_refused(tmp_path: Any, pair: Any, t5_pair: Any) -> None:
-    with pytest.raises(DataError, match="The draft is decoder-only, but 6 of 6 .* encoder-decoder"):
-        run((None, pair[1]), tmp_path, recorded(t5_pair[0]))
-    with pytest.raises(DataError, match="The draft is encoder-decoder, but 6 of 6 .* decoder-only"):
-        run((None, t5_pair[1]), tmp_path, recorded(pair[0]))
+    for draft, target in ((pair[1], t5_pair[0]), (t5_pair[1], pair[0])):
+        with pytest.raises(DataError, match="is an encoder-decoder, the other one is not"):
+            run((None, draft), tmp_path, recorded(target))
     unstarted = copy.deepcopy(t5_pair[1])
     unstarted.generation_config.decoder_start_token_id = None
     with pytest.raises(UnsupportedModelError, match="without a `decoder_start_token_id`"):

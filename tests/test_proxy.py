@@ -29,7 +29,7 @@ from table_engine import GROUP, VOCAB, FakeVLLM, Wire, served
 
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
-from osd_hf.cli.proxy import RESTART_SECONDS, LearnProcess
+from osd_hf.cli.proxy import LearnProcess
 from osd_hf.engines.collect import LogReader, collect_log
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import StoreError
@@ -567,34 +567,33 @@ def test_little_of_a_request_is_kept() -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_is_started_again_and_ends_with_the_proxy(caplog: Any) -> None:
+def test_a_learner_is_started_again_and_ends_with_the_proxy(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf.cli.proxy.RESTART_SECONDS", 0.01)
+    monkeypatch.setattr("osd_hf.cli.proxy.POLL_SECONDS", 0.01)
     started: queue.Queue[Any] = queue.Queue()
 
     class Process:
         def __init__(self, command: Sequence[str]) -> None:
-            self.command, self.ended, self.code = command, threading.Event(), 1
+            self.command, self.code = command, None
             started.put(self)
 
-        def wait(self, timeout: float | None = None) -> int:
-            if not self.ended.wait(timeout):
-                raise subprocess.TimeoutExpired("", timeout or 0)
+        def poll(self) -> int | None:
+            return self.code
+
+        def wait(self, timeout: float) -> int | None:
             return self.code
 
         def terminate(self) -> None:
-            self.code = 0
-            self.ended.set()
+            self.code = -15
 
-    learner = LearnProcess("learn", ["learn", "x"], start=Process)
-    learner._stopping.wait = lambda pause: waited.append(pause) or learner._stopping.is_set()  # type: ignore[assignment,func-returns-value]
-    waited = list[float]()
+    learner = LearnProcess(["learn", "x"], start=Process)
     for _ in range(3):
         process = started.get()
         assert process.command == ["learn", "x"]
-        process.ended.set()
+        process.code = 1
     last = started.get()
     learner.stop()
-    assert last.ended.is_set() and started.empty() and not learner._thread.is_alive()
-    assert waited == [RESTART_SECONDS] * 3 and len(caplog.records) == 3
+    assert last.code == -15 and started.empty() and len(caplog.records) == 3
 
 
 @pytest.mark.parametrize(("flags", "said"), [

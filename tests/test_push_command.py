@@ -72,11 +72,11 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
         (["push", "me/draft", "--draft", "d", "--dry-run"], "--output-dir"),
         (
             ["push", "me/draft", "--draft", "d"],
-            "no folder d, and cards on the Hub are not read. Name it with",
+            "No card in a folder d names the target: set --target, or",
         ),
-        (["push", "--export", "new", "--draft", "."], "is unknown: . has no card that names one. Name it with"),
+        (["push", "--export", "new", "--draft", "."], "No card in a folder . names the target"),
         (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
-        (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t, --before, is the target itself"),
+        (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t is the target itself"),
         (["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"], "leave out --before"),
         (["push", "me/draft", "--draft", "d", "--private", "--public"], "exclude each other"),
     ],
@@ -116,7 +116,7 @@ def test_a_draft_is_measured_beside_what_its_card_names(
     draft_card("me/draft", DraftFacts(target="them/large", base_model="them/large")).save(tmp_path / "README.md")
     for more in ([], ["--target", "a/copy"]):  # as `osd-hf draft` writes it
         assert main([*arguments, *more]) == 2
-        said = "them/large, the base that its card names, is the target itself. Name it with --before"
+        said = "them/large is the target itself. Name it with --before"
         assert said in capsys.readouterr().err
 
 

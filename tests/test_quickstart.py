@@ -84,7 +84,7 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     assert len(table) == 12
     assert max(map(len, table)) <= 110
     assert lines[0].startswith("1. A small draft proposes tokens while its target answers 8 prompts, and learns")
-    assert "torch threads: 1." in lines[3]
+    assert "Torch threads: 1." in lines[3]
     summary = (
         r"Your draft now proposes \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
     )
@@ -114,7 +114,7 @@ def test_a_differing_output_exits_with_1(pair, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--threads", "0"], "`threads` must be at least 1, got 0"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--timed-requests", "4"], "`timed_requests` are part of the `later_requests`, got 4 of 3"),
         (["--output-dir", "{file}/out"], "The output folder"),
     ],

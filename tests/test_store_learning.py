@@ -768,7 +768,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         (["--deploy", "http://engine"], "--deploy takes reload=URL"),
         (["--deploy", "sums:reload=http://engine"], "--deploy sums: is for --by-domain"),
         (["--by-domain", "--deploy", "reload=http://e"], "LABEL: goes before the way with --by-domain"),
-        (["--watch-requests", "99"], "it is for --deploy"),
+        (["--watch-requests", "99"], "--watch-requests would change nothing without --deploy"),
         (["--by-domain", "--repo-id", "me/draft"], "--repo-id takes one draft"),
         (["--keep", "1"], "At least 2 versions are kept"),
         (["--store", "{tmp}/out"], "is not a store"),

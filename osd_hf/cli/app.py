@@ -24,7 +24,7 @@ class AppSettings(Loading):
     )
     target: str | None = flag("target in place of the bundled one", None, metavar="ID|PATH")
     draft: str | None = flag("draft in place of the bundled one", None, metavar="ID|PATH")
-    threads: int | None = flag(THREADS, None, metavar="N")
+    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     host: str | None = flag("address to listen at; other machines are let in by 0.0.0.0, which implies --public", None)
     port: int | None = flag("port to listen at; by default the first free one from 7860", None)
     share: bool = flag("also serve at a public address of Gradio's; implies --public", False)
@@ -52,5 +52,5 @@ def app_command(settings: AppSettings) -> int:
         raise ConfigError(
             f"--pair {settings.pair} names both models, and how they are loaded. Leave out {' and '.join(others)}."
         )
-    settings.check_counts("threads")
+    settings.check()
     return int(importlib.import_module("osd_hf_app.launch").launch(settings))

@@ -6,7 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,17 +61,6 @@ MEBI = 1 << 20
 SOURCES = {"draft": "draft only", "text": "text only", "both": "both"}
 NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in all
 REPLAY_BATCH = 64  # requests between two steps of the progress bar
-# Flags that have no meaning in a mode.
-OF_SHAPES = ("target_shape", "draft_shape", "prompt_tokens")
-OF_COMPARISON = ("store", "cost", "domain", "domain_column")
-OF_SYSTEMS = (
-    "draft learn_requests watched_requests compile_draft chat_template chat_template_kwargs threads seed"
-).split()
-OF_NAMED_MODELS = (
-    "target draft prompts split subset column prompt_template chat_template chat_template_kwargs learn_requests "
-    "attn_implementation device_map quantization revision draft_revision trust_remote_code"
-).split()
-OF_LIVE_ANSWERS = ("target prompts split subset column prompt_template domain_column max_new_tokens").split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,62 +75,56 @@ class BenchSettings(ChatRowSettings, Loading, Reporting):
     compile_draft: bool = flag("also time drafting with the draft compiled", False)
     prompts: list[str] | None = flag("data sets or files in place of the bundled domains", None, metavar="ID|FILE")
     num_requests: int | None = flag(
-        "requests per data set; by default 16, 64 to compare drafts, all of a store", None, metavar="N"
+        "requests per data set; by default 16, 64 to compare drafts, all of a store", None, minimum=1, metavar="N"
     )
-    watched_requests: int = flag("requests per data set answered again to time the parts of a round", 3, metavar="N")
+    watched_requests: int = flag(
+        "requests per data set answered again to time the parts of a round", 3, minimum=1, metavar="N"
+    )
     learn_requests: int = flag(
-        "requests per data set that the learned draft learns from; 0 = no such draft", 50, metavar="N"
+        "requests per data set that the learned draft learns from; 0 = no such draft", 50, minimum=0, metavar="N"
     )
-    max_new_tokens: int = flag("maximum tokens of an answer", 96, metavar="N")
-    seed: int = flag("seed of prompts, learning and random weights", 0)
-    threads: int | None = flag(THREADS, None, metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
+    seed: int = flag("seed of prompts, learning and random weights", 0, minimum=0)
+    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     compare: list[str] | None = flag(
         "only compare these drafts, by replay of the target's answers and measured costs", None, metavar="DRAFT"
     )
-    domain_column: str | None = flag("column of each prompt's label, for --compare", None, metavar="COLUMN")
-    store: str | None = flag("captured requests that --compare replays in place of new answers", None, metavar="DIR")
-    domain: str | None = flag("requests of the store with this label only", None, metavar="NAME")
+    domain_column: str | None = flag("column of each prompt's label", None, needs="compare", metavar="COLUMN")
+    store: str | None = flag(
+        "captured requests that --compare replays in place of new answers", None, needs="compare", metavar="DIR"
+    )
+    domain: str | None = flag("requests of the store with this label only", None, needs="store", metavar="NAME")
     cost: float | None = flag(
-        "cost of a draft forward over a target forward, for the expected speed-up with --store", None, metavar="C"
+        "cost of a draft forward over a target forward, for the expected speed-up", None, needs="store", metavar="C"
     )
     controlled: str | None = flag(
         "time random weights whose proposals are right with this probability", None, metavar="ALPHA[,ALPHA...]"
     )
     target_shape: str | None = flag(
-        f"shape of the target with --controlled: {', '.join(SHAPES)}; by default 7b", None, metavar="NAME"
+        f"shape of the target: {', '.join(SHAPES)}; by default 7b", None, needs="controlled", metavar="NAME"
     )
-    draft_shape: str | None = flag("shape of the draft with --controlled; by default 160m", None, metavar="NAME")
-    prompt_tokens: int | None = flag("tokens of a prompt with --controlled; by default 64", None, metavar="N")
+    draft_shape: str | None = flag("shape of the draft; by default 160m", None, needs="controlled", metavar="NAME")
+    prompt_tokens: int | None = flag("tokens of a prompt; by default 64", None, needs="controlled", metavar="N")
     output_dir: Path | None = flag(
         "folder of report and plot; by default osd_hf_bench, none to compare drafts", None, metavar="DIR"
     )
 
     def check(self) -> None:
-        """Raise ConfigError for values that are too small or do not go together."""
-        self.check_counts("num_requests", "max_new_tokens", "watched_requests", "threads")
-        self.check_counts("learn_requests", "seed", minimum=0)
+        super().check()
         self.check_exclusive("compare", "controlled")
-        if self.controlled is not None:
-            self.check_unused("--controlled brings its own models and prompts", *OF_NAMED_MODELS)
+        self.check_exclusive("controlled", "target")
+        self.check_exclusive("controlled", "prompts")
+        self.check_exclusive("store", "target")
+        self.check_exclusive("store", "prompts")
+        if self.compare is None:
+            self.check_together("target", "draft")
         else:
-            self.check_unused("they are for --controlled", *OF_SHAPES)
-        if self.compare is not None:
-            self.check_unused("--compare only compares drafts", *OF_SYSTEMS)
             if twice := {name for name in self.compare if self.compare.count(name) > 1}:
                 raise ConfigError(f"--compare names {', '.join(sorted(twice))} twice.")
-            if len(self.ks) > 1:
-                raise ConfigError("--compare takes one --num-assistant-tokens.")
-            if self.store is not None:
-                self.check_unused("--store holds prompts and answers", *OF_LIVE_ANSWERS)
-            elif self.target is None:
+            if len(self.ks) > 1 or len(self.prompts or ()) > 1:
+                raise ConfigError("--compare takes one --num-assistant-tokens and one source of --prompts.")
+            if self.store is None and self.target is None:
                 raise ConfigError("--compare needs a --target or a --store.")
-            else:
-                self.check_unused("it is for --store", "cost", "domain")
-        else:
-            self.check_unused("they are for --compare", *OF_COMPARISON)
-            self.check_together("target", "draft")
-        if self.prompts is None:
-            self.check_rows()
         if min(self.ks) < 1:
             raise ConfigError(f"--num-assistant-tokens must be at least 1, got {min(self.ks)}.")
 
@@ -158,7 +141,7 @@ class QuickstartSettings(Versions, Reporting):
     _argument_group_name: ClassVar[str] = "quickstart"
 
     seed: int = flag("seed of the prompts and of learning", 0)
-    threads: int | None = flag(THREADS, None, metavar="N")
+    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     target: str | None = flag("another target for the same prompts", None, metavar="ID|PATH")
     draft: str | None = flag("another draft for the same prompts", None, metavar="ID|PATH")
     compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
@@ -175,8 +158,9 @@ def make_parser(arguments: Sequence[str], *, prog: str, **how: Any) -> CommandPa
 
 def quickstart_command(settings: QuickstartSettings, sizes: QuickstartSizes) -> int:
     """Serve, learn and measure; returns the exit code."""
+    settings.check()
     settings.check_together("target", "draft")
-    versions = {**settings.fetching, "draft_revision": settings.draft_revision}
+    versions = {f.name: getattr(settings, f.name) for f in fields(Versions)}
     pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu", **versions)
     report = quickstart(
         pair, sizes, seed=settings.seed, threads=settings.threads, output_dir=settings.output_dir,
@@ -458,8 +442,6 @@ def _drafts_by_name(settings: BenchSettings) -> dict[str, str]:
 
 def _compare(settings: BenchSettings) -> int:
     """Compare drafts on new answers of the target; returns the exit code."""
-    if len(settings.prompts or ()) > 1:
-        raise ConfigError("--compare takes one source of --prompts.")
     location, count = settings.prompts[0] if settings.prompts else None, settings.num_requests or NUM_COMPARED_REQUESTS
     dataset = evaluation_set(settings, location, count, settings.max_new_tokens, settings.domain_column)
     folder = settings.output_dir

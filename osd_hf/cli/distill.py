@@ -30,30 +30,24 @@ class DistillSettings(ChatRowSettings, Loading, Reporting):
 
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
     draft: str = flag("Hub id or folder of the draft, which learns in float32", metavar="ID|PATH")
-    lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, metavar="R")
+    lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, minimum=1, metavar="R")
     prompts: str | None = flag(
         "Hub data set or file with the columns prompt and perhaps completion, or messages", None, metavar="ID|FILE"
     )
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
-    num_requests: int | None = flag("first N requests; by default all", None, metavar="N")
+    num_requests: int | None = flag("first N requests; by default all", None, minimum=1, metavar="N")
     eval_prompts: str | None = flag("held-out prompts, read like --prompts", None, metavar="ID|FILE")
-    eval_split: str = flag("split of the data set of --eval-prompts", "test")
+    eval_split: str = flag("split of the data set of --eval-prompts", "test", needs="eval_prompts")
     eval_store: str | None = flag("held-out captured requests, in place of --eval-prompts", None, metavar="DIR")
-    num_held_out: int = flag("hold out the last N requests of the data", 0, metavar="N")
+    num_held_out: int = flag("hold out the last N requests of the data", 0, minimum=0, metavar="N")
     resume: bool = flag("resume from the last checkpoint in the output folder", False)
 
     def check(self) -> None:
-        """Raise ConfigError for values that are missing, too small, or do not go together."""
-        self.check_counts("lora_rank", "num_requests")
-        self.check_counts("num_held_out", minimum=0)
+        super().check()
         self.check_exclusive("prompts", "store")
         self.check_exclusive("eval_prompts", "eval_store", "num_held_out")
         if self.prompts is None and self.store is None:
             raise ConfigError("Name the data to train on: --prompts or --store.")
-        if self.prompts is None and self.eval_prompts is None:
-            self.check_rows("chat_template", "chat_template_kwargs")
-        if self.eval_prompts is None:
-            self.check_unused("it is for --eval-prompts", "eval_split")
 
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:

@@ -32,14 +32,12 @@ class DraftSettings(PromptSettings, Loading, Reporting):
         "layers of the target to copy, such as 0,1,29, in place of --num-layers", None, metavar="I,J,..."
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         folder = self.output_dir
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder. Choose another one.")
         self.check_exclusive("store", "prompts")
-        if self.store is not None:
-            self.check_rows("chat_template", "chat_template_kwargs")
         self.check_exclusive("device_map", "device")
 
     def with_layers(self, config: MakeDraftConfig) -> MakeDraftConfig:
@@ -59,6 +57,7 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     """Make and save a draft, and report its value; returns the exit code."""
+    settings.check()
     config = settings.with_layers(config)
     target = load_model(settings.target, **settings.target_loading)
     tokenizer = load_tokenizer(settings.target, **settings.fetching)

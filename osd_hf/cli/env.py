@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import convert_file_size_to_int
 
 from osd_hf.cli.settings import PAPER, CommandParser, Dtype, Reporting, Versions, flag, learning_parser, lora_config
 from osd_hf.config import OnlineConfig
@@ -20,7 +20,6 @@ from osd_hf.models import load_config
 from osd_hf.utils.report import installed, provenance
 
 PACKAGES = "osd_hf torch transformers peft trl accelerate gradio datasets huggingface_hub bitsandbytes torchao".split()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLACES = ("device", "learner", "host")
 QUANTIZATIONS: dict[int, dict[str, bool]] = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}
 WITHOUT_EFFECT = ("text_scope", "compile_draft", "compile_target", "divergence", "learn_from", "replay_fraction",
@@ -34,27 +33,31 @@ class EnvSettings(Versions, Reporting):
     models: list[str] | None = flag(
         "target and draft of a memory plan, from their configurations", None, positional=True, metavar="MODEL"
     )
-    target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto")
-    draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto")
-    target_bits: int | None = flag("quantize the target with bitsandbytes", None, choices=sorted(QUANTIZATIONS))
-    lora_rank: int | None = flag("train adapters of this rank instead of the whole draft", None, metavar="R")
-    device_memory: str | None = flag(
-        "memory of the device, such as 24GB or 80GiB, to see what fits", None, metavar="SIZE"
+    target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto", needs="models")
+    draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto", needs="models")
+    target_bits: int | None = flag(
+        "quantize the target with bitsandbytes", None, needs="models", choices=sorted(QUANTIZATIONS)
     )
-    prompt_tokens: int = flag("tokens of a prompt", 512, metavar="N")
-    max_new_tokens: int = flag("maximum tokens of an answer", 256, metavar="N")
-    rows: int = flag("prompts per request", 1, metavar="N")
+    lora_rank: int | None = flag(
+        "train adapters of this rank instead of the whole draft", None, minimum=1, needs="models", metavar="R"
+    )
+    device_memory: str | None = flag(
+        "memory of the device, such as 24GB or 80GiB, to see what fits", None, needs="models", metavar="SIZE"
+    )
+    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, metavar="N")
+    rows: int = flag("prompts per request", 1, minimum=1, needs="models", metavar="N")
     paper: bool = flag(PAPER, False)
 
-    @property
     def device_bytes(self) -> int | None:
-        """The memory of the device; raises ConfigError."""
+        """Return the memory of the device; raises ConfigError."""
         if self.device_memory is None:
             return None
-        found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?)(I?)B?", self.device_memory.strip().upper())
-        if found is None:
-            raise ConfigError(f"--device-memory must be a size such as 24GB or 80GiB, got {self.device_memory!r}.")
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
+        try:
+            return int(convert_file_size_to_int(self.device_memory))
+        except ValueError as error:
+            rule = "a size such as 24GB or 80GiB"
+            raise ConfigError(f"--device-memory must be {rule}, got {self.device_memory!r}.") from error
 
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
@@ -64,10 +67,9 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def env_command(settings: EnvSettings, config: OnlineConfig) -> int:
     """Show the environment, or the memory plan of the named models; returns the exit code."""
+    settings.check()
     if settings.models:
         return _plan(settings, config)
-    settings.check_unused("no models are named", "target_dtype", "draft_dtype", "target_bits", "lora_rank",
-                          "device_memory", "rows", "revision", "draft_revision")  # fmt: skip
     origin = provenance()
     set_threads, kind = os.environ.get("OMP_NUM_THREADS", "not set"), torch.accelerator.current_accelerator()
     accelerators = [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
@@ -80,7 +82,6 @@ def env_command(settings: EnvSettings, config: OnlineConfig) -> int:
         "threads of torch": f"{torch.get_num_threads()} (OMP_NUM_THREADS: {set_threads})",
         "accelerators": ", ".join(map(_accelerator, accelerators)) or "none",
         "CUDA or ROCm of torch": torch.version.cuda or getattr(torch.version, "hip", None) or "none",
-        **{f"dtypes on {device}": ", ".join(_dtypes(device)) for device in ("cpu", *accelerators)},
     }
     settings.say("Copy this into a report, with the command, its output, and what you expected:\n")
     for name, value in facts.items():
@@ -98,23 +99,9 @@ def _accelerator(device: str) -> str:
     return f"{properties.name} ({properties.total_memory / (1 << 30):.0f} GiB)"
 
 
-def _dtypes(device: str) -> list[str]:
-    """Return the dtypes in which the device multiplies matrices."""
-    return [str(dtype).removeprefix("torch.") for dtype in DTYPES if _multiplies(device, dtype)]
-
-
-def _multiplies(device: str, dtype: torch.dtype) -> bool:
-    try:
-        ones = torch.ones(2, 2, device=device, dtype=dtype)
-        return bool((ones @ ones).sum() == 8)
-    except (RuntimeError, TypeError):
-        return False
-
-
 def _plan(settings: EnvSettings, config: OnlineConfig) -> int:
     """Show the memory plan of a pair, or of one model as its own draft."""
-    settings.check_counts("lora_rank", "prompt_tokens", "max_new_tokens", "rows")
-    device_bytes, names = settings.device_bytes, list(settings.models or ())
+    device_bytes, names = settings.device_bytes(), list(settings.models or ())
     if len(names) != 2:
         raise ConfigError(f"Name two models, the target and the draft, got {len(names)}.")
     target = load_config(names[0], **settings.fetching)

@@ -1,8 +1,9 @@
-"""The command `osd-hf learn`: train a draft on an engine's stored answers, publish its versions, and deploy them."""
+"""The command `osd-hf learn`: collect answers of an engine, train a draft on them, publish and deploy its versions."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,41 +13,173 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from tqdm import tqdm
+from transformers import PreTrainedConfig
 
-from osd_hf.acceptance import AcceptanceStats, Comparison
-from osd_hf.cli import FAILED
-from osd_hf.cli.collect import CollectSettings, StoreSettings, run_collection
+from osd_hf.acceptance import Comparison
+from osd_hf.bundled import load_bundled
+from osd_hf.cli import FAILED, INTERRUPTED
 from osd_hf.cli.settings import (
     NOTHING_DRAFTED,
     PAPER,
     CommandParser,
     Loading,
+    PromptSettings,
+    Reporting,
+    Versions,
     compared_k,
     flag,
     learning_parser,
     lora_config,
+    read_key,
     stop_on_signal,
 )
 from osd_hf.config import OnlineConfig
+from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
+from osd_hf.engines.completions import CompletionClient, ResponseReader, environment_key, parse_address
 from osd_hf.engines.deploy import MIN_WATCHED_REQUESTS, Deployer, DeployMethod
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
-from osd_hf.errors import ConfigError, StateError, StoreError
+from osd_hf.errors import ConfigError, DataError, ServerError, StateError, StoreError
 from osd_hf.evaluation.display import alpha_bar, comparison_row, plot_alpha, text_table
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import check_push
 from osd_hf.learning.updater import make_accelerator
-from osd_hf.models import align_vocab, load_config, load_model, load_pair, load_tokenizer
+from osd_hf.models import (
+    align_vocab,
+    eos_ids,
+    load_config,
+    load_eos_ids,
+    load_model,
+    load_pair,
+    load_tokenizer,
+    prompt_room,
+)
+from osd_hf.prompts import EncodedPrompts
 from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
+from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
 CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(StoreSettings, Loading):
+class StoreSettings(Versions, Reporting):
+    """A store of an engine's answers, and the target that the engine serves."""
+
+    _argument_group_name: ClassVar[str] = "store"
+
+    target: str | None = flag("model that the engine serves, for its tokenizer and vocabulary; by default the bundled "
+                              "one", None, metavar="ID|PATH")  # fmt: skip
+    target_version: str | None = flag(
+        "name of the target's weights; by default the model's name in the responses", None, metavar="NAME"
+    )
+    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, metavar="N")
+    max_bytes: int | None = flag(
+        "maximum size of the store; the oldest requests are deleted", None, minimum=1, metavar="N"
+    )
+    max_age_days: float | None = flag("days after which requests are deleted", None, metavar="DAYS")
+
+    def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, ResponseReader]:
+        """Return the target's configuration and the reader of its answers."""
+        if self.target:
+            config, ends = load_config(self.target, **self.fetching), load_eos_ids(self.target, **self.fetching)
+        else:
+            target = load_bundled()[0]
+            config, ends = target.config, eos_ids(target.generation_config)
+        size = int(config.get_text_config().vocab_size)
+        return config, ResponseReader(size, min(num_logprobs, size), ends, self.target_version)
+
+    def open_store(self, folder: Path) -> CorrectionStore:
+        """Open the store for writing; raises StoreError."""
+        return CorrectionStore(
+            folder, max_bytes=self.max_bytes, flush_every=self.flush_every,
+            max_age_seconds=None if self.max_age_days is None else self.max_age_days * 86400,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectSettings(PromptSettings):
+    """How to collect answers before learning: by asking an engine, or from a request log."""
+
+    _argument_group_name: ClassVar[str] = "collection"
+
+    url: str | None = flag(
+        "first ask this OpenAI-compatible server, such as http://localhost:8000, and store its answers", None
+    )
+    log: Path | None = flag(
+        "first store the answers of a log: JSON lines of responses or {request, response}", None, metavar="FILE"
+    )
+    collect_only: bool = flag("end when the answers are stored", False, needs="url log")
+    follow: bool = flag("wait for more lines of the log until interrupted, with --collect-only", False, needs="log")
+    model: str | None = flag("name of the served model; by default the only one", None, needs="url", metavar="NAME")
+    api_key: str | None = flag("key of the server; other users of this machine can see it", None, needs="url")
+    api_key_file: Path | None = flag("file with the key", None, needs="url", metavar="FILE")
+    api_key_env: str | None = flag(
+        "environment variable with the key; by default OSD_HF_API_KEY", None, needs="url", metavar="NAME"
+    )
+    allow_plain_http: bool = flag("send a key to another machine over plain HTTP", False, needs="url")
+    concurrency: int = flag("requests at once", 4, minimum=1, needs="url", metavar="N")
+    patience_seconds: float = flag(
+        "seconds to retry a server that is away or too busy", 30.0, minimum=0, needs="url", metavar="S"
+    )
+    max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, needs="url", metavar="N")
+    temperature: float = flag("temperature of sampling; 0 = greedy", 0.0, minimum=0, needs="url", metavar="X")
+    top_p: float | None = flag("probability mass to sample from", None, needs="temperature", metavar="X")
+    top_k: int | None = flag("number of tokens to sample from", None, needs="temperature", metavar="N")
+    resume: bool = flag("leave out prompts whose answers are stored already", False, needs="url")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of sampling for a request."""
+        return {n: v for n in ("temperature", "top_p", "top_k") if (v := getattr(self, n)) is not None}
+
+    def check(self) -> None:
+        super().check()
+        self.check_exclusive("url", "log")
+        self.check_exclusive("api_key", "api_key_file", "api_key_env")
+        if self.log is not None and self.num_requests is not None and self.collect_only:
+            raise ConfigError("--num-requests would change nothing: a log is read to its end.")
+        if self.follow and not self.collect_only:
+            raise ConfigError("--follow needs --collect-only: learn from the store by a second command.")
+        if self.url is None and len(self.domain or ()) > 1:
+            raise ConfigError("Give --domain once.")
+
+    def key(self) -> str | None:
+        """Return the key that is sent to the server; raises ConfigError if it is missing."""
+        if self.api_key_file is not None:
+            if key := read_key(self.api_key_file):
+                return key
+            raise ConfigError(f"The file {self.api_key_file} holds no key.")
+        if self.api_key_env is not None:
+            if os.environ.get(self.api_key_env):
+                return os.environ[self.api_key_env]
+            raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set in the environment.")
+        address, user, password = parse_address(str(self.url))
+        if self.api_key or user or password:
+            return self.api_key or None
+        found = os.environ.get("OSD_HF_API_KEY") or environment_key(str(self.url))
+        if found is None and os.environ.get("OPENAI_API_KEY"):
+            print(
+                f"osd-hf: OPENAI_API_KEY is not sent to {address.host}, which may be another server's; to send it: "
+                "--api-key-env OPENAI_API_KEY",
+                file=sys.stderr,
+            )
+        return found
+
+    def client(self, key: str | None) -> CompletionClient:
+        """Connect to the server; raises as [`CompletionClient`] does."""
+        return CompletionClient(
+            str(self.url), self.model, api_key=key, allow_plain_http=self.allow_plain_http,
+            patience_seconds=self.patience_seconds,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnSettings(CollectSettings, StoreSettings, Loading):
     """Flags of `osd-hf learn`."""
 
     _argument_group_name: ClassVar[str] = "learn"
@@ -55,53 +188,50 @@ class LearnSettings(StoreSettings, Loading):
     output_dir: Path | None = flag("folder of the versions; DIR/latest is the newest", None, metavar="DIR")
     draft: str | None = flag("draft to start from; by default the bundled one", None, metavar="ID|PATH")
     paper: bool = flag(PAPER, False)
-    lora_rank: int | None = flag("train adapters of this rank, merged in published versions", None, metavar="R")
-    threads: int | None = flag("number of torch threads", None, metavar="N")
+    lora_rank: int | None = flag(
+        "train adapters of this rank, merged in published versions", None, minimum=1, metavar="R"
+    )
+    threads: int | None = flag("number of torch threads", None, minimum=1, metavar="N")
     by_domain: bool = flag("train a draft for each label, published to OUTPUT_DIR/LABEL", False)
     rescore: bool = flag("load the target and recompute the log-probs of requests of its other versions", False)
     once: bool = flag("end when everything in the stores is learned", False)
-    poll_seconds: float = flag("seconds between two looks at stores, logs and engines", 2.0, metavar="S")
+    poll_seconds: float = flag("seconds between two looks at stores, logs and engines", 2.0, minimum=0, metavar="S")
     state_dir: Path | None = flag(
         "saved state to resume from, with tokens of requests; by default OUTPUT_DIR-state", None, metavar="DIR"
     )
     keep: int = flag("newest versions to keep", 5, metavar="N")
-    publish_seconds: float = flag("minimum seconds between two versions", 30.0, metavar="S")
+    publish_seconds: float = flag("minimum seconds between two versions", 30.0, minimum=0, metavar="S")
     repo_id: str | None = flag("also push each version to this Hub repository", None, metavar="USER/NAME")
-    public: bool = flag("let everybody read --repo-id; by default it is private", False)
-    token: str | None = flag("token of the Hub; by default this machine's login", None)
+    public: bool = flag("let everybody read --repo-id; by default it is private", False, needs="repo_id")
+    token: str | None = flag("token of the Hub; by default this machine's login", None, needs="repo_id")
     license: str | None = flag("license of the draft's base, for the model card", None, metavar="NAME")
     metrics_port: int | None = flag("port for Prometheus metrics", None, metavar="PORT")
-    metrics_host: str = flag("address of the metrics", "127.0.0.1")
+    metrics_host: str = flag("address of the metrics", "127.0.0.1", needs="metrics_port")
     report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
     deploy: list[str] | None = flag("engines that get the versions: reload=URL, 'restart=URL COMMAND', or "
                                     "'webhook=URL HOOK', after LABEL: with --by-domain", None,
                                     metavar="WAY=URL")  # fmt: skip
     watch_requests: int = flag(
-        "requests after which a deployed version is compared with the one before", 200, metavar="N"
+        "requests after which a deployed version is compared with the one before", 200,
+        minimum=MIN_WATCHED_REQUESTS, needs="deploy", metavar="N",
+    )  # fmt: skip
+    deploy_seconds: float = flag(
+        "maximum seconds to load a version into an engine", 600.0, minimum=1, needs="deploy", metavar="S"
     )
-    deploy_seconds: float = flag("maximum seconds to load a version into an engine", 600.0, metavar="S")
 
     def check(self) -> None:
-        """Raise ConfigError for values that are too small or do not go together."""
-        self.check_store()
+        super().check()
+        if (self.url or self.log) and len(self.store) > 1:
+            raise ConfigError("--url and --log collect into one --store.")
+        if self.url is not None:
+            self.check_together("target", "prompts")
+        if self.collect_only:
+            return
         self.check_together("draft", "target")
-        self.check_counts("threads", "lora_rank")
-        self.check_counts("watch_requests", minimum=MIN_WATCHED_REQUESTS)
-        self.check_not_negative("poll_seconds", "publish_seconds", "deploy_seconds")
         if self.output_dir is None:
             raise ConfigError("--output-dir must name the folder of the versions.")
-        if self.metrics_port is None:
-            self.check_unused("it is for --metrics-port", "metrics_host")
-        if self.repo_id is None:
-            self.check_unused("it is for --repo-id", "public", "token")
-        elif self.by_domain:
+        if self.repo_id is not None and self.by_domain:
             raise ConfigError("--repo-id takes one draft. Push the versions of --by-domain with `osd-hf push`.")
-        if not self.rescore:
-            self.check_unused("only --rescore loads the target's weights", "device_map", "quantization")
-        if not self.deploy:
-            self.check_unused("it is for --deploy", "watch_requests", "deploy_seconds")
-        if not self.deploy_seconds:
-            raise ConfigError("--deploy-seconds must be more than 0.")
 
     def ways(self) -> dict[str | None, list[DeployMethod]]:
         """Return the engines by the label of their versions; raises ConfigError."""
@@ -121,37 +251,23 @@ class LearnSettings(StoreSettings, Loading):
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
     return learning_parser(
-        LearnSettings, arguments, without=NOTHING_DRAFTED, defaults={"num_assistant_tokens": 5},
-        more=(CollectSettings,), **how,
-    )  # fmt: skip
+        LearnSettings, arguments, without=NOTHING_DRAFTED, defaults={"num_assistant_tokens": 5}, **how
+    )
 
 
-def learn_command(settings: LearnSettings, collecting: CollectSettings, config: OnlineConfig) -> int:
+def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
     """Collect if asked for, and learn until a signal; returns the exit code."""
-    collecting.check()
-    if collecting.url is not None or collecting.log is not None:
-        settings.check_store()
-        settings.check_not_negative("poll_seconds")
-        if len(settings.store) > 1:
-            raise ConfigError("--url and --log collect into one --store.")
-        if collecting.url is not None and bool(settings.target) != bool(collecting.prompts):
-            raise ConfigError("--target and --prompts go together: set both, or neither.")
-        if not collecting.collect_only:
-            settings.check()
-        code = run_collection(
-            collecting, settings, settings.store[0].expanduser(), num_logprobs=config.num_logprobs or sys.maxsize,
-            seed=config.seed, poll_seconds=settings.poll_seconds,
-        )  # fmt: skip
-        if code or collecting.collect_only:
-            return code
     settings.check()
+    if settings.url is not None or settings.log is not None:
+        code = _collect(settings, config)
+        if code or settings.collect_only:
+            return code
     compared_k(config)
     ways = settings.ways()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    domain = collecting.domain[0] if collecting.domain else None
-    limit = collecting.num_requests if collecting.url is None else None
-    learner, folder = _make_learner(settings, config, domain)
+    limit = settings.num_requests if settings.url is None else None
+    learner, folder = _make_learner(settings, config)
     port = settings.metrics_port
     metrics = partial(learner_metrics, learner)
     serving = contextlib.nullcontext() if port is None else serve_metrics(port, metrics, host=settings.metrics_host)
@@ -178,7 +294,89 @@ def learn_command(settings: LearnSettings, collecting: CollectSettings, config: 
     return 0 if is_done and learner.is_pushed else FAILED
 
 
-def _make_learner(settings: LearnSettings, config: OnlineConfig, domain: str | None) -> tuple[StoreLearner, Path]:
+# --- collecting -----------------------------------------------------------------------------------------------------
+
+
+def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
+    """Collect into the store until everything is there, and report; returns the exit code."""
+    folder = settings.store[0].expanduser()
+    key = None if settings.url is None else settings.key()
+    target_config, reader = settings.read_target(config.num_logprobs or sys.maxsize)
+    encoded = None if settings.url is None else _encode(settings, folder, target_config, config.seed)
+    store, report = settings.open_store(folder), CollectionReport()
+    log = None if settings.log is None else LogReader(settings.log, LogReader.position_in(folder, settings.log))
+    failed: StoreError | ServerError | DataError | None = None
+    bar = tqdm(total=encoded and len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
+    how: dict[str, Any] = {"report": report, "on_request": lambda _: bar.update()}
+    try:
+        with store, stop_on_signal() as stop, bar:
+            if encoded is not None:
+                seed = {"seed": config.seed} if settings.temperature else {}
+                with settings.client(key) as client:
+                    collect(
+                        encoded.prompts, client, reader, store, max_new_tokens=settings.max_new_tokens, stop=stop,
+                        concurrency=settings.concurrency, **settings.sampling, **seed, **how,
+                    )  # fmt: skip
+            if log is not None:
+                with contextlib.closing(log):
+                    _follow(settings, log, reader, store, stop, how)
+    except (StoreError, ServerError, DataError) as error:  # the report comes first
+        failed = error
+    _report_collection(settings, report, folder, store.written_nbytes)
+    if failed is not None:
+        print(f"osd-hf: error: {failed}", file=sys.stderr)
+    elif report.unanswered:
+        print(f"osd-hf: interrupted: go on with --resume, {report.unanswered} prompts are left", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if failed is not None or (report.skipped and not report.requests) else 0
+
+
+def _follow(
+    settings: LearnSettings, log: LogReader, reader: ResponseReader, store: CorrectionStore, stop: threading.Event,
+    how: dict[str, Any],
+) -> None:  # fmt: skip
+    """Store the answers of a log, with `--follow` until a signal."""
+    domain = settings.domain[0] if settings.domain else None
+    while True:
+        collect_log(log, reader, store, domain=domain, stop=stop, **how)
+        if not settings.follow or stop.wait(settings.poll_seconds):
+            break
+    if log.has_rest:
+        print("osd-hf: the last line is incomplete; it is read when it is whole", file=sys.stderr)
+
+
+def _encode(settings: LearnSettings, folder: Path, target_config: PreTrainedConfig, seed: int) -> EncodedPrompts:
+    """Return the prompts to ask; with `--resume` only those without a stored answer."""
+    tokenizer = load_tokenizer(settings.target, **settings.fetching) if settings.target else load_bundled()[2]
+    room = prompt_room(target_config, target_config, settings.max_new_tokens)
+    encoded = settings.encode_prompts(tokenizer, room, limit=settings.num_requests, seed=seed)
+    if not settings.resume or not folder.exists():
+        return encoded
+    known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(folder)}
+    rest = [(p, ids) for p, ids in encoded.prompts if np.array(ids, np.int32).tobytes() not in known]
+    return replace(encoded, prompts=tuple(rest))
+
+
+def _report_collection(settings: LearnSettings, report: CollectionReport, folder: Path, written: int) -> None:
+    per_token = written / report.tokens if report.tokens else None
+    shown = "" if per_token is None else f" ({per_token:.1f} per token)"
+    settings.say(
+        f"{report.requests} requests with {report.tokens} tokens in {folder}, {written:,} bytes written{shown}, "
+        f"{report.seconds:.1f} s"
+    )
+    for reason, count in report.skipped.most_common():
+        settings.say(f"left out {count}: {reason}")
+    if settings.collect_only:
+        settings.write_json({
+            "provenance": provenance(), "requests": report.requests, "tokens": report.tokens, "bytes": written,
+            "bytes_per_token": per_token, "seconds": report.seconds, "skipped": dict(report.skipped),
+        })  # fmt: skip
+
+
+# --- learning -------------------------------------------------------------------------------------------------------
+
+
+def _make_learner(settings: LearnSettings, config: OnlineConfig) -> tuple[StoreLearner, Path]:
     """Return the learner and the folder of its versions."""
     token, private = None, False if settings.public else None
     if settings.repo_id is not None:
@@ -198,7 +396,8 @@ def _make_learner(settings: LearnSettings, config: OnlineConfig, domain: str | N
     try:
         facts = replace(facts_of(target, draft), license=settings.license, command=provenance()["command"])
         learner = StoreLearner(
-            draft, tokenizer, StoreFollower(settings.store), versions, config, domain=domain,
+            draft, tokenizer, StoreFollower(settings.store), versions, config,
+            domain=settings.domain[0] if settings.domain else None,
             by_domain=settings.by_domain, peft_config=lora_config(settings.lora_rank),
             target_version=settings.target_version, target=target if settings.rescore else None, facts=facts,
             state=state.expanduser(), repo_id=settings.repo_id, token=token, private=private,
@@ -295,10 +494,6 @@ def _compared(learner: StoreLearner) -> Comparison:
     return Comparison(list(learner.domains), {"frozen": list(learner.frozen), "learned": list(learner.learned)})
 
 
-def _last_fifth(stats: Sequence[AcceptanceStats]) -> AcceptanceStats:
-    return sum(stats[-max(len(stats) // 5, 1) :], AcceptanceStats())
-
-
 def _plot(learner: StoreLearner, folder: Path) -> None:
     if learner.learned:
         pooled = Comparison([None] * len(learner.learned), _compared(learner).sides)
@@ -317,5 +512,5 @@ def _report(learner: StoreLearner, deployers: Sequence[Deployer]) -> dict[str, A
         "deployed": [deployer.report() for deployer in deployers],
         "alpha_by_domain": {str(name): compared.of(name).alphas() for name in compared.names},
         **{f"alpha_{name}": [s.alpha for s in stats] for name, stats in compared.sides.items()},
-        **{f"alpha_{name}_last_fifth": _last_fifth(stats).alpha for name, stats in compared.sides.items()},
+        **{f"alpha_{name}_last_fifth": alpha for name, alpha in compared.last_fifth().alphas().items()},
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from osd_hf.cli import FAILED
-from osd_hf.cli.collect import StoreSettings
+from osd_hf.cli.learn import StoreSettings
 from osd_hf.cli.settings import CommandParser, flag
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
@@ -25,6 +24,7 @@ from osd_hf.server.metrics import metrics_route, proxy_metrics
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
+POLL_SECONDS = 1.0  # between two looks whether the command that learns has ended
 RESTART_SECONDS = 30.0  # before a restart
 STOP_SECONDS = 60.0  # to save a session
 
@@ -39,36 +39,32 @@ class ProxySettings(StoreSettings):
 
     url: list[str] = flag("addresses of OpenAI-compatible servers; the least busy one answers", metavar="URL")
     store: Path = flag("store of the answers", metavar="DIR")
-    num_logprobs: int = flag("log-probs stored per position", 64, metavar="K")
+    num_logprobs: int = flag("log-probs stored per position", 64, minimum=1, metavar="K")
     share: float = flag("share of the requests that are stored; log-probs cost the engine time", 0.2, metavar="X")
     domain: str | None = flag("label of requests without the header x-osd-domain", None, metavar="NAME")
     route: list[str] | None = flag("engine of the requests with a label", None, metavar="DOMAIN=URL")
     host: str = flag("address to listen at", "127.0.0.1")
-    port: int = flag("port to listen at", 8080)
-    max_body_bytes: int = flag("maximum size of a request body", 64 << 20, metavar="N")
+    port: int = flag("port to listen at", 8080, minimum=0)
+    max_body_bytes: int = flag("maximum size of a request body", 64 << 20, minimum=1, metavar="N")
     allow_development: bool = flag("forward requests to vLLM's development endpoints, which control it", False)
-    shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, metavar="S")
+    shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, minimum=0, metavar="S")
     learn: bool = flag("also run osd-hf learn on the store, in a separate process", False)
     draft: str | None = flag(
-        "with --learn, the draft to start from; by default the bundled one", None, metavar="ID|PATH"
+        "the draft to start from; by default the bundled one", None, needs="learn", metavar="ID|PATH"
     )
-    output_dir: Path | None = flag("with --learn, folder of the versions", None, metavar="DIR")
-    learn_config: Path | None = flag("with --learn, YAML or JSON file with more of its flags", None, metavar="FILE")
+    output_dir: Path | None = flag("folder of the versions", None, needs="learn", metavar="DIR")
+    learn_config: Path | None = flag(
+        "YAML or JSON file with more flags of osd-hf learn", None, needs="learn", metavar="FILE"
+    )
 
     def check(self) -> None:
-        """Raise ConfigError for values that are out of range or do not go together."""
-        self.check_store()
-        self.check_counts("num_logprobs", "max_body_bytes")
-        self.check_counts("port", minimum=0)
-        self.check_not_negative("shutdown_seconds")
+        super().check()
         if not 0 < self.share <= 1:
             raise ConfigError(f"--share must be above 0 and at most 1, got {self.share}.")
-        if not self.learn:
-            self.check_unused("it is for --learn", "draft", "output_dir", "learn_config")
-        elif self.output_dir is None:
-            raise ConfigError("--learn needs an --output-dir for the versions.")
-        else:
+        if self.learn:
             self.check_together("draft", "target")
+            if self.output_dir is None:
+                raise ConfigError("--learn needs an --output-dir for the versions.")
 
     def routes(self) -> dict[str, str]:
         """Return URLs by label; raises ConfigError."""
@@ -112,7 +108,7 @@ def proxy_command(settings: ProxySettings) -> int:
         max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
     )  # fmt: skip
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
-    learner = LearnProcess("osd-hf learn", settings.learn_command()) if settings.learn else None
+    learner = LearnProcess(settings.learn_command()) if settings.learn else None
     try:
         running.run(
             app,
@@ -147,54 +143,33 @@ def _close(recorder: Recorder, learner: LearnProcess | None, store: CorrectionSt
 
 
 class LearnProcess:
-    """
-    The command that learns next to the proxy, restarted half a minute after it fails.
+    """The command that learns next to the proxy. It is started again half a minute after it fails."""
 
-    Args:
-        name (`str`): Name for the log.
-        command (`Sequence[str]`): The command and its arguments.
-        start (`Callable`, *optional*, defaults to `subprocess.Popen`): Starts the command.
-    """
-
-    def __init__(
-        self, name: str, command: Sequence[str], *, start: Callable[[Sequence[str]], Any] = subprocess.Popen
-    ) -> None:
-        self._name = name
+    def __init__(self, command: Sequence[str], *, start: Callable[[Sequence[str]], Any] = subprocess.Popen) -> None:
         self._command = command
         self._start = start
-        self._process: Any = None
         self._stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name=f"osd_hf-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="osd_hf-learn", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            code = None
-            try:
-                with self._lock:
-                    if self._stopping.is_set():
-                        return
-                    self._process = self._start(self._command)
-                code = self._process.wait()
-            except OSError as error:
-                logger.warning("%s cannot be started: %s.", self._name, error.strerror)
-            if code == 0 or self._stopping.is_set():
+        while not self._stopping.is_set():
+            process = self._start(self._command)
+            while (code := process.poll()) is None and not self._stopping.wait(POLL_SECONDS):
+                pass
+            if code is None:
+                process.terminate()
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+            elif code == 0:
                 return
-            logger.warning("%s ended with code %s; it is started again in %.0f s.", self._name, code, RESTART_SECONDS)
-            if self._stopping.wait(RESTART_SECONDS):
-                return
+            else:
+                logger.warning("osd-hf learn ended with code %s; it starts again in %.0f s.", code, RESTART_SECONDS)
+                self._stopping.wait(RESTART_SECONDS)
 
     def stop(self) -> None:
-        """Terminate the command and wait until it has ended; kill it after a minute."""
+        """Terminate the command and wait until it has ended; it is killed after a minute."""
         self._stopping.set()
-        with self._lock:
-            process = self._process
-        if process is not None:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(OSError):
-                    process.kill()
         self._thread.join()

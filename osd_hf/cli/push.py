@@ -22,10 +22,6 @@ from osd_hf.hub.push import check_push, export_to_vllm, push_folder, save_draft
 from osd_hf.models import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance
 
-EVALUATION_FLAGS = ("before", "before_revision", "prompts", "split", "subset", "column", "prompt_template",
-                    "domain_column", "num_requests", "max_new_tokens", "timed_requests", "domain", "license",
-                    "private", "public", "token", "output_dir", "dry_run")  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class PushSettings(RowSettings, Loading, Reporting):
@@ -44,16 +40,16 @@ class PushSettings(RowSettings, Loading, Reporting):
         "the draft before it learned; by default the one on its model card", None, metavar="ID|PATH"
     )
     before_revision: str | None = flag("branch, tag or commit of that draft on the Hub", None, metavar="NAME")
-    split: str = flag("split of a data set", "test")
+    split: str = flag("split of a data set", "test", needs="prompts")
     prompts: str | None = flag(
         "public data set or file of prompts for the evaluation; by default generated ones", None, metavar="ID|FILE"
     )
-    domain_column: str | None = flag("column of each prompt's label", None, metavar="COLUMN")
-    num_requests: int = flag("number of prompts", 64, metavar="N")
-    max_new_tokens: int = flag("maximum tokens of an answer", 96, metavar="N")
-    timed_requests: int = flag("prompts that are also timed live", 12, metavar="N")
+    domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
+    num_requests: int = flag("number of prompts", 64, minimum=1, metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
+    timed_requests: int = flag("prompts that are also timed live", 12, minimum=0, metavar="N")
     num_assistant_tokens: int | None = flag(
-        "tokens drafted per round (k); by default tuned, or 5 to export", None, metavar="N"
+        "tokens drafted per round (k); by default tuned, or 5 to export", None, minimum=1, metavar="N"
     )
     domain: list[str] | None = flag("domains that the draft learned, for the card", None, metavar="NAME")
     license: str | None = flag("license of the draft's base, for the card", None, metavar="NAME")
@@ -64,18 +60,14 @@ class PushSettings(RowSettings, Loading, Reporting):
     dry_run: bool = flag("write --output-dir and push nothing", False)
 
     def check(self) -> None:
-        """Raise ConfigError for values that are too small or do not go together."""
+        super().check()
         self.check_exclusive("private", "public")
-        self.check_counts("num_requests", "max_new_tokens", "num_assistant_tokens")
-        self.check_counts("timed_requests", minimum=0)
-        if self.prompts is None:
-            self.check_rows()
+        self.check_exclusive("export", "repo_id")
         if self.draft_revision is not None and Path(self.draft).exists():
             raise ConfigError(f"--draft-revision is for a draft on the Hub, and {self.draft} is local. Leave it out.")
         if self.bundled and (given := self.changed("target", "before", "before_revision")):
             raise ConfigError(f"--bundled names the other models: leave out {given[0]}.")
         if self.export is not None:
-            self.check_unused("--export only writes the draft", "repo_id", *EVALUATION_FLAGS)
             return
         if self.repo_id is None:
             raise ConfigError("Name the repository of the draft, or --export DIR.")
@@ -90,26 +82,13 @@ class PushSettings(RowSettings, Loading, Reporting):
             return self
         named = card_data(self.draft)
         if "target_model" not in named:
-            raise ConfigError(
-                f"The target of the draft is unknown: {self.missing_card}. Name it with --target, or with --bundled "
-                "if it is the bundled one."
-            )
+            raise ConfigError(f"No card in a folder {self.draft} names the target: set --target, or --bundled.")
         return replace(self, target=named["target_model"], revision=self.revision or named.get("target_revision"))
-
-    @property
-    def missing_card(self) -> str:
-        """Why no model card answers."""
-        if Path(self.draft).is_dir():
-            return f"{self.draft} has no card that names one"
-        return f"there is no folder {self.draft}, and cards on the Hub are not read"
 
     def load_draft(self) -> PreTrainedModel:
         """Load the draft on the device of its target."""
-        how = self.draft_loading
-        draft: PreTrainedModel = load_model(
-            self.draft, **how | {"device": how["device"] or ("cpu" if self.bundled else None)}
-        )
-        return draft
+        device = self.device or ("cpu" if self.bundled else None)
+        return load_model(self.draft, **self.draft_loading | {"device": device})
 
     def pair(self) -> Pair:
         """Load the target, the draft before it learned, and their tokenizer; raises ConfigError if one is unknown."""
@@ -118,8 +97,7 @@ class PushSettings(RowSettings, Loading, Reporting):
         named = card_data(self.draft)
         before = self.before or named.get("base_model")
         if before is None or before in (self.target, named.get("target_model")):
-            source = "--before" if self.before else "the base that its card names"
-            reason = self.missing_card if before is None else f"{before}, {source}, is the target itself"
+            reason = "no card names it" if before is None else f"{before} is the target itself"
             raise ConfigError(f"The draft before it learned is unknown: {reason}. Name it with --before.")
         return load_pair(self.target, before, **self.loading | {"draft_revision": self.before_revision})
 

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from osd_hf.cli.settings import (
     compared_k,
     flag,
     learning_parser,
-    option,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
@@ -50,7 +48,6 @@ SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
 LOCK = ".run.lock"
-UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # files of a run that was killed at its start
 SAVE_SECONDS = 60.0
 
 
@@ -63,16 +60,18 @@ class RunSettings(PromptSettings, Loading, Reporting):
     target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
     draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
     bundled: bool = flag("serve the bundled pair on prompts of its domains", False)
-    max_new_tokens: int = flag("maximum tokens of an answer", 128, metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, metavar="N")
     do_sample: bool = flag("sample answers, reproducible by --seed; otherwise they are greedy", False)
-    temperature: float | None = flag("temperature, with --do-sample", None, metavar="X")
-    top_p: float | None = flag("probability mass to sample from, with --do-sample", None, metavar="X")
-    top_k: int | None = flag("number of tokens to sample from, with --do-sample", None, metavar="N")
+    temperature: float | None = flag("temperature of sampling", None, needs="do_sample", metavar="X")
+    top_p: float | None = flag("probability mass to sample from", None, needs="do_sample", metavar="X")
+    top_k: int | None = flag("number of tokens to sample from", None, needs="do_sample", minimum=0, metavar="N")
     learn: bool = flag("let the draft learn", True)
     paper: bool = flag(PAPER, False)
     output_dir: Path = flag("folder of report, plot, journal, draft and state", Path("osd_hf_run"), metavar="DIR")
     resume: bool = flag("resume the run in the output folder", False)
-    save_every: int | None = flag("updates between two saves; by default one save per minute", None, metavar="N")
+    save_every: int | None = flag(
+        "updates between two saves; by default one save per minute", None, minimum=1, metavar="N"
+    )
     keep_text: bool = flag("keep prompts and answers in the journal", False)
     store: str | None = flag(
         "also store the captured requests; a resumed run may store some twice", None, metavar="DIR"
@@ -84,11 +83,8 @@ class RunSettings(PromptSettings, Loading, Reporting):
         """Arguments of `generate` for every request; raises ConfigError."""
         sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in sampling.items() if value is not None}
-        if given and not self.do_sample:
-            raise ConfigError(f"{' and '.join(map(option, given))} need --do-sample.")
-        temperature, top_p, top_k = (given.get(name, 1) for name in sampling)
-        if not (0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0):
-            raise ConfigError("--temperature must be positive, --top-p above 0 and at most 1, --top-k at least 0.")
+        if not (0 < given.get("temperature", 1) < math.inf and 0 < given.get("top_p", 1) <= 1):
+            raise ConfigError("--temperature must be positive, and --top-p above 0 and at most 1.")
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
 
     @property
@@ -96,15 +92,12 @@ class RunSettings(PromptSettings, Loading, Reporting):
         """Sources of models and prompts."""
         return {"target": self.target, "draft": self.draft, "prompts": self.prompts}
 
-    def check(self, config: OnlineConfig) -> None:
-        """Raise ConfigError for values that are missing, too small, or do not go together."""
-        compared_k(config, takes_auto=True)
-        check_auto(config)
-        self.check_counts("save_every", "max_new_tokens", "num_requests")
+    def check(self) -> None:
         if self.bundled and any(self.sources.values()):
             raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
         if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
+        super().check()
 
     def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
         """Return what must stay the same for a run to be resumed, ready for JSON."""
@@ -132,7 +125,9 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     """Serve, learn and report; returns the exit code."""
-    settings.check(config)
+    settings.check()
+    compared_k(config, takes_auto=True)
+    check_auto(config)
     generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
     pair = load_pair(**settings.loading) if settings.bundled else None
     if pair is not None:
@@ -172,13 +167,8 @@ def _report(
     seed: int,
 ) -> None:  # fmt: skip
     """Write and show the report of a run."""
-    folder, (target, draft, _) = settings.output_dir, pair
-    if settings.do_sample:
-        frozen_is = "expected by replay on the sampled answers"
-    elif {target.dtype, draft.dtype} == {torch.float32}:
-        frozen_is = "exact, by replay"
-    else:
-        frozen_is = "by replay, exact but for rounding, as the models are not in float32"
+    folder, target = settings.output_dir, pair.target
+    frozen_is = "expected by replay on the sampled answers" if settings.do_sample else "exact but for rounding"
     places = {n: Path(v).name for n, v in identity.items() if isinstance(v, str) and Path(v).is_absolute()}
     report = {
         "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=seed),
@@ -212,28 +202,17 @@ def _report(
 
 @dataclass(frozen=True)
 class Served:
-    """
-    One request of a run, a line of its journal.
+    """One request of a run, a line of its journal."""
 
-    Args:
-        index (`int`), domain (`str`, *optional*): Row of the prompt in its source; its label.
-        learned (`AcceptanceStats`), frozen (`AcceptanceStats`):
-            Acceptance of the draft that learns, and of the original draft by replay.
-        seconds (`float`), learning_seconds (`float`): Wall time of the answer without learning, and of learning.
-        draft_version (`int`): Version that served.
-        update (`Mapping[str, Any]`, *optional*): Report of the update that followed.
-        prompt (`str`, *optional*), answer (`str`, *optional*): Texts, if kept.
-    """
-
-    index: int
+    index: int  # row of the prompt in its source
     domain: str | None
     learned: AcceptanceStats
-    frozen: AcceptanceStats
-    seconds: float
+    frozen: AcceptanceStats  # of the original draft, by replay
+    seconds: float  # of the answer, without learning
     draft_version: int
     learning_seconds: float = 0.0
-    update: Mapping[str, Any] | None = None
-    prompt: str | None = None
+    update: Mapping[str, Any] | None = None  # report of the update that followed
+    prompt: str | None = None  # texts, if kept
     answer: str | None = None
 
     def to_line(self) -> str:
@@ -250,7 +229,7 @@ class Served:
 def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
     """Raise ConfigError for a folder in use, and StateError if it has no run with this identity to resume."""
     try:
-        if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
+        if not folder.exists() or not any(folder.iterdir()):
             return
     except (OSError, ValueError) as error:
         raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
@@ -270,10 +249,7 @@ def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) ->
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Create the folder of a run and write its settings; raises ConfigError."""
     make_folder(folder)
-    try:
-        write_whole(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
+    write_whole(folder / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
 
 
 def serve(
@@ -292,15 +268,9 @@ def serve(
         assistant (`OnlineAssistant`):
             A new assistant with the strategy `"manual"`. Sampled requests repeat exactly only with a fixed k.
         frozen (`PreTrainedModel`): The original draft.
-        prompts (`EncodedPrompts`), generate_kwargs (`Mapping[str, Any]`): Requests; arguments of `generate`.
         folder (`Path`): Gets `journal.jsonl`, with texts if `keep_text`, and `state/`.
-        learn (`bool`, *optional*, defaults to `True`): Whether to keep and learn from requests.
         save_every (`int`, *optional*): Updates between two saves; by default one save per minute by `clock`.
-        clock (`Callable[[], float]`, *optional*): Seconds.
         on_request (`Callable[[Served], object]`, *optional*): Called for each request, earlier ones included.
-
-    Returns:
-        `list[Served]`: One per prompt.
 
     Raises:
         ConfigError: Another process serves into the folder.
@@ -375,8 +345,6 @@ def _locked(folder: Path) -> Iterator[None]:
         raise ConfigError(
             f"Another process serves into {folder}. Stop it, or choose another output folder."
         ) from error
-    except OSError as error:
-        raise ConfigError(f"The output folder {folder} cannot be written: {error}.") from error
     try:
         yield
     finally:

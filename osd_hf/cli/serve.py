@@ -50,15 +50,15 @@ class ServeSettings(Loading):
     target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
     draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
     bundled: bool = flag("serve the bundled pair", False)
-    threads: int | None = flag(THREADS, None, metavar="N")
+    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     host: str = flag("address to listen at; any other one lets other machines in", "127.0.0.1")
-    port: int = flag("port to listen at; 0 = a free one", 8000)
+    port: int = flag("port to listen at; 0 = a free one", 8000, minimum=0)
     served_model_name: str | None = flag("name of the model for clients; by default --target", None, metavar="NAME")
     api_key: str | None = flag("bearer token that clients must send; other users of this machine can see it", None)
     api_key_file: Path | None = flag("file with that token", None, metavar="FILE")
-    max_queue: int = flag("requests that may wait; further ones get status 503", 64, metavar="N")
-    shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, metavar="S")
-    max_new_tokens: int = flag("maximum tokens of an answer, unless the request sets it", 1024, metavar="N")
+    max_queue: int = flag("requests that may wait; further ones get status 503", 64, minimum=0, metavar="N")
+    shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, minimum=0, metavar="S")
+    max_new_tokens: int = flag("maximum tokens of an answer, unless the request sets it", 1024, minimum=1, metavar="N")
     chat_template_kwargs: str | None = flag(
         "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, metavar="JSON"
     )
@@ -71,17 +71,12 @@ class ServeSettings(Loading):
         """Name of the model for clients."""
         return self.served_model_name or self.target or "bundled"
 
-    def check(self, config: OnlineConfig) -> None:
-        """Raise ConfigError for values that are missing, too small, or do not go together."""
+    def check(self) -> None:
+        super().check()
         if self.bundled == bool(self.target or self.draft):
             raise ConfigError("Name a --target and a --draft, or --bundled, which brings both.")
         self.check_together("target", "draft")
         self.check_exclusive("api_key", "api_key_file")
-        self.check_counts("threads", "max_new_tokens")
-        self.check_not_negative("port", "max_queue", "shutdown_seconds")
-        check_auto(config)
-        if config.update_strategy == "manual":
-            raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
 
     @property
     def key(self) -> str | None:
@@ -103,7 +98,10 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     """Serve until a signal; returns the exit code."""
-    settings.check(config)
+    settings.check()
+    check_auto(config)
+    if config.update_strategy == "manual":
+        raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
     key, template_kwargs = settings.key, json_object("--chat-template-kwargs", settings.chat_template_kwargs)
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
         raise ConfigError('The server is an extra. Install it: pip install "osd-hf[serve]"')

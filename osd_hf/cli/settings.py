@@ -38,8 +38,13 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # --- parsing --------------------------------------------------------------------------------------------------------
 
 
+CHECKS = ("minimum", "needs")  # what `Settings.check` reads
+
+
 def flag(help: str, default: Any = MISSING, **how: Any) -> Any:
-    """Return a dataclass field with the arguments of its flag. `positional=True` makes a positional argument."""
+    """Return a dataclass field with the arguments of its flag. `positional=True` makes a positional argument. For
+    [`Settings.check`]: `minimum`, and `needs`, names of flags of which one must be set for this one to have an effect;
+    names that a command does not have are ignored."""
     return field(default=default, metadata={"help": help, **how})
 
 
@@ -94,7 +99,8 @@ class CommandParser(HfArgumentParser):
 
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
-        how, kinds = dict(field.metadata), typing.get_args(field.type)
+        how = {name: value for name, value in field.metadata.items() if name not in CHECKS}
+        kinds = typing.get_args(field.type)
         of_list = typing.get_origin(field.type) is list
         plain = [field.type] if of_list or not kinds else [kind for kind in kinds if kind is not types.NoneType]
         is_list = len(plain) == 1 and typing.get_origin(plain[0]) is list
@@ -109,8 +115,7 @@ class CommandParser(HfArgumentParser):
             names = dict.fromkeys([f"--{field.name}", option(field.name)])
             parser.add_argument(*names, type=_read_value, default=field.default, **word, **how)
         else:
-            if is_list:
-                field.metadata = types.MappingProxyType({"action": "extend", **how})
+            field.metadata = types.MappingProxyType({"action": "extend", **how} if is_list else how)
             HfArgumentParser._parse_dataclass_field(parser, field)
             if parser._actions[-1].option_strings[0] == f"--no_{field.name}":
                 parser._actions[-1].help = f"disable {option(field.name)}"
@@ -183,28 +188,21 @@ def _read_value(text: str) -> Any:
 class Settings:
     """Settings of a command, one field per flag, with checks."""
 
-    def check_counts(self, *names: str, minimum: int = 1) -> None:
-        """Raise ConfigError for a flag that is set and too small."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ConfigError(f"{option(name)} must be at least {minimum}, got {value}.")
-
-    def check_not_negative(self, *names: str) -> None:
-        """Raise ConfigError for a flag that is negative or not finite."""
-        for name in names:
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{option(name)} must not be negative, got {getattr(self, name)}.")
+    def check(self) -> None:
+        """Raise ConfigError for a value below its minimum, and for a flag that would change nothing."""
+        for known in fields(self):
+            value, minimum = getattr(self, known.name), known.metadata.get("minimum")
+            if minimum is not None and value is not None and not minimum <= value < math.inf:
+                raise ConfigError(f"{option(known.name)} must be at least {minimum}, got {value}.")
+            needed = [f for f in fields(self) if f.name in known.metadata.get("needs", "").split()]
+            if needed and value != known.default and not any(getattr(self, f.name) for f in needed):
+                shown = [f.metadata["metavar"] if f.metadata.get("positional") else option(f.name) for f in needed]
+                raise ConfigError(f"{option(known.name)} would change nothing without {' or '.join(shown)}.")
 
     def changed(self, *names: str) -> list[str]:
         """Return the flags, among these fields, that differ from their defaults."""
         known = {f.name: f.default for f in fields(self)}
         return [option(name) for name in names if name in known and getattr(self, name) != known[name]]
-
-    def check_unused(self, reason: str, *names: str) -> None:
-        """Raise ConfigError if one of these flags is set."""
-        if given := self.changed(*names):
-            raise ConfigError(f"{' and '.join(given)} would change nothing: {reason}.")
 
     def check_together(self, one: str, other: str) -> None:
         """Raise ConfigError if only one of two flags is set."""
@@ -251,22 +249,21 @@ class Versions(Settings):
 
     _argument_group_name: ClassVar[str] = "models"
 
-    revision: str | None = flag("branch, tag or commit of the target on the Hub", None, metavar="NAME")
+    revision: str | None = flag(
+        "branch, tag or commit of the target on the Hub", None, needs="target draft models compare", metavar="NAME"
+    )
     draft_revision: str | None = flag("branch, tag or commit of the draft on the Hub", None, metavar="NAME")
     trust_remote_code: bool = flag("run code from the model repositories", False)
 
     @property
     def fetching(self) -> dict[str, Any]:
-        """Return arguments of [`~osd_hf.models.load_config`] and [`~osd_hf.models.load_tokenizer`] for the target."""
-        return self._fetching(self.revision)
+        """Arguments of [`~osd_hf.models.load_config`] and [`~osd_hf.models.load_tokenizer`] for the target."""
+        return {"trust_remote_code": self.trust_remote_code, "revision": self.revision or "main"}
 
     @property
     def draft_fetching(self) -> dict[str, Any]:
-        """Return the same for the draft."""
-        return self._fetching(self.draft_revision)
-
-    def _fetching(self, revision: str | None) -> dict[str, Any]:
-        return {"trust_remote_code": self.trust_remote_code} | ({} if revision is None else {"revision": revision})
+        """The same for the draft."""
+        return {"trust_remote_code": self.trust_remote_code, "revision": self.draft_revision or "main"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,25 +282,25 @@ class Loading(Versions):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Return arguments of [`~osd_hf.models.load_pair`]."""
-        names = ("device_map", "quantization", "revision", "draft_revision")
-        return self._placing | {name: getattr(self, name) for name in names}
+        """Arguments of [`~osd_hf.models.load_pair`]."""
+        placing = {"device": self.device, "device_map": self.device_map, "quantization": self.quantization}
+        weights = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        versions = {f.name: getattr(self, f.name) for f in fields(Versions)}
+        return {**weights, **placing, **versions}
 
     @property
     def target_loading(self) -> dict[str, Any]:
-        """Return arguments of [`~osd_hf.models.load_model`] for the target."""
-        placing = {"device_map": self.device_map, "quantization": self.quantization}
-        return self._placing | self.fetching | placing
+        """Arguments of [`~osd_hf.models.load_model`] for the target."""
+        return {name: value for name, value in self.loading.items() if name != "draft_revision"} | self.fetching
 
     @property
     def draft_loading(self) -> dict[str, Any]:
-        """Return arguments of [`~osd_hf.models.load_model`] for the draft."""
-        return self._placing | self.draft_fetching
+        """Arguments of [`~osd_hf.models.load_model`] for the draft."""
+        names = ("dtype", "device", "attn_implementation")
+        return {name: getattr(self, name) for name in names} | self.draft_fetching
 
-    @property
-    def _placing(self) -> dict[str, Any]:
-        names = ("dtype", "device", "attn_implementation", "trust_remote_code")
-        return {name: getattr(self, name) for name in names}
+
+SOURCES = "prompts eval_prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,11 +309,11 @@ class RowSettings(Settings):
 
     _argument_group_name: ClassVar[str] = "prompts"
 
-    split: str = flag("split of a data set", "train")
-    subset: str | None = flag("configuration of a data set", None, metavar="NAME")
-    column: str | None = flag("column of the prompt", None)
+    split: str = flag("split of a data set", "train", needs=SOURCES)
+    subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME")
+    column: str | None = flag("column of the prompt", None, needs=SOURCES)
     prompt_template: str | None = flag(
-        "format string in place of a column, such as 'db: {db_id} {question}'", None, metavar="FORMAT"
+        "format string in place of a column, such as 'db: {db_id} {question}'", None, needs=SOURCES, metavar="FORMAT"
     )
 
     def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
@@ -326,11 +323,6 @@ class RowSettings(Settings):
         column = self.column or (None if self.prompt_template else default_column)
         known = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
         return PromptSource(location, **{**known, **more})
-
-    def check_rows(self, *more: str) -> None:
-        """Raise ConfigError for flags that say how prompts are read."""
-        rows = ("split", "subset", "column", "prompt_template", "domain_column")
-        self.check_unused("--prompts is not set", *rows, *more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,14 +337,14 @@ class ChatRowSettings(RowSettings):
     )
 
     @property
-    def chat(self) -> dict[str, Any]:
-        """Return arguments of [`~osd_hf.prompts.encode_prompts`] and `encode_turn`; raises ConfigError."""
-        return {"chat_template": self.chat_template, "chat_template_kwargs": self.template_kwargs}
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """The arguments of the chat template; raises ConfigError."""
+        return json_object("--chat-template-kwargs", self.chat_template_kwargs)
 
     @property
-    def template_kwargs(self) -> dict[str, Any] | None:
-        """Return the arguments of the chat template; raises ConfigError."""
-        return json_object("--chat-template-kwargs", self.chat_template_kwargs)
+    def chat(self) -> dict[str, Any]:
+        """Arguments of [`~osd_hf.prompts.encode_prompts`] and `encode_turn`; raises ConfigError."""
+        return {"chat_template": self.chat_template, "chat_template_kwargs": self.template_kwargs}
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:
@@ -375,14 +367,14 @@ class PromptSettings(ChatRowSettings):
     _argument_group_name: ClassVar[str] = "prompts"
 
     prompts: str | None = flag(
-        "Hub id or folder of a data set, or a json, jsonl or parquet file", None, metavar="ID|FILE"
+        "Hub id or folder of a data set, or a json, jsonl or parquet file", None, needs="url", metavar="ID|FILE"
     )
     domain: list[str] | None = flag(
         "label of all prompts; of bundled prompts, the domains to serve", None, metavar="NAME"
     )
-    domain_column: str | None = flag("column of each prompt's label", None, metavar="COLUMN")
+    domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
     num_requests: int | None = flag(
-        f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None, metavar="N"
+        f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None, minimum=1, metavar="N"
     )
 
     def encode_prompts(
@@ -399,7 +391,6 @@ class PromptSettings(ChatRowSettings):
                 raise ConfigError("--domain takes several labels only for bundled prompts; see --domain-column.")
             label = self.domain[0] if self.domain else None
             return read_prompts(self.source(self.prompts, domain=label, domain_column=self.domain_column))
-        self.check_rows()
         if unknown := set(self.domain or ()) - set(DOMAINS):
             raise ConfigError(f"--domain must be one of {', '.join(DOMAINS)}, got {', '.join(sorted(unknown))}.")
         count, domains = self.num_requests or NUM_BUNDLED_REQUESTS, self.domain or DOMAINS
@@ -414,7 +405,6 @@ def evaluation_set(
 ) -> EvaluationSet:
     """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError and DataError."""
     if location is None:
-        rows.check_rows()
         return EvaluationSet.bundled(num_requests, max_new_tokens=max_new_tokens)
     source = rows.source(location, default_column="prompt", domain_column=domain_column)
     prompts = tuple(itertools.islice(read_prompts(source), num_requests))
@@ -432,11 +422,11 @@ NOTHING_DRAFTED = ("candidates", "text_scope", "compile_draft", "compile_target"
 
 
 def learning_parser(
-    kind: type, arguments: Sequence[str], *, more: Sequence[type] = (), without: Collection[str] = (),
-    defaults: Mapping[str, Any] | None = None, **how: Any,
+    kind: type, arguments: Sequence[str], *, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> CommandParser:  # fmt: skip
     """Return the parser of a command whose draft learns. Defaults come from the paper's rule if `--paper` is given."""
-    parser = CommandParser([kind, *more, OnlineConfig], without, **how)
+    parser = CommandParser([kind, OnlineConfig], without, **how)
     rule = OnlineConfig.paper().to_dict() if "--paper" in arguments else dict(defaults or {})
     parser.set_defaults(**rule)
     return parser

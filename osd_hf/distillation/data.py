@@ -22,11 +22,9 @@ from osd_hf.decoding.request import NO_WARPING, sampling_settings
 from osd_hf.errors import (
     ConfigError,
     DataError,
-    OSDError,
     StateError,
     UnsupportedModelError,
     VocabularyMismatchError,
-    first_line,
 )
 from osd_hf.models import (
     check_draft,
@@ -131,8 +129,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
     if is_encoder_decoder and start is None:
         raise UnsupportedModelError(
-            f"The draft ({type(unwrap(draft)).__name__}) is an encoder-decoder without a `decoder_start_token_id`. "
-            "Set it on `draft.generation_config`, to that of the target."
+            "The draft is an encoder-decoder without a `decoder_start_token_id`. Set it on `draft.generation_config`."
         )
     # An iterator can be read only once.
     dataset, eval_dataset = (list(d) if isinstance(d, Iterator) else d for d in (dataset, eval_dataset))
@@ -218,39 +215,31 @@ def read_traces(
     traces = [trace for trace in dataset if len(trace)]
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
-    if other := sum(t.is_encoder_decoder != is_encoder_decoder for t in traces):
-        kinds = ("encoder-decoder", "decoder-only") if is_encoder_decoder else ("decoder-only", "encoder-decoder")
-        raise DataError(
-            f"The draft is {kinds[0]}, but {other} of {len(traces)} recordings are of a target that is {kinds[1]}. "
-            "Use recordings of a target of the draft's kind."
-        )
+    if any(t.is_encoder_decoder != is_encoder_decoder for t in traces):
+        raise DataError("The draft or the target of the recordings is an encoder-decoder, the other one is not.")
     if foreign := {t.vocab_size for t in traces} - {vocab_size}:
         raise VocabularyMismatchError(
-            f"The recordings have a vocabulary of {', '.join(map(str, sorted(foreign)))} tokens, the draft "
-            f"{vocab_size}. Use a draft of the target's vocabulary (see `align_vocab`)."
+            f"The recordings have a vocabulary of {min(foreign)} tokens, the draft {vocab_size}; see `align_vocab`."
         )
     if not needs_rows:
         return traces
     known = [t for t in traces if t.num_kept]
     if not known:
-        raise DataError(
-            f"All {len(traces)} requests were recorded without the target's rows. Record them with `num_logprobs`, or "
-            "distill from prompts with a target."
-        )
+        raise DataError(f"All {len(traces)} requests were recorded without the target's rows, see `num_logprobs`.")
     if len(known) < len(traces):  # the target changed while it answered them
         logger.warning("%d requests without the target's rows are left out.", len(traces) - len(known))
         traces = known
     widths = sorted({t.top_ids.shape[1] for t in traces})
     if len(widths) > 1:
         raise StateError(
-            f"The recordings keep {' and '.join(str(w or 'all') for w in widths)} entries per position; one run "
-            "takes one width. Distill from each part by itself."
+            f"The recordings keep {' and '.join(str(w or 'all') for w in widths)} entries per position. Distill from "
+            "each part by itself."
         )
     versions = sorted({t.target for t in traces if t.target is not None})
     if len(versions) > 1:
         raise DataError(
-            f"The recordings hold rows of {len(versions)} versions of the target ({', '.join(versions)}); one run "
-            "takes one. Leave out the others, or give all of them the rows of one by `rescore`."
+            f"The recordings hold rows of {len(versions)} versions of the target ({', '.join(versions)}). Leave out "
+            "the others, or give all of them the rows of one by `rescore`."
         )
     return traces
 
@@ -267,14 +256,7 @@ def read_rows(
 
     `prompt` and optionally `completion` are text, token ids or messages; or there are `messages`, whose last one may
     be the completion. A text completion gets EOS. Messages go through the chat template, with the columns `tools` and
-    `chat_template_kwargs`.
-
-    Args:
-        dataset (`Iterable[Any]`): Rows, or a `datasets.Dataset`, streamed or not.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's; not needed for token ids.
-        vocab_size (`int`), decoder_start (`int`, *optional*): Of the models.
-        prompts_only (`bool`, *optional*, defaults to `False`): Whether to ignore completions.
-        too_long (`Callable[[Trace], str]`, *optional*): Returns why a request does not fit, or an empty text.
+    `chat_template_kwargs`. `too_long` returns why a request does not fit, or an empty text.
 
     Raises:
         DataError: No row can be used; a token id is outside the vocabulary; text without a tokenizer, or messages
@@ -306,26 +288,18 @@ def read_rows(
     return traces
 
 
-def _rows(dataset: Any) -> Iterator[Any]:
-    """Yield the rows of a data set as Python objects, with the columns of [`read_rows`]."""
+def _rows(dataset: Any) -> Any:
+    """Return the rows of a data set as Python objects, with the columns of [`read_rows`]."""
     if isinstance(dataset, Mapping):
         if len(dataset) != 1:
-            raise DataError(
-                f"The data set is a {type(dataset).__name__} of {', '.join(map(repr, dataset))}. Pass one split, such "
-                'as `dataset["train"]`, or a list of rows.'
-            )
+            raise DataError(f"The data set has the splits {', '.join(dataset)}. Pass one, such as `dataset['train']`.")
         (dataset,) = dataset.values()
     has_transform = getattr(dataset, "format", {"type": None})["type"] == "custom"
     if hasattr(dataset, "with_format") and not has_transform:  # of `datasets`
         dataset = dataset.with_format(None)
         if kept := [name for name in dataset.column_names or () if name in ROW_COLUMNS]:
             dataset = dataset.select_columns(kept)
-    try:
-        yield from dataset
-    except OSDError:
-        raise
-    except Exception as error:  # from the caller's generator or a stream
-        raise DataError(f"The data set cannot be read to its end: {first_line(error)}.") from error
+    return dataset
 
 
 def _encoded(row: Any, tokenizer: Any, *, is_encoder_decoder: bool) -> tuple[list[int], list[int] | None]:
@@ -335,39 +309,31 @@ def _encoded(row: Any, tokenizer: Any, *, is_encoder_decoder: bool) -> tuple[lis
     if not isinstance(row, Mapping):
         raise RowError(f"it is a {type(row).__name__}, not an object with the columns {COLUMNS}")
     prompt, completion, messages = (_listed(row.get(name)) for name in ("prompt", "completion", "messages"))
-    is_chat = prompt is None
-    if is_chat:
-        if messages is None:
-            raise RowError(
-                f"it has no value in the columns {COLUMNS}; it has one in {', '.join(_given(row)) or 'no column'}"
-            )
+    if prompt is None:
         prompt, completion = messages, None
-        if messages and _are(Mapping, messages) and messages[-1].get("role") == "assistant":
+        if _are(Mapping, messages) and messages and messages[-1].get("role") == "assistant":
             prompt, completion = messages[:-1], messages[-1:]
-        if not prompt:
-            raise RowError("there is no message" + ("" if completion is None else " before the answer"))
     if not prompt or completion in ("", []):
-        raise RowError(f"the {'completion' if prompt else 'prompt'} is empty")
+        given = ", ".join(str(name) for name, value in row.items() if value is not None) or "no column"
+        missing = "completion is empty" if prompt else "prompt is missing or empty"
+        raise RowError(f"the {missing}; the columns are {COLUMNS}, and it has values in {given}")
     parts = [prompt] if completion is None else [prompt, completion]
-    if _are(int, *parts) and not is_chat:
+    if _are(int, *parts):
         return prompt, completion
-    is_text = all(isinstance(part, str) for part in parts) and not is_chat
+    is_text = all(isinstance(part, str) for part in parts)
     if not is_text and not _are(Mapping, *parts):
-        raise RowError(
-            f"prompt and completion must both be text, token ids or messages, got {' and '.join(map(_kind, parts))}"
-        )
+        raise RowError("prompt and completion must both be text, token ids or messages")
     if tokenizer is None:
-        kind = "text" if is_text else "messages"
-        raise DataError(f"The data set holds {kind}, and no tokenizer was found with the models. Pass `tokenizer=`.")
+        raise DataError("The data set holds text, and no tokenizer was found with the models. Pass `tokenizer=`.")
     if not is_text:
         return _encoded_messages(prompt, completion, tokenizer, row)
-    prompt, *rest = (prompt_text(part, name) for part, name in zip(parts, ("prompt", "completion"), strict=False))
-    answer: list[int] | None = None
-    if rest:
-        answer = list(tokenizer(rest[0], add_special_tokens=is_encoder_decoder)["input_ids"])
-        if tokenizer.eos_token_id not in (None, *answer[-1:]):
-            answer.append(tokenizer.eos_token_id)
-    return list(tokenizer(prompt)["input_ids"]), answer
+    ids = list(tokenizer(prompt_text(prompt, "prompt"))["input_ids"])
+    if completion is None:
+        return ids, None
+    answer = list(tokenizer(prompt_text(completion, "completion"), add_special_tokens=is_encoder_decoder)["input_ids"])
+    if tokenizer.eos_token_id not in (None, *answer[-1:]):
+        answer.append(tokenizer.eos_token_id)
+    return ids, answer
 
 
 def _encoded_messages(
@@ -375,19 +341,15 @@ def _encoded_messages(
 ) -> tuple[list[int], list[int] | None]:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError("The data set holds messages, but the tokenizer has no chat template. Give text instead.")
-    prompt, answers = _turns(prompt), None if completion is None else _turns(completion)
-    if all(turn["role"] in ("system", "developer") for turn in prompt):
-        raise RowError("there is only a system message")
-    if answers is not None and not any(turn["content"] or turn.get("tool_calls") for turn in answers):
+    prompt, answers = ([_turn(message) for message in part or ()] for part in (prompt, completion))
+    if answers and not any(message["content"] or message.get("tool_calls") for message in answers):
         raise RowError("the answer is empty")
-    settings = {
-        name: value for name, value in _setting(row, "chat_template_kwargs", dict).items() if value is not None
-    }
+    settings = {name: v for name, v in _setting(row, "chat_template_kwargs", dict).items() if v is not None}
     if tools := _setting(row, "tools", list):
         settings["tools"] = tools
     head = render_chat(tokenizer, prompt, settings, add_generation_prompt=True)
     ids = list(tokenizer(head, add_special_tokens=False)["input_ids"])
-    if answers is None:
+    if not answers:
         return ids, None
     whole = render_chat(tokenizer, [*prompt, *answers], settings)
     if not whole.startswith(head):
@@ -400,18 +362,13 @@ def _encoded_messages(
     return ids, answer[: answer.index(tokenizer.eos_token_id) + 1] if tokenizer.eos_token_id in answer else answer
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    turns = []
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            named = ", ".join(_given(message)) or "no field"
-            wrong = "no `role`" if message.get("role") is None else f"the role {message['role']!r}, which is not text"
-            raise RowError(f"message {number} has {wrong}; its fields are {named}")
-        try:
-            turns.append(chat_message(message))
-        except RowError as error:
-            raise RowError(f"`content` of message {number} {error}") from None
-    return turns
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise RowError(f"a message has no `role`; its fields are {', '.join(map(str, message))}")
+    try:
+        return chat_message(message)
+    except RowError as error:
+        raise RowError(f"`content` of a message {error}") from None
 
 
 def _setting(row: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -422,12 +379,8 @@ def _setting(row: Mapping[str, Any], name: str, kind: type) -> Any:
     except ValueError:
         raise RowError(f"`{name}` is no JSON") from None
     if value is not None and not isinstance(value, kind):
-        raise RowError(f"`{name}` must be a {kind.__name__}, got {_kind(value)}")
-    return kind() if value is None else value
-
-
-def _given(row: Mapping[str, Any]) -> list[str]:
-    return [str(name) for name, value in row.items() if value is not None]
+        raise RowError(f"`{name}` must be a {kind.__name__}, got {type(value).__name__}")
+    return value or kind()
 
 
 def _listed(value: Any) -> Any:
@@ -437,10 +390,6 @@ def _listed(value: Any) -> Any:
 
 def _are(kind: type, *parts: Any) -> bool:
     return all(isinstance(part, list) and all(isinstance(item, kind) for item in part) for part in parts)
-
-
-def _kind(value: Any) -> str:
-    return f"list of {type(value[0]).__name__}" if isinstance(value, list) and value else type(value).__name__
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -464,14 +413,8 @@ class Sampler:
     def complete(
         self, requests: Sequence[Trace], rows: Sequence[int], step: int, *, target: Any, draft: Any
     ) -> list[Trace]:
-        """
-        Return the requests with completions; existing completions count as the target's.
-
-        Args:
-            requests (`Sequence[Trace]`), rows (`Sequence[int]`): Requests and their rows in the data set.
-            step (`int`): Optimizer steps so far.
-            target (`PreTrainedModel`), draft (`PreTrainedModel`, *optional*): Models in evaluation mode.
-        """
+        """Return the requests of these rows with completions; existing ones count as the target's. `step` counts
+        optimizer steps. The models are in evaluation mode."""
         draws = [np.random.default_rng((self.seed, step, row)) for row in rows]
         students = {"teacher": 0.0, "student": 1.0, "mix_request": self.student_share}.get(self.source)
         picks = np.stack([rng.random(self.max_new_tokens, dtype=np.float32) for rng in draws])

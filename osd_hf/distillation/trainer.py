@@ -10,18 +10,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from huggingface_hub import HfApi
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
 from osd_hf.config import setting
 from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, read_data
-from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
+from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub.push import refuse_public
 from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import trainable_parameters
@@ -65,27 +64,19 @@ _WITHOUT_MEANING = sorted(
 class DistillConfig(GKDConfig):
     """
     Training arguments of [`distill`]: those of `transformers.TrainingArguments` and TRL's `GKDConfig`, without the
-    ones that prepare text or load models. These are added or have another default:
+    ones that prepare text or load models. The fields below are added or have another default.
 
     Args:
         sample_source (`str`, *optional*, defaults to `"teacher"`):
             Source of the training tokens: `"teacher"`, the target or the completions of the data; `"student"`, the
             draft; `"mix_request"` or `"mix_token"`, the draft with probability `lmbda` per request or per token.
-        divergence (`str`, *optional*, defaults to `"forward_kl"`): Loss, a key of `osd_hf.losses.DIVERGENCES`.
-        lmbda (`float`, *optional*, defaults to 0.5): Share of the draft in the mixes.
         temperature (`float`, *optional*, defaults to 1.0):
             Temperature of the samples; 0 is greedy. The loss compares distributions at temperature 1.
-        num_assistant_tokens (`int`, *optional*, defaults to 5): k for acceptance on held-out requests.
-        eval_temperature (`float`, *optional*, defaults to 0.0):
-            Temperature of the target's answers to held-out prompts; 0 is greedy, measured by replay.
-        early_stopping_patience (`int`, *optional*):
-            Evaluations without a new best `metric_for_best_model` before training stops.
-        metric_for_best_model (`str`, *optional*, defaults to `"alpha"`): `"alpha"` or `"block_efficiency"`.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
             With `push_to_hub`, create a private repository and refuse a public one.
 
     Raises:
-        ConfigError: A value has another type, is outside its range, or has no meaning in distillation.
+        ConfigError: A value is outside its range, or has no meaning in distillation.
     """
 
     sample_source: str = setting("teacher", "source of the training tokens: " + ", ".join(SAMPLE_SOURCES))
@@ -113,7 +104,6 @@ class DistillConfig(GKDConfig):
             if not holds:
                 raise ConfigError(f"`{name}` must be {rule}, got {getattr(self, name)!r}.")
 
-        _check_types(self)
         must("sample_source", self.sample_source in SAMPLE_SOURCES, f"one of {', '.join(SAMPLE_SOURCES)}")
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         for name in ("lmbda", "beta"):
@@ -136,13 +126,6 @@ class DistillConfig(GKDConfig):
         if self.resume_from_checkpoint in ("true", "false"):  # as a flag says it
             self.resume_from_checkpoint = self.resume_from_checkpoint == "true"  # type: ignore[assignment]
         super().__post_init__()  # type: ignore[no-untyped-call]
-        recomputing = self.gradient_checkpointing_kwargs or {}
-        can_select = self.gradient_checkpointing and not recomputing.get("use_reentrant")
-        must(
-            "gradient_checkpointing_kwargs",
-            can_select or not recomputing.get("selective"),
-            "without `selective`, which needs gradient checkpointing without `use_reentrant`",
-        )
         fuses = self.use_liger_kernel and (self.liger_kernel_config or {}).get("fused_linear_cross_entropy")
         must("liger_kernel_config", not fuses, "without `fused_linear_cross_entropy`, which would replace the loss")
 
@@ -154,34 +137,20 @@ class DistillConfig(GKDConfig):
 @dataclass(frozen=True)
 class DistillResult:
     """
-    The result of [`distill`].
-
-    Args:
-        draft (`PreTrainedModel`):
-            The trained draft in evaluation mode and the dtype of the given one, with adapters merged. Under FSDP or
-            ZeRO-3, only the main process gets the trained weights.
-        state (`TrainerState`): State of the trainer.
-        log_history (`list[dict[str, Any]]`): Logged entries.
-        alpha (`dict[int, float]`): Acceptance on held-out requests by optimizer step; step 0 is before training.
+    The result of [`distill`]. The draft is in evaluation mode, with adapters merged. Under FSDP or ZeRO-3, only the
+    main process gets the trained weights.
     """
 
-    draft: Any
-    state: Any
+    draft: PreTrainedModel
+    state: TrainerState
     log_history: list[dict[str, Any]]
-    alpha: dict[int, float]
+    alpha: dict[int, float]  # acceptance on held-out requests by optimizer step; step 0 is before training
 
 
 def distill(
-    *,
-    target: Any,
-    draft: Any,
-    dataset: Any,
-    config: DistillConfig,
-    eval_dataset: Any = None,
-    tokenizer: Any = None,
-    peft_config: Any = None,
-    callbacks: Sequence[Any] = (),
-) -> DistillResult:
+    *, target: Any, draft: Any, dataset: Any, config: DistillConfig, eval_dataset: Any = None, tokenizer: Any = None,
+    peft_config: Any = None, callbacks: Sequence[Any] = (),
+) -> DistillResult:  # fmt: skip
     """
     Train a copy of a draft on its target's distributions, on a fixed data set.
 
@@ -201,14 +170,10 @@ def distill(
         peft_config (`PeftConfig`, *optional*): Train only adapters, and merge them at the end.
         callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of the trainer.
 
-    Returns:
-        `DistillResult`
-
     Raises:
-        ConfigError: A target or a tokenizer is missing; one process sees several GPUs; the adapters cannot be merged;
-            the target would answer under logits processors.
+        ConfigError: A target or a tokenizer is missing, or settings do not fit the models.
         StateError: There is no checkpoint to resume from, or recordings have rows of several widths.
-        DataError: No row can be used, a recorded request is too long, or a token id is outside the vocabulary.
+        DataError: No row can be used, or a recorded request is too long.
         UnsupportedModelError: The models are no pair, or the draft has nothing to train.
         VocabularyMismatchError: Models, tokenizers or recordings have different vocabularies.
     """
@@ -247,41 +212,17 @@ def learner_of(draft: Any, peft_config: Any) -> Any:
     parameter can learn."""
     learner = copy.deepcopy(draft).eval()
     if peft_config is None:
-        learner = learner.float()
-        trainable_parameters(learner)
+        trainable_parameters(learner.float())
     return learner
 
 
-def _check_types(config: Any) -> None:
-    """Raise ConfigError for a value of another type in a numeric field; the trainer would fail much later."""
-    for f in fields(config):
-        value = getattr(config, f.name)
-        words = set(re.findall(r"\w+", f.type.__name__ if isinstance(f.type, type) else str(f.type)))
-        if value == f.default or not words & {"int", "float"} or words & {"str", "bool", "list", "dict"}:
-            continue
-        kind, rule = (Real, "a number") if "float" in words else (Integral, "an integer")
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ConfigError(f"`{f.name}` must be {rule}, got {value!r}.")
-
-
 def _check_adapters(draft: Any, peft_config: Any) -> None:
-    """Raise ConfigError or UnsupportedModelError for adapters that cannot be merged at the end."""
-    if peft_config is None:
-        if is_peft(draft) and not hasattr(draft.base_model, "merge_and_unload"):
-            raise UnsupportedModelError(
-                f"The draft's adapter ({type(draft.active_peft_config).__name__}) cannot be merged into its weights. "
-                "Use one that can, such as LoRA."
-            )
-    elif is_peft(draft):
-        raise ConfigError(
-            "The draft is a `PeftModel`, and `peft_config` was given as well. Leave `peft_config` out, or merge "
-            "the draft's adapter first (`draft.merge_and_unload()`)."
-        )
-    elif not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(peft_config.peft_type), "merge_and_unload"):
-        raise ConfigError(
-            f"`peft_config` is a {type(peft_config).__name__}, which cannot be merged into the draft's weights. "
-            "Use one that can, such as `LoraConfig`."
-        )
+    """Raise ConfigError for adapters that cannot be merged at the end."""
+    if is_peft(draft) and peft_config is not None:
+        raise ConfigError("The draft is a `PeftModel` already. Leave `peft_config` out, or merge its adapter first.")
+    config = draft.active_peft_config if is_peft(draft) else peft_config
+    if config is not None and not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "merge_and_unload"):
+        raise ConfigError(f"A {type(config).__name__} cannot be merged into the draft. Use another, such as LoRA.")
 
 
 @contextmanager
@@ -306,16 +247,8 @@ class DistillTrainer(Trainer):
     Transformers' trainer with the argument names of TRL's `GKDTrainer`. Batches are requests, the loss is the
     divergence between target and draft, and the evaluation measures acceptance on held-out requests.
 
-    Args:
-        model (`PreTrainedModel` or `PeftModel` or `str`): The draft. It is not changed: `trainer.model` is a copy.
-        teacher_model (`PreTrainedModel` or `str`, *optional*): The target.
-        args (`DistillConfig`, *optional*): Training arguments; left unchanged.
-        train_dataset (same as `dataset` of [`distill`]), eval_dataset (same, *optional*): Requests.
-        processing_class (`PreTrainedTokenizerBase`, *optional*): The tokenizer of both models.
-        callbacks (`Sequence[TrainerCallback]`, *optional*), peft_config (`PeftConfig`, *optional*): See [`distill`].
-
-    Raises:
-        ConfigError: `args` have another class; otherwise as [`distill`].
+    The arguments are those of [`distill`]: `model` is the draft, `teacher_model` the target, `args` the configuration,
+    `processing_class` the tokenizer. `trainer.model` is a copy of the draft.
     """
 
     control: Any
@@ -331,10 +264,7 @@ class DistillTrainer(Trainer):
         _check_adapters(draft, peft_config)
         tokenizer = common_tokenizer(processing_class, target, draft)
         if tokenizer is None and not draft.config.is_encoder_decoder:
-            raise ConfigError(
-                "No tokenizer was found where the models came from. Pass `tokenizer=` (of a trainer: "
-                "`processing_class=`)."
-            )
+            raise ConfigError("No tokenizer was found with the models. Pass `tokenizer=` or `processing_class=`.")
         data = read_data(target, draft, train_dataset, eval_dataset, tokenizer, config)
         callbacks = list(callbacks or ())
         if config.early_stopping_patience is not None:
@@ -346,7 +276,7 @@ class DistillTrainer(Trainer):
                     with evaluating(head):
                         check_head(head)
             super().__init__(
-                model=_prepared(learner, config, peft_config), args=config, data_collator=_collate,
+                model=_prepared(learner, config, peft_config), args=config, data_collator=lambda rows: {"rows": rows},
                 train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
                 eval_dataset=data.held_out and range(len(data.held_out.requests)),
             )  # fmt: skip
@@ -466,25 +396,15 @@ def _own_copy(args: DistillConfig | None) -> DistillConfig:
     """Return a copy of the training arguments, which trainers modify; raises ConfigError."""
     args = DistillConfig() if args is None else args
     if not isinstance(args, DistillConfig):
-        raise ConfigError(
-            f"`args` must be a `DistillConfig`, got a {type(args).__name__}. It takes the arguments of TRL's "
-            "`GKDConfig` as well: `osd_hf.DistillConfig(output_dir=..., ...)`."
-        )
+        raise ConfigError(f"`args` must be a `DistillConfig`, got a {type(args).__name__}.")
     if args.n_gpu > 1:
-        raise ConfigError(
-            f"{args.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`, or set "
-            "`CUDA_VISIBLE_DEVICES` to one of them."
-        )
+        raise ConfigError(f"{args.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`.")
     token, config = args.hub_token, copy.copy(args)
     config.hub_token = token
     config.remove_unused_columns = False
     if config.use_liger_kernel:  # its fused loss would replace the forward of `_let_run`
         config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
     return config
-
-
-def _collate(rows: list[int]) -> dict[str, list[int]]:
-    return {"rows": rows}
 
 
 def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:

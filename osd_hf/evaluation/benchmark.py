@@ -49,34 +49,21 @@ class System:
     """
     A decoding system.
 
-    Args:
-        name (`str`): Unique name for tables.
-        kind (`str`):
-            `"alone"`: the target's `generate`; `"prompt_lookup"` and `"stock"`: transformers' assisted generation
-            without and with a draft; `"lean"`: [`OnlineAssistant`] without learning.
-        draft (`PreTrainedModel`, *optional*): Draft of `"stock"` and `"lean"`.
-        num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to 5): k; only `"lean"` takes `"auto"`.
-        compile_draft, compile_target (*optional*):
-            For `"lean"`, as in [`OnlineConfig`]; for `"alone"`, transformers' compilation over a static cache.
-        candidates (`str`, *optional*, defaults to `"both"`): Sources of `"auto"`: `"draft"`, `"text"` or `"both"`.
-        earlier (`Sequence[Trace]`, *optional*): Requests that `"auto"` counts as served before.
-        acceptance (`ControlledAcceptance`, *optional*): Replaces the draft's proposals.
-        kernels (`bool`, *optional*, defaults to `False`): Use the assistant's CPU kernels; `"lean"` always does.
-
-    Raises:
-        ConfigError: An unknown kind, a missing or useless draft, or a number of tokens below 1.
+    Its kind is `"alone"`, the target's `generate`; `"prompt_lookup"` or `"stock"`, transformers' assisted generation
+    without or with a draft; or `"lean"`, [`OnlineAssistant`] without learning. Raises ConfigError for settings that do
+    not fit the kind.
     """
 
     name: str
     kind: Literal["alone", "prompt_lookup", "stock", "lean"]
-    draft: Any = None
-    num_assistant_tokens: int | Literal["auto"] = 5
-    compile_draft: bool | Literal["auto"] = "auto"
-    compile_target: bool = False
-    candidates: Literal["both", "draft", "text"] = "both"
-    earlier: Sequence[Trace] = ()
-    acceptance: ControlledAcceptance | None = None
-    kernels: bool = False
+    draft: Any = None  # of "stock" and "lean"
+    num_assistant_tokens: int | Literal["auto"] = 5  # only "lean" takes "auto"
+    compile_draft: bool | Literal["auto"] = "auto"  # for "lean", as in `OnlineConfig`
+    compile_target: bool = False  # for "lean", as in `OnlineConfig`; for "alone", transformers' static cache
+    candidates: Literal["both", "draft", "text"] = "both"  # sources of "auto"
+    earlier: Sequence[Trace] = ()  # requests that "auto" counts as served before
+    acceptance: ControlledAcceptance | None = None  # replaces the draft's proposals
+    kernels: bool = False  # use the assistant's CPU kernels; "lean" always does
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -115,23 +102,14 @@ class System:
 
 @dataclass(frozen=True, eq=False)
 class TimedAnswer:
-    """
-    The answer of one system to one request.
-
-    Args:
-        num_tokens (`int`): Tokens of the answer.
-        seconds (`float`), first_token_seconds (`float`): Time of the call, and until the first tokens.
-        stats (`AcceptanceStats`): Acceptance in this answer.
-        outcome (`str`): `"identical"`, `"tied"` or `"differing"`, see [`compare_outputs`].
-        peak_bytes (`int`, *optional*): Additional device memory; `None` on a CPU.
-    """
+    """The answer of one system to one request."""
 
     num_tokens: int
     seconds: float
     first_token_seconds: float
     stats: AcceptanceStats
-    outcome: str
-    peak_bytes: int | None
+    outcome: str  # see `compare_outputs`
+    peak_bytes: int | None  # additional device memory; `None` on a CPU
 
 
 @dataclass(frozen=True)
@@ -160,20 +138,12 @@ class RoundTimes:
 
 @dataclass(frozen=True, eq=False)
 class BenchmarkReport:
-    """
-    The measurements. `dataset=None` pools all data sets.
-
-    Args:
-        systems (`tuple[System, ...]`): The systems.
-        answers (`Mapping[str, Mapping[str, Sequence[TimedAnswer]]]`): Data set -> system -> answers.
-        rounds (`Mapping[str, Mapping[str, RoundTimes]]`): The same for the watched answers.
-        facts (`Mapping[str, Any]`): Device, dtype, memory of weights, systems whose target could not be compiled.
-    """
+    """The measurements. `dataset=None` pools all data sets."""
 
     systems: tuple[System, ...]
-    answers: Mapping[str, Mapping[str, Sequence[TimedAnswer]]]
-    rounds: Mapping[str, Mapping[str, RoundTimes]]
-    facts: Mapping[str, Any]
+    answers: Mapping[str, Mapping[str, Sequence[TimedAnswer]]]  # data set -> system -> answers
+    rounds: Mapping[str, Mapping[str, RoundTimes]]  # the same for the watched answers
+    facts: Mapping[str, Any]  # device, dtype, memory of weights, systems whose target could not be compiled
 
     @property
     def alone(self) -> str:
@@ -199,13 +169,10 @@ class BenchmarkReport:
 
     def predicted(self, system: str, dataset: str | None = None) -> dict[str, float] | None:
         """
-        Return the speed-up that the cost model predicts from measured acceptance and costs; `None` for the target
-        alone, or if answers are too short.
-
-        Returns:
-            `dict[str, float]`: `c`, time of a drafted token over a one-token target forward; `speedup`,
-            `expected_speedup(alpha, k, c)`; `speedup_wide`, the same with the measured wider target forward; `bound`,
-            the speed-up at alpha = 1. Without a fixed k, measured tokens per round replace the expected ones.
+        Return what the cost model predicts from measured acceptance and costs; `None` for the target alone, or if
+        answers are too short: `c`, the time of a drafted token over a one-token target forward; `speedup`,
+        `expected_speedup(alpha, k, c)`; `speedup_wide`, the same with the measured wider target forward; `bound`, the
+        speed-up at alpha = 1. Without a fixed k, measured tokens per round replace the expected ones.
         """
         own, alone = self.rounds_of(system, dataset), self.rounds_of(self.alone, dataset)
         kind, draft, k = next((s.kind, s.draft, s.num_assistant_tokens) for s in self.systems if s.name == system)
@@ -580,11 +547,6 @@ def _facts(target: Any, max_new_tokens: int, weights: dict[str, int]) -> dict[st
         "dtype": str(target.dtype).removeprefix("torch."),
         "max_new_tokens": max_new_tokens,
         "weights_bytes": weights,
-        "peak_bytes_are": (
-            "additional device memory of an answer, without weights, learning, and a compiled draft's cache"
-            if on_cuda
-            else "not measured: the systems share one process"
-        ),
         "process_peak_bytes": process_peak_bytes(),
     }
 

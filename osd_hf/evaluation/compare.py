@@ -56,47 +56,42 @@ class Worth(NamedTuple):
         return "yes" if low > 1 else "no" if high < 1 else "not sure"
 
 
+def _worth(cost: ForwardSeconds, stats: AcceptanceStats, num_assistant_tokens: int, new_tokens: float) -> Worth:
+    alpha, (low, high) = 0.0, (0.0, 1.0)
+    if stats.examined:
+        # Measured tokens per forward, which alpha alone would overestimate.
+        alpha = alpha_from_block_efficiency(stats.block_efficiency, num_assistant_tokens)
+        low, high = (min(max(end - stats.alpha + alpha, 0.0), 1.0) for end in stats.alpha_interval)
+    k, speedup = cost.best_k(alpha, new_tokens)
+    low, high = (cost.speedup(end, k, new_tokens) for end in (low, high))
+    return Worth(k, speedup, (low, high))
+
+
 @dataclass(frozen=True, eq=False)
 class DraftComparison:
     """
     The result of [`compare`].
 
-    Args:
-        dataset (`EvaluationSet`): The prompts that left room for an answer.
-        num_assistant_tokens (`int`): The k of `scores`.
-        scores (`Comparison`): Counts of each draft on each prompt.
-        costs (`Mapping[str, ForwardSeconds]`): Seconds of forwards of the target and of each draft.
-        new_tokens (`float`): Mean tokens of an answer.
-        target (`Mapping[str, Any]`), models (`Mapping[str, Mapping[str, Any]]`):
-            `name`, `revision` on the Hub and `version` (fingerprint of the weights) of the target and of each draft.
-        facts (`dict[str, Any]`):
-            Command, versions, machine, device and dtype. With `compiles_drafts`, drafts are compiled by default there
-            and cost less than the eager forwards in `costs`.
+    With `compiles_drafts` among the facts, drafts are compiled by default there and cost less than the eager forwards
+    in `costs`.
     """
 
-    dataset: EvaluationSet
-    num_assistant_tokens: int
+    dataset: EvaluationSet  # the prompts that left room for an answer
+    num_assistant_tokens: int  # k of the scores
     scores: Comparison
-    costs: Mapping[str, ForwardSeconds]
-    new_tokens: float
-    target: Mapping[str, Any]
-    models: Mapping[str, Mapping[str, Any]]
-    facts: dict[str, Any] = field(default_factory=dict)
+    costs: Mapping[str, ForwardSeconds]  # of the target and each draft
+    new_tokens: float  # mean tokens of an answer
+    target: Mapping[str, Any]  # `name`, `revision` on the Hub, and `version`, a fingerprint of the weights
+    models: Mapping[str, Mapping[str, Any]]  # the same of each draft
+    facts: dict[str, Any] = field(default_factory=dict)  # command, versions, machine, device and dtype
 
     @cached_property
     def worth(self) -> dict[str, Worth]:
         """The worth of each draft, the best first."""
-        found = {}
-        for name, cost in self.costs.items():
-            stats = self.scores.totals[name]
-            alpha, (low, high) = 0.0, (0.0, 1.0)
-            if stats.examined:
-                # Measured tokens per forward, which alpha alone would overestimate.
-                alpha = alpha_from_block_efficiency(stats.block_efficiency, self.num_assistant_tokens)
-                low, high = (min(max(end - stats.alpha + alpha, 0.0), 1.0) for end in stats.alpha_interval)
-            k, speedup = cost.best_k(alpha, self.new_tokens)
-            low, high = (cost.speedup(end, k, self.new_tokens) for end in (low, high))
-            found[name] = Worth(k, speedup, (low, high))
+        found = {
+            name: _worth(cost, self.scores.totals[name], self.num_assistant_tokens, self.new_tokens)
+            for name, cost in self.costs.items()
+        }
         return dict(sorted(found.items(), key=lambda one: -one[1].speedup))
 
     def summary(self) -> str:
@@ -229,9 +224,6 @@ def _known(model: Any) -> dict[str, Any]:
 # --- one draft, before and after -----------------------------------------------------------------------------------
 
 
-TUNED_KS = range(1, 9)
-
-
 def evaluate(
     target: Any, before: Any, after: Any, tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
     num_assistant_tokens: int | None = None, timed_requests: int = 0, show_progress: bool = False,
@@ -240,25 +232,21 @@ def evaluate(
     Measure a draft before and after learning on the target's greedy answers.
 
     Args:
-        target (`PreTrainedModel`), before (`PreTrainedModel`), after (`PreTrainedModel`): Models with one vocabulary.
-        tokenizer (`PreTrainedTokenizerBase`): Their tokenizer.
-        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`): The prompts.
+        target, before, after (`PreTrainedModel`): Models with one vocabulary.
+        tokenizer, dataset, show_progress: See [`compare`].
         num_assistant_tokens (`int`, *optional*):
-            k; by default the fastest one by replay and measured costs if requests are timed, otherwise 5.
+            k; by default the best one by the cost model if requests are timed, otherwise 5.
         timed_requests (`int`, *optional*, defaults to 0):
             Prompts that decoder-only pairs also answer live, by the target alone and with both drafts.
-        show_progress (`bool`, *optional*, defaults to `False`): Whether to show progress bars.
-
-    Raises:
-        ConfigError: The answers leave no room for a prompt; `dataset` is one text.
-        DataError: Fewer than two prompts leave room for their answers.
     """
     dataset, traces = answered(target, [before], tokenizer, dataset)
     speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
     if timed_requests and not target.config.is_encoder_decoder:
         asked = {"evaluation": [trace.prompt_ids.tolist() for trace in traces[:timed_requests]]}
         if num_assistant_tokens is None:
-            k = _tuned(target, after, tokenizer, asked, traces, dataset.max_new_tokens)
+            (cost,) = measured_costs(target, [after], traces[0].prompt_ids, device_clock(target))
+            stats = sum(replay_each(after, traces, k), AcceptanceStats())
+            k = _worth(cost, stats, k, float(np.mean([len(trace) for trace in traces]))).num_assistant_tokens
         systems = [
             System("target alone", "alone"),
             System("transformers, draft before", "stock", before, k),
@@ -296,24 +284,3 @@ def answered(
     if show_progress:
         traces = progress(traces, "the target answers", "prompt", len(ids))
     return replace(dataset, prompts=tuple(p for p, _ in encoded.prompts)), list(traces)
-
-
-def _tuned(
-    target: Any, draft: Any, tokenizer: Any, asked: dict[str, list[list[int]]], traces: Any, max_new_tokens: int
-) -> int:
-    """Return the k with the most tokens per second, by replay and the timed rounds of two k."""
-    first = {name: group[:4] for name, group in asked.items()}
-    systems = [System("alone", "alone"), *(System(f"k{k}", "stock", draft, k) for k in (1, 7))]
-    report = benchmark(target, systems, first, max_new_tokens=max_new_tokens, watched_requests=0, tokenizer=tokenizer)
-    # The seconds of a round are interpolated linearly in k.
-    seconds = []
-    for k in (1, 7):
-        answers = report.answers_of(f"k{k}")
-        seconds.append(sum(a.seconds for a in answers) / sum(a.stats.target_forwards for a in answers))
-    slope = max((seconds[1] - seconds[0]) / 6, 0.0)
-
-    def rate(k: int) -> float:
-        stats = sum(replay_each(draft, traces, k), AcceptanceStats())
-        return stats.block_efficiency / (seconds[0] + (k - 1) * slope)
-
-    return max(TUNED_KS, key=rate)

@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 
 BAR_WINDOW = 50  # requests over which a progress bar pools alpha
 MAX_PANELS = 6
-MAX_LABELS = 12
 WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
 
 
@@ -95,21 +93,17 @@ def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
 
 
 def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | None = None) -> None:
-    """Plot alpha of a frozen and a learning draft over the requests, pooled over `window` requests. Consecutive
-    domains are shaded, a few mixed domains get a panel each, and many mixed ones are drawn as one."""
+    """Plot alpha of a frozen and a learning draft over the requests, pooled over `window` requests. A few domains get
+    a panel each, many are drawn as one."""
     domains, names = compared.domains, compared.names
     window = window or rolling_window(len(domains))
-    blocks = [(name, len(list(group))) for name, group in groupby(domains)]
-    shades = names != [None] and len(blocks) <= min(2 * len(names), MAX_LABELS)
-    if shades or len(names) == 1 or len(names) > MAX_PANELS:
+    if len(names) == 1 or len(names) > MAX_PANELS:
         figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
         _draw(axes, range(1, len(domains) + 1), compared, window)
-        if shades:
-            _shade(axes, blocks)
         axes.set_xlabel("request")
         axes.set_ylabel(f"alpha (last {window} requests)")
         axes.legend(loc="lower right", frameon=True, framealpha=0.9)
-        axes.set_title(title, loc="left", fontsize=11, pad=20 if shades else 6)
+        axes.set_title(title, loc="left", fontsize=11)
     else:
         columns = min(2, len(names))
         rows = -(-len(names) // columns)
@@ -122,7 +116,7 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | No
             if number % columns == 0:
                 axes.set_ylabel(f"alpha (last {share} of the domain)")
             if number >= len(names) - columns:
-                axes.set_xlabel("request, all domains mixed")
+                axes.set_xlabel("request, of all domains")
         panels[0].legend(loc="lower right", frameon=True, framealpha=0.9)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.savefig(path)
@@ -194,15 +188,3 @@ def _draw(axes: Any, requests: Sequence[int], compared: Comparison, window: int)
     axes.plot(requests[first:], rolling_alpha(frozen, window)[first:], color=FROZEN, lw=1.6, ls="--", label="frozen")
     axes.set_ylim(0, 1)
     axes.margins(x=0.01)
-
-
-def _shade(axes: Any, blocks: Sequence[tuple[str | None, int]]) -> None:
-    start = 0.5
-    for number, (name, count) in enumerate(blocks):
-        axes.axvspan(start, start + count, color="#000000", alpha=0.05 if number % 2 else 0.0, lw=0)
-        label = str(name or "no domain")
-        axes.annotate(
-            label, (start + count / 2, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4),
-            textcoords="offset points", ha="center", va="bottom", fontsize=9,
-        )  # fmt: skip
-        start += count

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,7 +31,6 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 K = 5
 WAYS = ("target alone", "prompt lookup", "static draft", "learned draft", "learned draft, target compiled")
 COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the ways
-COMPILE_SECONDS = 30  # approximate, of the bundled target's forward
 
 
 @dataclass(frozen=True)
@@ -67,19 +66,14 @@ def quickstart(
         pair (`Pair`), sizes (`QuickstartSizes`): The models; numbers of requests.
         seed (`int`): Seed of the prompts, their order, and learning.
         threads (`int`, *optional*): Number of torch threads; by default [`choose_threads`] decides.
-        output_dir (`Path`), write (`Callable[[str], object]`):
-            Folder of `report.json`, `alpha.png` and `domains.png`; receives the printed lines.
+        output_dir (`Path`): Folder of `report.json`, `alpha.png` and `domains.png`.
+        write (`Callable[[str], object]`): Prints a text.
         compile_target (`bool`, *optional*, defaults to `True`): Whether to time the target compiled, too.
 
     Returns:
         `dict[str, Any]`: The content of `report.json`.
-
-    Raises:
-        ConfigError: Fewer than one thread, a negative seed, or an output folder that cannot be written.
     """
     config = OnlineConfig(num_assistant_tokens=K, seed=seed)
-    if threads is not None and threads < 1:
-        raise ConfigError(f"`threads` must be at least 1, got {threads}.")
     started = time.perf_counter()
     make_folder(output_dir)
     learned_from, later = split_prompts(sizes, seed)
@@ -88,25 +82,46 @@ def quickstart(
         for examples in (learned_from, later)
     )
     threads_before, ways = torch.get_num_threads(), WAYS if compile_target else WAYS[:-1]
+    used, thread_seconds = choose_threads(pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), threads)
+    write(
+        f"1. A small draft proposes tokens while its target answers {len(stream)} prompts, and learns from the "
+        f"answers.\n2. {len(later)} later prompts show how many proposals are right, before and after.\n"
+        f"3. {len(DOMAINS) * sizes.timed_requests} of them are answered in {len(ways)} ways, to compare the speed.\n"
+        f"Torch threads: {used}.\n"
+    )
     try:
-        found = _measure(pair, config, sizes, stream, asked, threads, ways, write)
+        with OnlineAssistant(*pair, config) as assistant:
+            assistant.drafts.set_pace(min_effort=1.0)  # shows what learning can reach
+            served = serve_stream(assistant, stream, sizes.max_new_tokens)
+            balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
+            prompts = [ids for _, ids in asked]
+            recorded = record_traces(pair.target, prompts, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
+            answered = list(display.progress(recorded, "later prompts", "request", len(prompts)))
+            frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, answered))
+            learned = replay_each(assistant.draft, answered, K)
+            timed = _timed(pair, assistant.draft, served, asked, sizes, ways)
     finally:
         torch.set_num_threads(threads_before)
-    outcomes = [answer.outcome for way in _shown_ways(found.timed)[1:] for answer in found.timed.answers_of(way)]
+    while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
+    compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned})
+    outcomes = [answer.outcome for way in _shown_ways(timed)[1:] for answer in timed.answers_of(way)]
     report: dict[str, Any] = {
-        "provenance": provenance(seed=seed, device=str(pair.target.device), threads=found.threads),
+        "provenance": provenance(seed=seed, device=str(pair.target.device), threads=used),
         "defaults": OnlineConfig().to_dict(),  # shows whether a report is outdated
         "sizes": asdict(sizes),
         "config": config.to_dict(),
-        "by_domain": {n: _domain_report(n, part, found.timed) for n, part in found.compared.parts().items()},
+        "by_domain": {name: _domain_report(name, part, timed) for name, part in compared.parts().items()},
         "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
-        **found.facts,
+        "updates": assistant.version,
+        "thread_seconds": thread_seconds,
+        **balance,
     }
-    display.plot_alpha(output_dir / "alpha.png", found.serving, title=display.WHILE_SERVING)
+    serving = Comparison([t.domain for t in served], while_serving)
+    display.plot_alpha(output_dir / "alpha.png", serving, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving"}
     title = "Acceptance on later prompts, never learned from"
-    display.plot_domains(output_dir / "domains.png", found.compared.bars(labels), title=title)
-    answer = pair.tokenizer.decode(found.later[0].completion_ids.tolist(), skip_special_tokens=True)
+    display.plot_domains(output_dir / "domains.png", compared.bars(labels), title=title)
+    answer = pair.tokenizer.decode(answered[0].completion_ids.tolist(), skip_special_tokens=True)
     for line in _shown(report, later[0], answer):
         write(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
@@ -114,53 +129,6 @@ def quickstart(
     write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
     write(f"\n{_summary(report)}")
     return report
-
-
-class Measurements(NamedTuple):
-    """Results of [`quickstart`] before they are reported."""
-
-    serving: Comparison  # frozen and learned, on the requests that were learned from
-    compared: Comparison  # static and learned, on the later prompts
-    later: list[Trace]
-    timed: BenchmarkReport
-    threads: int
-    facts: dict[str, Any]  # for the report
-
-
-def _measure(
-    pair: Pair, config: OnlineConfig, sizes: QuickstartSizes, stream: Sequence[tuple[str, list[int]]],
-    asked: Sequence[tuple[str, list[int]]], threads: int | None, ways: Sequence[str], write: Callable[[str], object],
-) -> Measurements:  # fmt: skip
-    """Serve and learn, replay the later prompts, and time all ways to answer."""
-    seconds, clocks = dict[str, dict[str, float]](), [(time.perf_counter(), time.process_time())]
-
-    def done(phase: str) -> None:
-        clocks.append((time.perf_counter(), time.process_time()))
-        wall, processor = (round(now - before, 2) for before, now in zip(*clocks[-2:], strict=True))
-        seconds[phase] = {"wall": wall, "processor": processor}
-
-    used, thread_seconds = choose_threads(pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), threads)
-    for line in _announced(pair, sizes, asked[0][1], used, ways):
-        write(line)
-    done("threads")
-    with OnlineAssistant(*pair, config) as assistant:
-        assistant.drafts.set_pace(min_effort=1.0)  # shows what learning can reach
-        served = serve_stream(assistant, stream, sizes.max_new_tokens)
-        balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
-        done("serving")
-        ids = [one for _, one in asked]
-        recorded = record_traces(pair.target, ids, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
-        later = list(display.progress(recorded, "later prompts", "request", len(ids)))
-        frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, later))
-        learned = replay_each(assistant.draft, later, K)
-        done("replay")
-        timed = _timed(pair, assistant.draft, served, asked, sizes, ways)
-        done("timing")
-    while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
-    serving = Comparison([t.domain for t in served], while_serving)
-    compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned})
-    facts = {"updates": assistant.version, "thread_seconds": thread_seconds, "phase_seconds": seconds, **balance}
-    return Measurements(serving, compared, later, timed, used, facts)
 
 
 def split_prompts(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
@@ -269,26 +237,6 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
 def _alpha(part: dict[str, Any]) -> str:
     interval = part["alpha_interval"]
     return figure(part["alpha"]) if interval is None else f"{part['alpha']:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
-
-
-def _announced(
-    pair: Pair, sizes: QuickstartSizes, prompt_ids: list[int], threads: int, ways: Sequence[str]
-) -> list[str]:
-    """Return lines about the steps and their duration."""
-    answer, seconds = answer_greedily(pair.target, prompt_ids, sizes.max_new_tokens)
-    served, later, timed = (
-        len(DOMAINS) * count for count in (sizes.learn_requests, sizes.later_requests, sizes.timed_requests)
-    )
-    # In answers of the target alone: serving with the learning; batches; the ways and their first answers.
-    answers = 1.4 * served + 0.2 * later + 0.9 * len(ways) * (timed + 2 * len(DOMAINS))
-    compiling = COMPILE_SECONDS if len(ways) == len(WAYS) else 0
-    return [
-        f"1. A small draft proposes tokens while its target answers {served} prompts, and learns from the answers.",
-        f"2. {later} later prompts show how many proposals are right, before and after.",
-        f"3. {timed} of them are answered in {len(ways)} ways, to compare the speed.",
-        f"About {max(1, round((answers * seconds + compiling) / 60))} min on this machine at its current load; torch "
-        f"threads: {threads}.\n",
-    ]
 
 
 def _summary(report: dict[str, Any]) -> str:
