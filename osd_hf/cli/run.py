@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
 LOCK = ".run.lock"
+UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # files of a run that was killed at its start
 SAVE_SECONDS = 60.0
 
 
@@ -229,7 +231,7 @@ class Served:
 def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
     """Raise ConfigError for a folder in use, and StateError if it has no run with this identity to resume."""
     try:
-        if not folder.exists() or not any(folder.iterdir()):
+        if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
             return
     except (OSError, ValueError) as error:
         raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
