@@ -36,7 +36,7 @@ from osd_hf.decoding.hook import record_traces
 from osd_hf.engines import completions as module
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engines.completions import CompletionClient, ResponseReader
-from osd_hf.errors import ConfigError, DataError, ServerError, StoreError
+from osd_hf.errors import ConfigError, ServerError, StoreError
 from osd_hf.prompts import Prompt, encode_turn
 from osd_hf.store import folder as shards
 
@@ -211,26 +211,6 @@ def test_too_many_log_probs_are_refused_with_a_hint(
         collected(client, prompts, CorrectionStore())
     asked = [tuple(body["prompt"]) for body in engine.asked]
     assert len(asked) == len(set(asked)) == 8  # none twice; so many refusals in a row are for a reason of all
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error", "message"),
-    [
-        ("with_logprobs", False, DataError, "there are no log-probs; ask for `logprobs=8`"),
-        ("as_ids", False, DataError, "ask with `return_tokens_as_token_ids=true`"),
-        ("instead", b"<html>busy</html>", ServerError, "something else than JSON: '<html>busy</html>'"),
-        ("instead", b'{"choices": [', ServerError, "something else than JSON"),
-    ],
-)  # fmt: skip
-def test_answers_of_no_use_end_the_collection(
-    engine: FakeEngine, client: CompletionClient, prompts: Any, name: str, value: Any, error: Any, message: str
-) -> None:
-    store = CorrectionStore()
-    collected(client, prompts[:2], store)
-    setattr(engine, name, value)
-    with pytest.raises(error, match=message):
-        collected(client, prompts[2:], store, concurrency=3)
-    assert len(store) == 2
 
 
 @pytest.mark.parametrize(
@@ -454,20 +434,6 @@ def test_another_file_of_that_name_is_read_from_its_start(log: Path, tmp_path: P
     assert read(opened(log, place)) == ["another", "and longer than the first one"]
     log.write_text("one\n")  # of the same head, but shorter than what was read
     assert read(opened(log, place)) == ["one"]
-
-
-@pytest.mark.parametrize(
-    "kept", ["", "{torn", "[]", "5", "{}", '{"head_bytes": 4}', '{"offset": 1, "head_bytes": "a", "head_sha256": ""}',
-             '{"offset": null, "head_bytes": 1, "head_sha256": ""}', "\udcff",
-             '{"offset": -1, "head_bytes": 0, "head_sha256": ""}']
-)  # fmt: skip
-def test_a_place_that_cannot_be_read_is_the_start(log: Path, tmp_path: Path, kept: str) -> None:
-    append(log, "one\n")
-    (tmp_path / "place").write_bytes(kept.encode(errors="surrogateescape"))
-    reader = opened(log, tmp_path / "place")
-    assert read(reader) == ["one"]
-    reader.commit()
-    assert read(opened(log, tmp_path / "place")) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs locks")

@@ -354,17 +354,6 @@ def test_rows_are_whole_and_ordered_with_the_emitted_token_first_of_equals(drawn
     assert trace.is_sampled == (not all(np.isclose(logprobs["token_logprobs"], best)))
 
 
-@pytest.mark.parametrize("least", [-9999.0, -60000.0])
-def test_tokens_of_no_probability_do_no_harm(good: Any, least: float) -> None:
-    asked, response = good
-    for top in response["choices"][0]["logprobs"]["top_logprobs"]:
-        top[min(top, key=top.__getitem__)] = least
-    (trace,) = READER.traces(response, asked)
-    mass = np.exp(trace.kept_logprobs()).sum(axis=1) + np.exp(trace.tail_logprob)
-    np.testing.assert_allclose(mass, 1, atol=1e-4)
-    assert np.isfinite(trace.top_logits).all()
-
-
 # --- wrappings ------------------------------------------------------------------------------------------------------
 
 

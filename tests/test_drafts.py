@@ -157,22 +157,6 @@ def test_learning_one_domain_leaves_the_others_alone(kind: str, traces: list[Tra
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_learners_of_one_base_learn_as_each_would_alone(kind: str, traces: list[Trace]) -> None:
-    def lessons(domains: list[str]) -> Snapshot:
-        drafts = made(kind)
-        for round_ in range(2):
-            for domain in domains:
-                assert drafts.admit(domain)
-                part = traces[:3] if domain == "a" else traces[3:]
-                for trace in part[round_ : round_ + 2]:
-                    drafts.updater(domain).observe(trace)
-                drafts.updater(domain).update()
-        return drafts.updater("a").snapshot()
-
-    assert same(lessons(["a"]), lessons(["b", "a", "c"]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_promotion_leaves_what_is_in_use_alone(kind: str) -> None:
     drafts = made(kind)
     first, _ = promote(drafts, "a", seed=1)

@@ -405,19 +405,6 @@ def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
     assert {(len(traces), stands_for) for _, traces, stands_for in compared} == {(1, 4)}
 
 
-def test_the_least_is_done_at_once_where_nothing_is_saved() -> None:
-    def decided(saved: float) -> float:
-        effort = Effort(0.01)
-        for i in range(2 * 64):
-            effort.spent(1.0)
-            effort.add(scored(5 + i % 2), scored(8 + 4 * (i // 64) + i % 2), saved * (i // 64))
-        return effort.share
-
-    assert decided(0.0) == 0.01
-    assert decided(0.4) == 0.5  # not quite as much as it takes
-    assert decided(2.0) == 1.0
-
-
 # --- the effort ------------------------------------------------------------------------------------------------------
 
 
@@ -535,19 +522,6 @@ def test_a_saved_effort_goes_on() -> None:
     for effort in (one, other):
         rising(effort, 0.01, 0.1, seed=1, count=2 * GAIN_WINDOW)
     assert one.state_dict() == other.state_dict()
-
-
-def test_where_no_version_is_let_through_little_is_done() -> None:
-    target, draft = models.pair(noise=0.0)  # the draft is the target: nothing can be gained
-    config = OnlineConfig(update_strategy="interval", update_interval=64, steps_per_update=1, batch_size=2)
-    with OnlineAssistant(target, draft, config=config) as assistant:
-        lesson = assistant._learner.requests[None]
-        gains(lesson.effort, np.zeros(2 * GAIN_WINDOW + DECISION_INTERVAL - 4))
-        before = lesson.effort.share
-        for ids in models.prompts(20):  # one in a few is looked at
-            assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
-        assert assistant.version == 0
-        assert lesson.effort.share < before
 
 
 def test_an_assistant_updates_less_often_by_its_effort() -> None:

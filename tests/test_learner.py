@@ -142,23 +142,6 @@ def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: li
     assert len(interrupted.requests.pending) == parts  # for the next update
 
 
-def test_an_update_step_by_step_is_the_same_as_at_once(recorded: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updater_module, "MICRO_BATCH_SECONDS", 1e-9)  # parts stay as small as they are
-    config = replace(CONFIG, update_strategy="idle")
-    at_once, step_by_step = learner(config), learner(config)
-    for taught in (at_once, step_by_step):
-        for trace in stream(recorded, 24):
-            taught.observe(None, trace)
-    report = at_once.update()
-    while (done := step_by_step.step()) is None:
-        assert step_by_step.has_work()
-    assert replace(done, seconds=0) == replace(report, seconds=0)
-    assert done.seconds > 0
-    assert list(at_once.decisions) == list(step_by_step.decisions)
-    assert same(at_once.updater(None).snapshot(), step_by_step.updater(None).snapshot())
-    assert not step_by_step.has_work()
-
-
 @pytest.mark.parametrize("parts", [0, 1, 2, 5, 11, 30, 60])
 def test_an_update_given_up_loses_no_request(
     parts: int, recorded: list[Trace], monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 
 import pyarrow as pa
@@ -153,19 +152,6 @@ def test_empty_and_long_prompts_are_skipped_and_listed_once(plain_tokenizer, cap
     assert message == "Skipped 2 prompts: row 1: no text; row 2: more than the 4 tokens that there is room for."
 
 
-def test_the_list_of_skipped_prompts_is_bounded(plain_tokenizer, caplog):
-    bad = [Prompt(i, "", problem=f"reason {i % 50}") for i in range(10_000)]
-    encoded = encode_prompts([*bad, Prompt(10_000, "a")], plain_tokenizer)
-    assert len(encoded.prompts) == 1
-    assert "rows 0, 50, 100, 150, 200 and 195 more: reason 0" in caplog.text
-    assert "8400 more rows for 42 other reasons" in caplog.text
-    assert len(caplog.messages[0]) < 600
-    with pytest.raises(DataError, match="No prompt can be used: row 0: no text"):
-        encode_prompts([Prompt(0, "")], plain_tokenizer)
-    with pytest.raises(DataError, match="No prompt can be used: there is none"):
-        encode_prompts([], plain_tokenizer)
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_a_row_that_is_no_text_costs_no_other_row(tmp_path, name):
     rows = [
@@ -194,22 +180,6 @@ def test_a_line_that_is_no_json_object_costs_no_other_row(tmp_path):
     said = problems(path, column="a")
     assert said[1:3] == ["it is a value of type `list`, not a JSON object", "it is not UTF-8 text"]
     assert all(problem.startswith("it is not valid JSON: ") for problem in said[4:])
-
-
-def test_columns_that_nobody_asked_for_never_make_a_file_unreadable(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    for unused in ([None] * 1000 + ["text"], [1] * 1000 + [{"e": 2**70}]):
-        rows = [{"a": "x", "pad": "p" * 12_000, "unused": value} for value in unused]
-        assert texts(write_rows(path, rows), column="a") == ["x"] * 1001
-    path.write_text('{"a": "x", "b": 1, "b": NaN}\n{"a": "y", "b": "\\ud83d"}\n')
-    assert texts(path, column="a") == ["x", "y"]
-
-
-def test_text_that_looks_like_a_date_is_text(tmp_path):
-    dates = ["2024-01-01T00:00:00", "2024-01-02T10:00:00"]
-    assert texts(write_rows(tmp_path / "rows.jsonl", [{"a": date} for date in dates]), column="a") == dates
-    path = write_rows(tmp_path / "rows.parquet", [{"a": datetime.date(2024, 1, 2), "b": "x"}])
-    assert texts(path, template="{a} {b}") == ["2024-01-02 x"]
 
 
 def test_content_of_several_parts_is_read_as_its_text(tmp_path):

@@ -509,32 +509,6 @@ def test_a_request_that_an_engine_may_have_got_is_not_repeated(tmp_path: Path) -
         assert front.counts.engine_errors == 1 and front.counts.retries == 0
 
 
-def test_connections_are_kept() -> None:
-    connections = list[int]()
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(0)
-        while await reader.readuntil(b"\r\n\r\n"):
-            connections[-1] += 1
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-        writer.close()
-
-    async def work() -> None:
-        server = await asyncio.start_server(talk, "127.0.0.1", 0)
-        engine = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
-        for _ in range(3):
-            response = await engine.send("GET", b"/a//b?c=%2F", [], b"")
-            assert await response.aread() == b"ok"
-            await response.aclose()
-        assert connections == [3]
-        await engine.close()
-        server.close()
-        with pytest.raises(httpx2.ConnectError):
-            await engine.send("GET", b"/", [], b"")
-
-    asyncio.run(work())
-
-
 def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> None:
     counts, store = ProxyCounts(), CorrectionStore(tmp_path / "store")
     made = Recorder(READER, store, counts)

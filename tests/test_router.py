@@ -173,13 +173,6 @@ def test_a_language_that_was_not_asked_for_goes_to_the_base_draft(six, chat):
     assert LanguageRouter().route(spoken(chat, FOREIGN)) == "it"
 
 
-def test_confidence_below_the_bound_goes_to_the_base_draft(six, chat):
-    between = spoken(chat, PROMPTS["de"] + " " + PROMPTS["en"])
-    sure = LanguageRouter(["de", "en"], min_confidence=1.0)
-    assert sure.route(between) is None
-    assert LanguageRouter(["de", "en"], min_confidence=0.1).route(between) in ("de", "en")
-
-
 def test_a_language_needs_text(six):
     with pytest.raises(ConfigError, match="pass a tokenizer"):
         six.route(RoutedPrompt(np.array([3, 4])))
@@ -352,26 +345,6 @@ def test_an_empty_prompt_or_unknown_ids_get_the_base_draft_and_teach_nothing():
 
 
 # --- the lab pair ---------------------------------------------------------------------------------------------------
-
-
-def test_four_data_sets_of_the_lab_become_four_topics(lab, monkeypatch):
-    from pathlib import Path
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes"))
-    import common
-
-    target = AutoModelForCausalLM.from_pretrained(lab / "target")
-    tokenizer = AutoTokenizer.from_pretrained(lab / "target")
-    sets = {name: common.prompts(name, tokenizer, 150, 0) for name in common.TEMPLATES}
-    order = random.Random(0).sample([(name, ids) for name, those in sets.items() for ids in those], 600)
-    router = TopicRouter(target)
-    names = [router.route(RoutedPrompt(np.array(ids))) for _, ids in order]
-    assert len(router.topics) == 4
-    got = names_by_topic([name for name, _ in order[300:]], names[300:])
-    for those in got.values():
-        assert max(those.count(topic) for topic in router.topics) >= 0.95 * len(those)
 
 
 def test_a_topic_router_keeps_nothing_of_what_it_may_not_learn_from() -> None:

@@ -345,18 +345,6 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     assert list(learner.learned) == list(report.stats)
 
 
-def test_what_comes_later_is_learned_later(begin: Any, traces: list[Trace], tmp_path: Path, pair: Any) -> None:
-    with CorrectionStore(tmp_path / "grows", flush_every=4) as store:
-        learner = begin(path=tmp_path / "grows", publish_seconds=SELDOM)
-        assert learner.step() == 0
-        for number, trace in enumerate(traces, 1):
-            store.append(trace)
-            learn(learner)
-            assert learner.requests == number // 4 * 4
-    learn(learner)
-    assert list(learner.learned) == list(simulate(pair[1], traces, CONFIG).stats)
-
-
 # --- what is published ----------------------------------------------------------------------------------------------
 
 

@@ -133,21 +133,6 @@ def test_micro_batches_add_up_to_one_batch(
         torch.testing.assert_close(parts[name], whole[name], atol=1e-10, rtol=0)
 
 
-def test_positions_learned_from_are_counted() -> None:
-    draft = models.pair()[1]
-    traces = traffic()
-    for learn_from, number in (
-        ("verified", sum(len(t) for t in traces)),
-        ("corrections", sum(int(t.correction_mask.sum()) for t in traces)),
-    ):
-        updater = Updater(draft, replace(PLAIN, learn_from=learn_from, steps_per_update=3))
-        for trace in traces:
-            updater.observe(trace)
-        report = updater.update()
-        assert report.positions == 3 * number
-        assert (report.steps, report.new_requests, report.version) == (3, 4, 1)
-
-
 def test_whole_rows_and_kept_rows_learn_alike() -> None:
     draft = models.pair()[1]
     kept, whole = (traffic(num_logprobs=n) for n in (63, None))
