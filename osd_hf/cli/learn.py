@@ -311,7 +311,7 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     try:
         with store, stop_on_signal() as stop, bar:
             if encoded is not None:
-                seed = {"seed": config.seed} if settings.temperature else {}
+                seed: dict[str, Any] = {"seed": config.seed} if settings.temperature else {}
                 with settings.client(key) as client:
                     collect(
                         encoded.prompts, client, reader, store, max_new_tokens=settings.max_new_tokens, stop=stop,
