@@ -86,16 +86,14 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers: a model, a `PeftModel`, a compiled model, a Hub id or a folder.
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model. Of a `PeftModel`, only the adapter learns. A vocabulary that is padded to another size
-            than the target's is aligned by [`align_vocab`].
+            A smaller model. Of a `PeftModel`, only the adapter learns. [`align_vocab`] aligns padded vocabularies.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both, saved with the draft; by default loaded from where the models came from.
         config (`OnlineConfig`, *optional*): How to draft and learn.
         store (`CorrectionStore` or `str` or `Path`, *optional*): Logs the captured traces.
         router (`Router` or `Callable[[str], str | None]`, *optional*):
-            With a router, each domain has its own draft. The router selects the domain of prompts without a label:
-            [`LabelRouter`], [`LanguageRouter`], [`TopicRouter`], or a function of the prompt's text. The base draft,
-            which does not learn, serves requests of no domain. Without a router, all requests share one draft.
+            Gives each domain its own draft, and selects the domain of prompts without a label. A function gets the
+            prompt's text. Without a router, all requests share one draft.
         peft_config (`peft.PeftConfig`, *optional*):
             Learn adapters of this kind, such as `LoraConfig`, and serve them merged. By default full copies learn.
         autosave (`str` or `Path`, *optional*):
@@ -103,12 +101,10 @@ class OnlineAssistant:
         report_to (`str` or `list[str]`, *optional*):
             Trackers, as for Hugging Face trainers: `"trackio"`, `"tensorboard"`, `"wandb"`, `"all"`, ...
         on_update (`Callable[[GateDecision], object]`, *optional*):
-            Called once for each gate decision, in order, from the thread that learned. An error is logged and kept in
-            [`~OnlineAssistant.learning_error`].
+            Called once for each gate decision, in order, from the thread that learned.
         model_kwargs (`Any`):
-            Arguments of `from_pretrained` for models that are given by id or folder: `dtype`, `attn_implementation`,
-            `trust_remote_code`, ... for both; `device_map`, `max_memory` and `quantization_config` for the target
-            alone. `device` is by default a CUDA device if there is one. The draft is moved to the target's device.
+            Arguments of `from_pretrained` for models that are given by id or folder. `device_map`, `max_memory` and
+            `quantization_config` are for the target alone. `device` is by default a CUDA device if there is one.
 
     Raises:
         UnsupportedModelError: A model that cannot be loaded, assisted, or trained.
@@ -174,11 +170,9 @@ class OnlineAssistant:
 
         Args:
             inputs (`torch.Tensor` or `Mapping[str, torch.Tensor]`, *optional*):
-                Token ids, int64, of shape `(prompts, tokens)`, other inputs of the target such as audio features, or
-                the output of a tokenizer or processor, which may also be passed as keywords. Several prompts of a
-                decoder-only target are padded on the left. Tensors are moved to the target's device. With
-                `inputs_embeds`, `encoder_outputs`, or a soft prompt, the target answers without a draft, which is
-                logged once.
+                Token ids, int64, of shape `(prompts, tokens)`, padded on the left for a decoder-only target; or the
+                output of a tokenizer or processor. Tensors are moved to the target's device. With `inputs_embeds`,
+                `encoder_outputs`, or a soft prompt, the target answers without a draft.
             domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False`, nothing of the request is stored or learned from. Its acceptance is counted.
@@ -211,19 +205,20 @@ class OnlineAssistant:
         prompt = () if inputs is None else (inputs,)  # some models have another name for it
         if why := answered_alone(self.target, generate_kwargs):
             log_once(target, f"The target answers without a draft: {why}.")
-            with self._live.request():
+            with self._live.traffic.request():
                 return self.target.generate(*prompt, **generate_kwargs)
         generate_kwargs["assistant_model"] = self._drafts.base
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(
             domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, seen=seen
         )
-        with self._live.request(), bind(self.target, binding):
+        with self._live.traffic.request(), bind(self.target, binding):
             try:
                 output = self.target.generate(*prompt, **generate_kwargs)
             except BaseException:
                 drop_adapter_hooks(target)
                 raise
+        self._live.take_in_finished()
         if on_trace is not None:
             for trace in seen or ():
                 try:
@@ -319,11 +314,9 @@ class OnlineAssistant:
         self, *, domain: str | None = None, learn: bool = True, owner: str | None = None
     ) -> Iterator[OnlineAssistant]:
         """
-        Capture and learn from any assisted `generate` on the target inside: your own call, a pipeline, an evaluation
-        harness.
-
-        Pass `assistant_model=assistant.draft`. Only requests of this context (thread or task) are captured; start
-        other threads with `contextvars.copy_context().run`.
+        Capture and learn from any assisted `generate` on the target inside, with `assistant_model=assistant.draft`.
+        Only requests of this context (thread or task) are captured; start other threads with
+        `contextvars.copy_context().run`.
 
         ```python
         pipe = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant.draft)
@@ -389,9 +382,8 @@ class OnlineAssistant:
         """
         Remove all requests so far, as the target has changed. What the draft has learned stays.
 
-        Most changes are detected without this call: optimizer steps, loaded or exchanged weights, and added, switched,
-        merged or scaled adapters at the next request; other changes of most weights before the next update. Hooks,
-        patched methods, offloaded weights, and changes of single values are not detected.
+        Most changes of weights and adapters are detected without this call. Hooks, patched methods, offloaded weights,
+        and changes of single values are not.
         """
         self._live.target_changed()
 
@@ -411,9 +403,8 @@ class OnlineAssistant:
     @property
     def learning_error(self) -> Exception | None:
         """
-        The newest error outside of answers (an update, the gate, the store, saving, the router) that stands; `None` if
-        there is none. Requests are not affected. After three failures in a row, learning pauses for two update
-        intervals, then four, then eight, until it succeeds.
+        The newest error outside of answers (an update, the gate, the store, saving, the router) that stands, or
+        `None`. After three failures in a row, learning pauses for two update intervals, then four, then eight.
         """
         return next(reversed(self._live.failures.standing), None)
 
@@ -433,8 +424,8 @@ class OnlineAssistant:
     @property
     def saved_seconds(self) -> float | None:
         """
-        Seconds that learning has saved: the additional time that the original draft would have needed for the same
-        answers. `None` until a round was timed; 0 without a gate.
+        Seconds that the original draft would have needed more for the same answers. `None` until a round was timed; 0
+        without a gate.
         """
         return self._learner.saved_seconds
 
@@ -446,10 +437,7 @@ class OnlineAssistant:
 
     @property
     def draft(self) -> Any:
-        """
-        The draft that serves (with drafts per domain: the base draft), a transformers model. A new version may be
-        another object. Copy the model before you change its weights.
-        """
+        """The draft that serves (with drafts per domain: the base draft). A new version may be another object."""
         return self.serving_draft()
 
     def serving_draft(self, domain: str | None = None) -> Any:
@@ -495,7 +483,7 @@ class OnlineAssistant:
         return tuple(self._learner.decisions)
 
     @property
-    def drafting(self) -> LeanDrafting | None:
+    def drafting(self) -> LeanDrafting:
         """The candidate generator of [`~OnlineAssistant.draft`], with its timing."""
         with self._drafts.lease() as draft:
             return draft.drafting
@@ -510,16 +498,9 @@ class OnlineAssistant:
         return replace(self._drafts.pacer.plan((domain, do_sample)), vocab_size=self._drafts.vocab_size(domain))
 
     def warm_up(self, max_length: int = 1024) -> None:
-        """
-        Compile now what `compile_draft` and `compile_target` ask for, so that no request waits for it.
-
-        Args:
-            max_length (`int`, *optional*, defaults to 1024):
-                Longest sequence, prompt and answer. Each doubling from 256 on takes some seconds.
-        """
+        """Compile the configured forwards now, for sequences of at most `max_length` tokens."""
         with self._drafts.lease() as draft:
-            if draft.drafting is not None:
-                draft.drafting.prepare(max_length)
+            draft.drafting.prepare(max_length)
         if self.compiled_target is not None:
             self.compiled_target.prepare(unwrap(self.target), max_length)
 
@@ -535,10 +516,7 @@ class OnlineAssistant:
 
     @property
     def stats(self) -> AcceptanceStats:
-        """
-        Acceptance over all requests since the last reset, with tokens per second and the speed-up over the target
-        alone as far as they are known. `assistant.stats.plot()` draws acceptance over time.
-        """
+        """Acceptance over all requests since the last reset, with tokens per second and the speed-up if known."""
         return replace(self._live.tally.total(), timed=self._drafts.pacer.timed)
 
     @property
@@ -562,8 +540,7 @@ class OnlineAssistant:
         requests = f"{stats.num_requests} request{'' if stats.num_requests == 1 else 's'} served"
         alpha = f", alpha {stats.alpha:.3f}" if stats.examined else ""
         if before.examined and now.examined:
-            alpha += f"; on the last {now.num_requests}, {before.alpha:.3f} with the original draft and "
-            alpha += f"{now.alpha:.3f} with the learned one"
+            alpha += f" (the last {now.num_requests}: {now.alpha:.3f}, with the original draft {before.alpha:.3f})"
         pair = f"target={names[0]}, draft={names[1]}"
         return f"OnlineAssistant({pair}, version={self.version}, {state})\n  {requests}{alpha}"
 
@@ -581,9 +558,7 @@ class OnlineAssistant:
 
         Args:
             save_directory (`str` or `Path`): Created if missing.
-            domain (`str`, *optional*):
-                Domain of the draft; `None` is the base or the shared draft. `assistant.drafts.adapter(domain)` is an
-                adapter alone, and `assistant.drafts.save_pretrained(...)` saves all drafts.
+            domain (`str`, *optional*): Domain of the draft; `None` is the base or the shared draft.
         """
         with self._drafts.lease(domain) as draft, record_target(draft.model, self._drafts.target_version(domain)):
             draft.model.save_pretrained(save_directory)
@@ -604,11 +579,9 @@ class OnlineAssistant:
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """
-        Save the session for [`~OnlineAssistant.load_state`]: weights, optimizer, replay buffers, versions, decisions,
-        router and counts.
+        Save the session for [`~OnlineAssistant.load_state`]. A reader sees the old state or the new one.
 
-        A reader sees the old state or the new one. Requests continue; learning waits. The state contains tokens
-        of requests, so share [`~OnlineAssistant.save_pretrained`] instead.
+        The state contains tokens of requests, so share [`~OnlineAssistant.save_pretrained`] instead.
 
         Raises:
             StateError: The folder cannot be written.
@@ -626,8 +599,8 @@ class OnlineAssistant:
 
     def close(self) -> None:
         """
-        Stop learning after the current part, save the session if `autosave` is set, flush the store, and end tracking.
-        Requests are still answered, but neither counted nor learned from.
+        Stop learning, save the session if `autosave` is set, flush the store, and end tracking. Requests are still
+        answered, but neither counted nor learned from.
 
         Raises:
             LearnerError: After all of this, if [`~OnlineAssistant.learning_error`] stands.

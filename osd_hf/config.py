@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -17,16 +17,8 @@ from osd_hf.errors import ConfigError, first_line, nearest
 from osd_hf.losses import DIVERGENCES
 from osd_hf.utils.report import read_config
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "divergence": tuple(DIVERGENCES),
-    "learn_from": ("verified", "corrections"),
-    "candidates": ("both", "draft", "text"),
-    "text_scope": ("request", "owner", "domain"),
-    "update_strategy": ("spread", "interval", "idle", "manual"),
-    "optimizer": ("muon", "adamw"),
-}
 COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size")
-REPLAY_NUM_ASSISTANT_TOKENS = 5  # drafted per round when versions are compared and `num_assistant_tokens` is "auto"
+REPLAY_NUM_ASSISTANT_TOKENS = 5  # drafted per round when versions are compared, unless the number is fixed
 
 
 def setting(default: Any, help: str) -> Any:
@@ -132,8 +124,9 @@ class OnlineConfig:
             must(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
         for name in COUNTS:
             must(name, is_int(getattr(self, name)), "an integer of at least 1")
-        for name, choices in CHOICES.items():
-            must(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        choices = {n: get_args(hint) for n, hint in get_type_hints(type(self)).items() if get_origin(hint) is Literal}
+        for name, allowed in {**choices, "divergence": tuple(DIVERGENCES)}.items():
+            must(name, getattr(self, name) in allowed, f"one of {', '.join(allowed)}")
         for name in ("compile_target", "gate"):
             must(name, isinstance(getattr(self, name), bool), "True or False")
         compiles = self.compile_draft

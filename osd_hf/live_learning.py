@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 import time
 import traceback
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,25 @@ class Traffic:
                 self.changed.notify_all()
 
 
+@dataclass(frozen=True)
+class FinishedRequests:
+    """A finished request, or those of a batch, that wait to be counted and learned from."""
+
+    traces: Sequence[Trace]
+    learn: bool
+    store: CorrectionStore | None
+    owner: str | None
+    seconds: float  # per request
+
+
 class LiveLearning:
     """
-    Serve the requests of an assistant, count them, and run its learner, one thread at a time.
+    Serve the requests of an assistant, count them, and run its learner in one thread at a time.
 
-    With `"spread"` and `"interval"`, the thread of a request learns after its answer. With `"idle"`, a thread learns
-    in parts while no request runs. An error of learning never affects an answer: `failures` keeps it until the
-    same work succeeds. After three failures in a row, learning for a draft pauses for two update intervals, then four,
-    then eight.
+    A request ends by putting its traces on a queue. Then its thread takes them from the queue, counts them and, with
+    `"spread"` and `"interval"`, learns. With `"idle"`, a thread learns in parts while no request runs. An error of
+    learning never affects an answer: `failures` keeps it until the same work succeeds. After three failures in a row,
+    learning for a draft pauses for two update intervals, then four, then eight.
 
     Args:
         learner (`Learner`): Learns, and manages the drafts.
@@ -175,6 +186,8 @@ class LiveLearning:
         self.target = target
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
         self.traffic = Traffic()
+        self._finished: deque[FinishedRequests] = deque()
+        self._reads_text = self.config.reads_text
         self.tally = Tally()
         self.earlier = EarlierText(self.config.text_scope, EARLIER_TEXT_BYTES)
         self.failures = Failures()
@@ -193,12 +206,6 @@ class LiveLearning:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Enter around a request when it arrives."""
-        with self.traffic.request():
-            yield
-
     def binding(
         self,
         domain: str | None,
@@ -211,19 +218,29 @@ class LiveLearning:
         seen: list[Trace] | None = None,
     ) -> Binding:
         """
-        Return what captures and serves requests of a label.
+        Return what captures and serves requests; arguments as for [`~OnlineAssistant.generate`].
 
-        Args:
-            domain (`str`, *optional*), learn (`bool`), owner (`str`, *optional*):
-                As for [`~OnlineAssistant.generate`].
-            store (`CorrectionStore`, *optional*): Logs the traces.
-            is_begun (`bool`, *optional*, defaults to `False`): Whether the caller is inside of [`request`].
-            k (`int` or `"auto"`, *optional*): Tokens drafted per round.
-            seen (`list[Trace]`, *optional*): Gets the traces.
+        With `is_begun`, the caller has entered `traffic.request()` and calls [`take_in_finished`] after it. The
+        traces are added to `seen`.
         """
+
+        def finish(traces: Sequence[Trace]) -> None:
+            if seen is not None:
+                seen.extend(traces)
+            seconds = self.traffic.own_seconds / len(traces)
+            self._finished.append(FinishedRequests(traces, learn, store, owner, seconds))
+            if not is_begun:
+                self.take_in_finished()
+
+        @contextlib.contextmanager
+        def serve(assistant_model: Any, prompt: Any) -> Iterator[Lease]:
+            around = contextlib.nullcontext() if is_begun else self.traffic.request()
+            with around, self.lease(domain, learn, owner, assistant_model, prompt) as lease:
+                yield lease
+
         return Binding(
-            functools.partial(self.take_in, learn=learn, store=store, owner=owner, seen=seen),
-            functools.partial(self.lease, domain, learn, owner, is_begun),
+            finish,
+            serve,
             owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             num_assistant_tokens=k,
@@ -232,41 +249,31 @@ class LiveLearning:
 
     @contextlib.contextmanager
     def lease(
-        self, domain: str | None, learn: bool, owner: str | None, is_begun: bool, assistant_model: Any, prompt: Any
+        self, domain: str | None, learn: bool, owner: str | None, assistant_model: Any, prompt: Any
     ) -> Iterator[Lease]:
         """Yield the draft for a request with this prompt (`None` for prompts that are not token ids). An assistant
         model that is not one of our drafts serves itself."""
-        with contextlib.nullcontext() if is_begun else self.request():
-            if domain is None and self.router is not None and prompt is not None:
-                domain = self._route(self.router, RoutedPrompt(prompt, self.tokenizer, learn=learn))
-            with self.drafts.lease(domain, original=self.learner.prefers_original(domain)) as draft:
-                if self.drafts.owns(assistant_model):
-                    yield Lease(draft.version, domain, draft.model, draft.drafting, self.earlier.of(owner, domain))
-                else:
-                    yield Lease(domain=domain)
+        if domain is None and self.router is not None and prompt is not None:
+            with self.failures.kept(ROUTING):  # after an error, the base draft serves
+                domain = self.router.route(RoutedPrompt(prompt, self.tokenizer, learn=learn))
+        if not self.drafts.owns(assistant_model):
+            yield Lease(domain=domain)
+            return
+        earlier = self.earlier.of(owner, domain) if self._reads_text else ()
+        with self.drafts.lease(domain, original=None) as draft:
+            yield Lease(draft.version, domain, draft.model, draft.drafting, earlier)
 
-    def _route(self, router: Router, prompt: RoutedPrompt) -> str | None:
-        """Return the router's domain; after an error `None`, so that the base draft serves."""
-        with self.failures.kept(ROUTING):
-            return router.route(prompt)
-        return None
+    def take_in_finished(self) -> None:
+        """Count the requests of the queue, log them, and learn from them."""
+        while self._finished:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._take_in(self._finished.popleft())
 
-    def take_in(
-        self,
-        traces: Sequence[Trace],
-        *,
-        learn: bool,
-        store: CorrectionStore | None,
-        owner: str | None,
-        seen: list[Trace] | None,
-    ) -> None:
-        """Count a finished request, or those of a batch, and with `learn` log them and learn."""
-        if seen is not None:
-            seen += traces
+    def _take_in(self, finished: FinishedRequests) -> None:
         if self.is_closed:
             return
-        seconds = self.traffic.own_seconds / len(traces)
-        for trace in traces:
+        store, learn = finished.store, finished.learn
+        for trace in finished.traces:
             # Requests of a target that changed while it answered have no rows.
             if learn and store is not None and (trace.num_kept or not len(trace)):
                 with self.failures.kept(LOGGING):
@@ -275,9 +282,10 @@ class LiveLearning:
                 with self._taking_in:
                     self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
                     if learn:
-                        self.learner.observe(trace.domain, trace, seconds)
-                if learn and self.config.reads_text:
-                    self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
+                        self.learner.observe(trace.domain, trace, finished.seconds)
+                if learn and self._reads_text:
+                    prompt, answer = trace.prompt_ids.tolist(), trace.completion_ids.tolist()
+                    self.earlier.add(finished.owner, trace.domain, prompt, answer)
             if learn and self.config.update_strategy == "idle":
                 self._wake()
             elif learn:
@@ -490,8 +498,8 @@ class LiveLearning:
                 self._check_loaded(target_version(self.target))
 
     def _check_loaded(self, version: str | None) -> None:
-        """Remove loaded requests of another version of the target. With drafts per domain, the target may have an
-        adapter per domain, and the next request of each domain shows its version."""
+        """Remove loaded requests of another version of the target. With drafts per domain, the next request of each
+        domain shows whether it is another one."""
         if not self.drafts.per_domain:
             self.learner.set_target_version(version)
         for requests in self.learner.requests.values():

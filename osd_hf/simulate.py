@@ -135,7 +135,7 @@ def serve_recorded(
     drafts = learner.drafts
     for trace in traces:
         key = drafts.key(trace.domain)
-        with drafts.lease(key, original=learner.prefers_original(key)) as draft:
+        with drafts.lease(key, original=None) as draft:
             if trace.is_sampled:
                 (stats,) = replay_each(draft.model, [trace], k)
             else:

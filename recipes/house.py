@@ -114,12 +114,18 @@ def imported_modules(node: ast.Import | ast.ImportFrom, known: dict[str, str]) -
 
 
 def entered(call: Any) -> list[str]:
-    """Return the modules of `osd_hf` that a call enters, in order, once per change of module."""
+    """Return the modules of `osd_hf` that a call enters, in order, once per change of module. What follows a request
+    (its statistics, and learning) is not followed."""
     way: list[str] = []
+    after: list[FrameType] = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith("osd_hf.") and (not way or way[-1] != name):
+        if event == "call" and frame.f_code.co_name == "take_in_finished":
+            after.append(frame)
+        elif event == "return" and after and frame is after[-1]:
+            after.pop()
+        elif event == "call" and not after and name.startswith("osd_hf.") and (not way or way[-1] != name):
             way.append(name)
 
     before = sys.getprofile()

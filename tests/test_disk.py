@@ -76,7 +76,7 @@ def write_log_place(folder: Path, traces: list[Trace]) -> None:
 def write_session(folder: Path, traces: list[Trace]) -> None:
     with OnlineAssistant(*models.pair(), config=CONFIG, autosave=folder) as assistant:
         for trace in traces:
-            assistant._live.take_in([trace], learn=True, store=None, owner=None, seen=None)
+            assistant._live.binding(None, True, None).sink([trace])
         assistant.update()
         assistant.save_state(folder)
 

@@ -275,31 +275,31 @@ def scored(accepted: int, examined: int = 20) -> AcceptanceStats:
 
 
 def test_the_learned_draft_serves_where_nothing_is_known() -> None:
-    assert not DraftChoice().is_original()
+    assert not DraftChoice().is_original
 
 
 def test_two_bad_requests_of_other_traffic_change_the_choice_and_two_good_ones_change_it_back() -> None:
     choice = DraftChoice()
     for _ in range(30):
         choice.add(request(), scored(8), scored(14))
-    assert not choice.is_original()
+    assert not choice.is_original
     for _ in range(2):
         choice.add(request(), scored(10), scored(1))
-    assert choice.is_original()
+    assert choice.is_original
     choice.add(request(), scored(10), scored(15))
     choice.add(request(), scored(10), scored(15))
-    assert not choice.is_original()
+    assert not choice.is_original
 
 
 def test_a_new_version_is_known_by_what_it_was_tried_on() -> None:
     choice, tried = DraftChoice(), [request() for _ in range(4)]
     for trace in tried:
         choice.add(trace, scored(10), scored(4))
-    assert choice.is_original()
+    assert choice.is_original
     for trace in tried:
         choice.replace_learned(trace, scored(12))
     choice.replace_learned(request(), scored(0))  # one that nobody remembers
-    assert not choice.is_original()
+    assert not choice.is_original
     assert choice.alphas() == pytest.approx((0.5, 0.6))
 
 
@@ -333,7 +333,7 @@ def test_after_one_answer_a_draft_that_does_badly_is_not_asked_again(strategy: s
             versions.append(version)
             assert assistant.wait_until_idle(60)
         assert versions == [bad, 0]
-        assert assistant._learner.prefers_original(None)
+        assert assistant._learner.requests[None].choice.is_original
 
 
 def test_what_is_known_of_both_outlives_a_session(tmp_path: Path) -> None:

@@ -146,7 +146,6 @@ def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: li
 def test_an_update_given_up_loses_no_request(
     parts: int, recorded: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updater_module, "MICRO_BATCH_SECONDS", 1e-9)
     taught = learner(replace(CONFIG, update_strategy="idle"))
     requests = stream(recorded, 13)
     for trace in requests:

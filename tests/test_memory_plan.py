@@ -82,7 +82,7 @@ def test_what_no_model_serves_with_lies_in_main_memory(compiled: bool, monkeypat
     monkeypatch.setattr(drafts_module, "HOST", torch.device("meta"))
     drafts = DomainDrafts(models.build(num_hidden_layers=1), CONFIG, per_domain=False)
     drafts.updater(None)
-    drafts._models.shares_weights = not compiled
+    drafts._shares_weights = not compiled
     places = []
     for _ in range(2):
         drafts.promote(None, *drafts.candidate(None))

@@ -137,7 +137,7 @@ class StoreLearner:
         self._clock = clock
         self._published_at = -float("inf")
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=by_domain)
-        self.learner = Learner(drafts, config, accelerator, chooses=False)
+        self.learner = Learner(drafts, config, accelerator)
         self._readable = ReadableTraces.by(drafts.base)
         self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
         self._target = target

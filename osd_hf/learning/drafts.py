@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from osd_hf.decoding.forward import static_draft
 from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.learning.gate import MIN_EFFORT
-from osd_hf.learning.requests import DraftRequests
+from osd_hf.learning.requests import DraftRequests, ReadableTraces
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import (
     Snapshot,
@@ -73,115 +73,20 @@ class DraftVersion(NamedTuple):
     target_version: str | None = None
 
 
-# --- models that serve ----------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class ServingDraft:
     """A model that drafts. Its weights change only while it has no leases."""
 
-    model: Any  # adapters merged; `None` before it is filled for the first time
-    drafting: LeanDrafting | None  # generates its candidates; `None` like `model`
+    model: Any  # adapters merged
+    drafting: LeanDrafting  # generates its candidates
     domain: str | None = None  # of its weights
     holds: DraftVersion | None = None  # `None` while weights are written
     leases: int = 0  # requests that use it
-    is_changing: bool = False  # its vocabulary changes, and no other request may use it
 
     @property
     def version(self) -> int:
         """Number of the version that it holds."""
         return 0 if self.holds is None else self.holds.number
-
-
-class ServingModels:
-    """
-    Hold copies of the base model, each with the weights of a domain's version. Overlapping requests may need several.
-
-    The base serves as well, always unchanged. The owner holds a lock for all methods but `prepare` and `fill`, which
-    take long.
-
-    Args:
-        base (`PreTrainedModel`): The original draft.
-        template (`PeftModel`, *optional*): A model with an unmerged adapter, if versions are adapters.
-        config (`OnlineConfig`): How to draft.
-        pacer (`Pacer`): Chooses the number of drafted tokens.
-    """
-
-    def __init__(self, base: PreTrainedModel, template: Any, config: OnlineConfig, pacer: Pacer) -> None:
-        self.template = template
-        self.config = config
-        self.pacer = pacer
-        self.compiled = static_draft(base, config)
-        # Copies share memory with their versions, unless a graph has captured addresses, or only parts learn.
-        is_part = getattr(base, "_hf_peft_config_loaded", False)
-        self.shares_weights = not is_part and self.compiled is None
-        self.base = ServingDraft(base, self._drafting(base))
-        self.held: list[ServingDraft] = []
-        self.filling: set[str | None] = set()  # domains
-        self.made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
-
-    def find(self, domain: str | None, version: DraftVersion | None = None) -> ServingDraft | None:
-        """Return a model that holds this version of a domain's draft, by default any version."""
-        complete = (s for s in self.held if s.domain == domain and s.holds is not None)
-        return next((s for s in complete if version is None or s.holds is version), None)
-
-    def release(self, serving: ServingDraft, newest: Mapping[str | None, DraftVersion]) -> None:
-        """End a lease, and remove outdated models of domains that have another one."""
-        serving.leases -= 1
-        for held in list(self.held):
-            has_another = sum(s.domain == held.domain for s in self.held) > 1
-            is_old = held.holds is None or held.holds is not newest.get(held.domain)
-            if held.leases == 0 and has_another and is_old:
-                self.held.remove(held)
-
-    def reserve(self, domain: str | None) -> ServingDraft:
-        """Lease a model to be filled for a domain: an unused one of the domain, or a new one."""
-        unused = [s for s in self.held if s.leases == 0 and s.domain == domain]
-        serving = unused[0] if unused else ServingDraft(None, None)
-        if not unused:
-            self.held.append(serving)
-        serving.domain = domain
-        serving.holds = None
-        serving.leases += 1
-        self.filling.add(domain)
-        return serving
-
-    def prepare(self, snapshot: Snapshot) -> Snapshot:
-        """Return the weights to fill a model with: adapters merged, and nothing that shares memory with the base."""
-        weights = weights_for(self.base.model, snapshot, self.template)
-        base = {p.data_ptr() for p in self.base.model.parameters()}
-        return {name: weight.clone() if weight.data_ptr() in base else weight for name, weight in weights.items()}
-
-    def fill(self, serving: ServingDraft, weights: Snapshot) -> None:
-        """Write weights into a reserved model. `finish_filling` must follow, also after an error."""
-        model = serving.model
-        if model is None:
-            with learning_context():
-                model = (shared_copy if self.shares_weights else copy.deepcopy)(self.base.model)
-        if serving.drafting is not None:
-            serving.drafting.forget()
-        write_snapshot(weights, model, share=self.shares_weights)
-        if serving.model is None:
-            serving.drafting = self._drafting(model)
-            serving.model = model
-            if self.base.drafting is not None:
-                serving.drafting.clock = self.base.drafting.clock
-
-    def finish_filling(self, serving: ServingDraft, version: DraftVersion | None) -> None:
-        """Record the version that a model holds now; `None` after an error."""
-        self.filling.discard(serving.domain)
-        if serving.model is None:
-            self.held.remove(serving)
-        else:
-            self.made.add(serving.model)
-            serving.holds = version
-
-    def _drafting(self, model: PreTrainedModel) -> LeanDrafting:
-        k, sources = self.config.num_assistant_tokens, self.config.candidates
-        return LeanDrafting(model, k, sources=sources, compiled=self.compiled, pacer=self.pacer)
-
-
-# --- drafts ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -206,7 +111,7 @@ class DomainDrafts:
         draft (`PreTrainedModel`): The base; copied, not changed. A `PeftModel` serves with its adapter merged.
         config (`OnlineConfig`, *optional*): How to draft and learn.
         peft_config (`peft.PeftConfig`, *optional*):
-            Kind of adapter, such as `LoraConfig(r=16, target_modules="all-linear")`. By default full copies learn.
+            Kind of adapter, such as `LoraConfig`. By default full copies learn.
         per_domain (`bool`, *optional*, defaults to `True`): With `False`, all domains share one draft.
 
     Raises:
@@ -231,28 +136,28 @@ class DomainDrafts:
         self._source = fp32_copy(draft) if has_own_adapter else base  # updaters start from it
         self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
         self._adapter_master: Any = None  # holds the adapters of all domains
+        self.readable = ReadableTraces.by(base)
         self.pacer = Pacer()
         self.version = 0
         self._pace: dict[str, Any] = {}
         self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: self._new_draft(None)}
         self._has_refused = False
-        self._models = ServingModels(base, self._template, self.config, self.pacer)
+        self._compiled = static_draft(base, self.config)
+        # Copies share memory with their versions, unless a graph has captured addresses, or only parts learn.
+        is_part = getattr(base, "_hf_peft_config_loaded", False)
+        self._shares_weights = not is_part and self._compiled is None
+        self._base = ServingDraft(base, self._drafting(base))  # serves as well, always unchanged
+        self._held: list[ServingDraft] = []  # models with learned versions; overlapping requests may need several
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
         self._trial: tuple[Any, Any] | None = None
-        self._lock = threading.RLock()  # not held while models are copied or written
-        self._filled = threading.Condition(self._lock)
+        self._lock = threading.RLock()
 
     def _new_draft(self, domain: str | None) -> _Draft:
         return _Draft(DraftRequests(domain, self.config, **self._pace))
 
     def set_pace(self, *, min_effort: float = MIN_EFFORT, target_lag: int = 0) -> None:
-        """
-        Set how drafts learn from now on.
-
-        Args:
-            min_effort (`float`, *optional*, defaults to 1/16): Least share of the configured updates that are done.
-            target_lag (`int`, *optional*, defaults to 0):
-                Earlier versions of the target that are still learned from.
-        """
+        """Set the least share of the configured updates, and the number of earlier versions of the target that are
+        still learned from."""
         self._pace = {"min_effort": min_effort, "target_lag": target_lag}
         for requests in self.requests.values():
             requests.target_lag = target_lag
@@ -261,8 +166,7 @@ class DomainDrafts:
     # --- domains and versions ---------------------------------------------------------------------------------------
 
     def admit(self, domain: str | None) -> bool:
-        """Whether a draft learns from a request of this domain: always if all share one draft; otherwise if the domain
-        has a name and a draft, which it gets as long as there are fewer than `MAX_DRAFTS`."""
+        """Whether a draft learns from requests of this domain. A new domain gets a draft, up to `MAX_DRAFTS`."""
         if not self.per_domain or domain is None:
             return not self.per_domain
         with self._lock:
@@ -323,158 +227,138 @@ class DomainDrafts:
     # --- serving ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def lease(self, domain: str | None = None, *, original: bool = False) -> Iterator[ServingDraft]:
-        """Yield the newest version of a domain's draft, or the original one; its weights do not change inside. If a
-        model must be filled first, only requests of the same draft wait."""
-        try:
-            serving = self._leased(domain, original=original)
-        except Exception:  # such as out of memory: the request is served all the same
-            logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
-            with self._lock:
-                serving = self._models.find(self.key(domain)) or self._models.base
-                serving.leases += 1
+    def lease(self, domain: str | None = None, *, original: bool | None = False) -> Iterator[ServingDraft]:
+        """Yield the newest version of a domain's draft, the original draft, or (`None`) the one that was accepted more
+        on the newest requests. Its weights do not change inside."""
+        with self._lock:
+            try:
+                serving = self._ready(domain, original=original)
+            except Exception:  # such as out of memory: the request is served all the same
+                logger.exception("The draft of %r cannot be made ready; another version serves.", domain)
+                serving = self._find(self.key(domain)) or self._base
+            serving.leases += 1
         try:
             yield serving
         finally:
-            self._release(serving)
+            with self._lock:
+                serving.leases -= 1
+                self._remove_outdated()
 
     @property
     def base(self) -> Any:
         """The model of the original draft."""
-        return self._models.base.model
+        return self._base.model
 
     def model(self, domain: str | None = None) -> Any:
         """Return the model that serves requests of a domain now."""
-        serving = self._leased(domain)
-        self._release(serving)
-        return serving.model
+        with self._lock:
+            model = self._ready(domain).model
+            self._remove_outdated()
+            return model
 
     @property
     def models(self) -> list[Any]:
         """All existing models that serve or have served."""
         with self._lock:
-            return list(self._models.made)
+            return list(self._made)
 
     def owns(self, model: PreTrainedModel) -> bool:
         """Whether a model serves or has served."""
-        return model in self._models.made
+        return model in self._made
 
     def vocab_size(self, domain: str | None) -> int | None:
         """Return the number of tokens that the draft of a domain chooses from; `None` for all."""
         with self._lock:
-            drafting = (self._models.find(self.key(domain)) or self._models.base).drafting
-        return None if drafting is None or drafting.token_ids is None else len(drafting.token_ids)
+            token_ids = (self._find(self.key(domain)) or self._base).drafting.token_ids
+        return None if token_ids is None else len(token_ids)
 
     @property
     def num_serving(self) -> int:
         """Number of models that hold a learned version."""
-        return len(self._models.held)
+        return len(self._held)
 
-    def _leased(self, domain: str | None, *, original: bool = False) -> ServingDraft:
-        """Lease a model with the newest version of a draft, filled now if there is none."""
-        while True:
-            with self._lock:
-                key = self.key(domain)
-                draft = self._drafts.get(key)
-                found: ServingDraft | None = self._models.base
-                if not (original or draft is None or draft.serving.number == 0):
-                    version = draft.serving
-                    found = self._models.find(key, version)
-                if key in self._models.filling if found is None else found.is_changing:
-                    self._filled.wait()
-                    continue
-                if found is not None:
-                    found.leases += 1
-                    must_change = self._must_change(found)
-                    found.is_changing = must_change
-                else:
-                    serving = self._models.reserve(key)
-            if found is not None:
-                try:
-                    if must_change:
-                        self._restrict(found)
-                except BaseException:
-                    self._release(found)
-                    raise
-                return found
-            self._fill(serving, version)
-            with self._lock:
-                draft = self._drafts.get(key)
-                if draft is not None and draft.serving is version:
-                    return serving
-            self._release(serving)
+    # The caller of the next six methods holds the lock.
 
-    def _vocabulary(self, serving: ServingDraft) -> NDArray[Any] | None:
+    def _find(self, domain: str | None, version: DraftVersion | None = None) -> ServingDraft | None:
+        """Return a model that holds this version of a domain's draft, by default any version."""
+        complete = (s for s in self._held if s.domain == domain and s.holds is not None)
+        return next((s for s in complete if version is None or s.holds is version), None)
+
+    def _ready(self, domain: str | None, *, original: bool | None = False) -> ServingDraft:
+        """Return a model with the newest version of a draft, filled now if there is none; see [`lease`]."""
+        key = self.key(domain)
+        draft = self._drafts.get(key)
+        if original is None:
+            original = draft is not None and self.config.gate and draft.requests.choice.is_original
+        if original or draft is None or draft.serving.number == 0:
+            serving = self._base
+        else:
+            version = draft.serving
+            serving = self._find(key, version) or self._fill(key, version, self._prepare(version.weights))
+        token_ids = self._vocabulary(serving.domain)
+        if not (serving.leases or serving.drafting.is_restricted_to(token_ids)):
+            serving.drafting.restrict(token_ids)
+        return serving
+
+    def _vocabulary(self, domain: str | None) -> NDArray[Any] | None:
         """Return the tokens that a draft should choose from. The base of drafts per domain chooses from all."""
-        draft = self._drafts.get(serving.domain)
+        draft = self._drafts.get(domain)
         return None if draft is None else draft.requests.vocabulary.chosen
 
-    def _must_change(self, serving: ServingDraft) -> bool:
-        if serving.drafting is None or serving.leases > 1:
-            return False
-        return not serving.drafting.is_restricted_to(self._vocabulary(serving))
+    def _fill(self, domain: str | None, version: DraftVersion, weights: Snapshot) -> ServingDraft:
+        """Write prepared weights into an unused model of the domain, or a new one."""
+        serving = next((s for s in self._held if s.domain == domain and not s.leases), None)
+        if serving is None:
+            with learning_context():
+                model = (shared_copy if self._shares_weights else copy.deepcopy)(self.base)
+            write_snapshot(weights, model, share=self._shares_weights)
+            serving = ServingDraft(model, self._drafting(model), domain)
+            serving.drafting.clock = self._base.drafting.clock
+            self._held.append(serving)
+            self._made.add(model)
+        else:
+            serving.holds = None
+            serving.drafting.forget()
+            write_snapshot(weights, serving.model, share=self._shares_weights)
+        serving.drafting.restrict(self._vocabulary(domain))
+        serving.holds = version
+        return serving
 
-    def _restrict(self, serving: ServingDraft) -> None:
-        """Restrict a model that no other request uses to the tokens of its traffic. The lock is not held."""
-        try:
-            if serving.drafting is not None:
-                serving.drafting.restrict(self._vocabulary(serving))
-        finally:
-            with self._lock:
-                serving.is_changing = False
-                self._filled.notify_all()
+    def _remove_outdated(self) -> None:
+        """Remove unused models of earlier versions if their domain has another model."""
+        for held in list(self._held):
+            has_another = sum(s.domain == held.domain for s in self._held) > 1
+            draft = self._drafts.get(held.domain)
+            is_newest = draft is not None and held.holds is draft.serving
+            if has_another and not (held.leases or is_newest):
+                self._held.remove(held)
 
-    def _fill(self, serving: ServingDraft, version: DraftVersion, promoted: Snapshot | None = None) -> None:
-        """Fill a reserved model. With prepared weights of a `promoted` version, that version serves from then on."""
-        written = None
-        try:
-            self._models.fill(serving, promoted or self._models.prepare(version.weights))
-            self._restrict(serving)
-            written = version
-        finally:
-            with self._lock:
-                self._models.finish_filling(serving, written)
-                if written is None:
-                    self._release(serving)
-                elif promoted is not None:
-                    draft = self._drafts[serving.domain]
-                    draft.previous = draft.serving
-                    draft.serving = version
-                self._filled.notify_all()
+    def _prepare(self, snapshot: Snapshot) -> Snapshot:
+        """Return the weights to fill a model with: adapters merged, and nothing that shares memory with the base."""
+        weights = weights_for(self.base, snapshot, self._template)
+        base = {p.data_ptr() for p in self.base.parameters()}
+        return {name: weight.clone() if weight.data_ptr() in base else weight for name, weight in weights.items()}
 
-    def _release(self, serving: ServingDraft) -> None:
-        with self._lock:
-            self._models.release(serving, {domain: draft.serving for domain, draft in self._drafts.items()})
+    def _drafting(self, model: PreTrainedModel) -> LeanDrafting:
+        k, sources = self.config.num_assistant_tokens, self.config.candidates
+        return LeanDrafting(model, k, sources=sources, compiled=self._compiled, pacer=self.pacer)
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot, target_version: str | None = None) -> None:
-        """
-        Serve a version from the next request on. Running requests keep theirs.
-
-        Requests draft with the version before while a model of it is in use. Otherwise the new weights are written
-        into that model, and requests of this draft wait for it.
-
-        Args:
-            domain (`str`, *optional*): Domain of the draft.
-            version (`int`), snapshot (`dict[str, torch.Tensor]`): Number and weights.
-            target_version (`str`, *optional*): Version of the target that it learned from.
-        """
-        weights = self._models.prepare(snapshot)
-        kept = snapshot if self._models.shares_weights else self.to_host(snapshot)
-        with self._lock:
-            self._filled.wait_for(lambda: domain not in self._models.filling)
-            serving = self._models.reserve(domain)
-        self._fill(serving, DraftVersion(version, kept, target_version), weights)
-        self._release(serving)
+        """Serve a version, which learned from this version of the target, from the next request on. Running requests
+        keep theirs."""
+        weights = self._prepare(snapshot)
+        kept = snapshot if self._shares_weights else self.to_host(snapshot)
+        promoted = DraftVersion(version, kept, target_version)
         with self._lock:
             draft = self._drafts[domain]
-            before = draft.previous
-        if before is not None and before.number:  # version 0 shares memory with the base
-            try:
-                on_host = before._replace(weights=self.to_host(before.weights))
-                with self._lock:
-                    draft.previous = on_host if draft.previous is before else draft.previous
-            except (RuntimeError, MemoryError) as error:
-                logger.warning("The previous version stays on the accelerator, as main memory is full: %s", error)
+        previous = draft.serving
+        if previous.number:  # version 0 shares memory with the base
+            previous = previous._replace(weights=self.to_host(previous.weights))
+        with self._lock:
+            self._fill(domain, promoted, weights)
+            draft.previous = previous
+            draft.serving = promoted
+            self._remove_outdated()
         self.model_changed(domain)
 
     def roll_back(self, domain: str | None, version: int, weights: Snapshot | None = None) -> Snapshot:
@@ -578,13 +462,8 @@ class DomainDrafts:
     # --- saved state ------------------------------------------------------------------------------------------------
 
     def adapter(self, domain: str | None) -> Any:
-        """
-        Return the adapter of a domain on its base as a `PeftModel`, to save or push the adapter alone. PEFT's
-        `push_to_hub` is public unless `private=True`.
-
-        Raises:
-            ConfigError: No such domain, or drafts are full copies.
-        """
+        """Return the adapter of a domain on its base as a `PeftModel`. PEFT's `push_to_hub` is public unless
+        `private=True`. Raises ConfigError without such a domain, or if drafts are full copies."""
         with self._lock:
             weights = self._drafts[domain].serving.weights if domain in self._drafts else {}
             known = ", ".join(map(repr, self._drafts)) or "none yet"
@@ -596,13 +475,8 @@ class DomainDrafts:
             return load_adapter(copy.deepcopy(self._template), weights)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """
-        Save the serving version of each domain, as PEFT or transformers loads it, with an index. Nothing of any
-        request is saved.
-
-        Raises:
-            ConfigError: The folder cannot be written.
-        """
+        """Save the serving version of each domain, as PEFT or transformers loads it, with an index. Nothing of any
+        request is saved."""
         directory = Path(save_directory)
         make_folder(directory)
         with self._lock:
@@ -619,12 +493,7 @@ class DomainDrafts:
         write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode(), private=False)
 
     def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """
-        Serve drafts saved by [`~DomainDrafts.save_pretrained`], on the same base.
-
-        Raises:
-            StateError: Nothing readable there, or drafts of another base.
-        """
+        """Serve drafts saved by [`~DomainDrafts.save_pretrained`] on the same base; raises StateError for others."""
         file = "model.safetensors" if self._template is None else "adapter_model.safetensors"
         fixed = self.base.state_dict().keys() - self._parameters().keys()
         loaded = {}
@@ -693,14 +562,8 @@ class DomainDrafts:
             }
 
     def load_state_dict(self, state: dict[str, Any], learners: Container[str | None] | None = None) -> None:
-        """
-        Serve saved versions. Raises StateError, with nothing changed, if they belong to another draft.
-
-        Args:
-            state (`dict[str, Any]`): As returned by `state_dict`.
-            learners (`Container[str | None]`, *optional*): Domains that keep their updaters and requests; all by
-                default.
-        """
+        """Serve saved versions. The domains of `learners` (all by default) keep their updaters and requests. Raises
+        StateError, with nothing changed, if the versions belong to another draft."""
         for saved in state["drafts"]:
             if saved["snapshot"]:
                 self._check(saved["domain"], saved["snapshot"])

@@ -49,17 +49,14 @@ class GateDecision:
     Args:
         outcome (`str`):
             `"promoted"`: the version serves. `"kept back"`: not shown to be as good. `"dropped"`: shown to be worse,
-            or not finite. `"rolled back"`: it had served, and an earlier version serves again. Learning continues from
-            versions that were not promoted. It restarts from the serving version after a rollback, after weights
-            that are not finite, and after eight dropped versions in a row.
+            or not finite. `"rolled back"`: it had served, and an earlier version serves again.
         version (`int`): The version that was judged.
         serving (`int`): The version that serves from now on; 0 is the original draft.
         domain (`str`, *optional*): Domain of the draft; `None` if all share one.
         reason (`str`): The reason in words.
         requests (`int`): Held-back (for a rollback: served) requests that were compared.
         alpha_before (`float`, *optional*), alpha_after (`float`, *optional*):
-            Acceptance on them of the version that served, and of `version`. For a rollback: of the earlier version,
-            and of `version`.
+            Acceptance on them of the version that served (for a rollback: the earlier one), and of `version`.
         standard_error (`float`, *optional*): Standard error of the difference, paired by request.
     """
 
@@ -165,17 +162,20 @@ class DraftChoice:
 
     def __init__(self) -> None:
         self._known: OrderedDict[object, tuple[AcceptanceStats, AcceptanceStats]] = OrderedDict()  # oldest first
+        self.is_original = False  # whether the original draft serves the next request
 
     def add(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
         """Add a request with the scores of both drafts."""
         self._known[trace] = original, learned
         while len(self._known) > CHOICE_MEMORY:
             self._known.popitem(last=False)
+        self._choose()
 
     def replace_learned(self, trace: Trace, learned: AcceptanceStats) -> None:
         """Set the score of the version that serves from now on."""
         if trace in self._known:
             self._known[trace] = self._known[trace][0], learned
+            self._choose()
 
     def of(self, trace: Trace) -> tuple[AcceptanceStats, AcceptanceStats] | None:
         """Return the scores of the original and the learned draft on a request, if they are remembered."""
@@ -189,20 +189,16 @@ class DraftChoice:
     def alphas(self) -> tuple[float, float] | None:
         """Return the recent acceptance of the original and the learned draft; the weight of a request halves every
         `CHOICE_HALF_LIFE` requests. `None` if no token was examined."""
-        weights = [0.5 ** (age / CHOICE_HALF_LIFE) for age in reversed(range(len(self._known)))]
-        alphas = []
-        for side in range(2):
-            weighted = [(pair[side], weight) for pair, weight in zip(self._known.values(), weights, strict=True)]
-            examined = sum(weight * stats.examined for stats, weight in weighted)
-            if examined == 0:
-                return None
-            alphas.append(sum(weight * stats.accepted for stats, weight in weighted) / examined)
-        return alphas[0], alphas[1]
+        pairs = [[(stats.accepted, stats.examined) for stats in pair] for pair in self._known.values()]
+        counts = np.array(pairs).reshape(-1, 2, 2)
+        weights = 0.5 ** (np.arange(len(counts))[::-1] / CHOICE_HALF_LIFE)
+        accepted, examined = np.tensordot(weights, counts, 1).T
+        return None if not examined.all() else (float(accepted[0] / examined[0]), float(accepted[1] / examined[1]))
 
-    def is_original(self) -> bool:
-        """Whether the original draft serves the next request. The learned one does if nothing is known."""
+    def _choose(self) -> None:
+        """Prefer the learned draft if nothing is known."""
         alphas = self.alphas()
-        return alphas is not None and alphas[0] > alphas[1]
+        self.is_original = alphas is not None and alphas[0] > alphas[1]
 
     def state_dict(self, places: Mapping[Any, int]) -> list[dict[str, Any]]:
         """Return the scores, ready for JSON, with the place of each request among the saved ones."""
@@ -219,10 +215,12 @@ class DraftChoice:
             trace: object = object() if row["place"] is None else saved[row["place"]]
             original, learned = (AcceptanceStats.from_dict(row[name]) for name in ("original", "learned"))
             self._known[trace] = original, learned
+        self._choose()
 
     def clear(self) -> None:
         """Forget all scores."""
         self._known.clear()
+        self._choose()
 
 
 # --- the effort -----------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.config import OnlineConfig
+from osd_hf.config import REPLAY_NUM_ASSISTANT_TOKENS, OnlineConfig
 from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import MAX_DROPPED_IN_A_ROW, MIN_HELD_BACK, GateDecision, judge, regressed
 from osd_hf.learning.requests import NUM_HELD_BACK, DraftRequests, Parts
 from osd_hf.learning.updater import BACKWARD_SHARE, Updater, UpdateReport, finish, make_accelerator
-from osd_hf.learning.weights import FALLBACK_K, Snapshot, is_finite
+from osd_hf.learning.weights import Snapshot, is_finite
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 
@@ -43,10 +43,7 @@ class Learner:
         drafts (`DomainDrafts`): The drafts that serve and learn.
         config (`OnlineConfig`): How to learn.
         accelerator (`Accelerator`, *optional*): Its trackers log the updates.
-        timer (`Callable[[], float]`, *optional*, defaults to `time.perf_counter`): Clock for the cost of learning.
-        chooses (`bool`, *optional*, defaults to `True`):
-            With a gate, serve each request with the learned or the original draft, whichever was better recently.
-            `False` if another process serves.
+        timer (`Callable[[], float]`, *optional*): Clock for the cost of learning.
     """
 
     def __init__(
@@ -56,12 +53,10 @@ class Learner:
         accelerator: Accelerator | None = None,
         *,
         timer: Callable[[], float] = time.perf_counter,
-        chooses: bool = True,
     ) -> None:
         self.drafts = drafts
         self.config = config
         self._timer = timer
-        self.chooses = config.gate and chooses
         self.accelerator = accelerator or make_accelerator(None, config)
         self.decisions: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # oldest first
         self.unreported: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # for `on_update`
@@ -75,7 +70,7 @@ class Learner:
         self._steps_done = 0.0
         self._steps_due = 0.0
         self._steps_total = config.steps_per_update + 2 * NUM_HELD_BACK * REPLAY_SHARE * config.gate
-        self._k = config.compared_k or FALLBACK_K
+        self._k = config.compared_k or REPLAY_NUM_ASSISTANT_TOKENS
         if not drafts.per_domain:
             self.updater(None)
 
@@ -94,14 +89,6 @@ class Learner:
         return sum((requests.set_aside.counts.copy() for requests in self.requests.values()), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    def prefers_original(self, domain: str | None) -> bool:
-        """Whether the original draft was better on the newest requests of this domain."""
-        requests = self.requests.get(self.drafts.key(domain))
-        if requests is None or not self.chooses:
-            return False
-        with requests.lock:
-            return requests.choice.is_original()
 
     def compared(self) -> tuple[AcceptanceStats, AcceptanceStats]:
         """Return the replay of the original and of the learned drafts on the newest requests."""
@@ -138,9 +125,13 @@ class Learner:
         return self.drafts.pacer.could_save(len(trace), original.alpha, k) if original.examined else None
 
     def observe(self, domain: str | None, trace: Trace, seconds: float | None = None) -> None:
-        """Add a served request of a domain, and the seconds that it took if known."""
+        """Add a served request of a domain, and the seconds that it took if known. A request that cannot be learned
+        from is excluded."""
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
             requests = self.requests[self.drafts.key(domain)]
+            if (fault := self.drafts.readable.fault(trace)) is not None:
+                requests.set_aside.add(trace, fault)
+                return
             with requests.lock:
                 has_changed = requests.observe(trace)
                 requests.effort.served(seconds)
@@ -240,8 +231,6 @@ class Learner:
         finally:
             self._spent(domain, started)
         self._work_seconds += self._timer() - started
-        if self.config.update_strategy == "idle":
-            self.updater(domain).adapt_micro_batch()
         return None
 
     def after_answer(self) -> UpdateReport | None:
@@ -313,7 +302,7 @@ class Learner:
         requests = self.requests[domain]
         newest = requests.begin_update()  # first: after an error, too, the next update is due after an interval
         updater = self.updater(domain)
-        newest = yield from requests.valid(newest, updater.accepts)
+        newest = requests.still_valid(newest)
         target = requests.target
         requests.check_width(newest)
         yield from self._watch(requests)
@@ -356,13 +345,13 @@ class Learner:
     ) -> Parts[tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
         """Compare a version with the serving one on the held-back requests. Returns the decision, and the version's
         scores."""
-        domain, updater, scores = requests.domain, self.updater(requests.domain), requests.scores
+        domain, scores = requests.domain, requests.scores
         serving = self.drafts.serving_version(domain)
         if not is_finite(snapshot):
             return GateDecision("dropped", version, serving, domain, "its weights are not finite"), {}
         if not self.config.gate:
             return GateDecision("promoted", version, version, domain, "there is no gate"), {}
-        held_back = yield from requests.valid(requests.held_back, updater.accepts)
+        held_back = requests.still_valid(requests.held_back)
         newest = [trace for trace in held_back if trace.target not in requests.earlier]
         held_back = newest if len(newest) >= MIN_HELD_BACK else held_back
         unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
@@ -374,8 +363,7 @@ class Learner:
         held_back = [t for t in held_back if t in scores]
         found = yield from self._score(requests, snapshot, held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
-        yield from requests.valid(requests.held_back, updater.accepts)
-        # The target may have changed since.
+        requests.remove_older()  # the target may have changed since
         after = {t: s for t, s in after.items() if t in scores and requests.is_current(t)}
         before = [scores[t][1] for t in after]
         if serving == 0:  # the first version: nothing has been compared yet
@@ -387,7 +375,6 @@ class Learner:
     def _compare_arrived(self, requests: DraftRequests) -> Parts[None]:
         """Compare the arrived requests, and decide about a rollback once per interval, even if updates are rare."""
         if requests.may_wait():
-            yield from requests.valid(requests.arrived, self.updater(requests.domain).accepts)
             return
         yield from self._compare(requests)
         if len(requests.unwatched) >= self.config.update_interval:
@@ -405,7 +392,7 @@ class Learner:
             return
         if not arrived:
             return
-        arrived = yield from requests.valid(arrived, self.updater(domain).accepts)
+        arrived = requests.still_valid(arrived)
         with self.drafts.lease(domain, original=True) as draft:
             originals = yield from self._score(requests, draft.model, arrived)
         unknown = [t for t in arrived if t.draft_version != version or not self._is_exact(t)]

@@ -104,14 +104,10 @@ class SampledTail:
 
     Each sampled token is weighted by the number of tokens that it represents, so that the tail's mass and its gradient
     are right on average while the head computes few columns.
-
-    Args:
-        size (`int`): Tokens to sample.
-        generator (`torch.Generator`): Generator on the CPU.
     """
 
-    size: int
-    generator: torch.Generator
+    size: int  # tokens to sample
+    generator: torch.Generator  # on the CPU
 
     @classmethod
     def for_draft(cls, draft: PreTrainedModel, seed: int) -> Self | None:
@@ -180,20 +176,12 @@ def stored_rows(traces: Sequence[Trace], where: Tensor | None = None) -> TargetR
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """
-    Estimate the bytes that a backward pass needs of a draft's forward. The estimate is at most a third too low.
+    """Estimate the bytes that a backward pass needs of a draft's forward. The estimate is at most a third too low."""
 
-    Args:
-        per_token (`int`): Bytes of all layers.
-        per_pair (`int`): Bytes for each pair of tokens of one row: masks, or attention rows.
-        per_input (`int`): Bytes of the inputs of all layers, per token.
-        layers (`int`): Layers that can be recomputed in the backward pass, or 1.
-    """
-
-    per_token: int
-    per_pair: int
-    per_input: int
-    layers: int
+    per_token: int  # bytes of all layers
+    per_pair: int  # bytes for each pair of tokens of one row: masks, or attention rows
+    per_input: int  # bytes of the inputs of all layers, per token
+    layers: int  # that can be recomputed in the backward pass, or 1
 
     @classmethod
     def of(cls, draft: PreTrainedModel) -> Self:

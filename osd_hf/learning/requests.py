@@ -36,10 +36,6 @@ HOLD_BACK_EVERY = 4  # requests of which one is held back
 NUM_HELD_BACK = 16  # newest held-back requests that judge a version
 NUM_WATCHED = 64  # newest requests that decide about a rollback
 COMPARE_EVERY = 4  # requests of which one is compared while the effort is reduced
-UNUSUAL_DEVIATIONS = 2.0  # standard deviations below the usual acceptance; the next requests are all compared then
-COMPARED_AFTER_UNUSUAL = 12
-USUAL_REQUESTS = 32  # newest requests that define the usual acceptance
-MIN_EXAMINED_TOKENS = 8  # of a request that counts for it
 MAX_DOMAINS = 1024  # with a sample of their own; labels may come from anybody
 
 MAX_EXCLUDED = 4096  # excluded traces that are remembered
@@ -55,8 +51,8 @@ class ReplayBuffer:
     """
     Keep a uniform sample of each domain's requests (reservoir sampling, Vitter's algorithm R).
 
-    Above the capacity, a random request of the largest domain is dropped, so that a domain that pauses is still there
-    when it returns. Domains beyond the first 1024 share one sample.
+    Above the capacity, a random request of the largest domain is dropped. Domains beyond the first 1024 share one
+    sample.
     """
 
     def __init__(self, capacity: int, rng: np.random.Generator) -> None:
@@ -129,18 +125,11 @@ class ReplayBuffer:
 
 @dataclass(frozen=True)
 class ReadableTraces:
-    """
-    Check whether a draft can read a trace. On a GPU an id outside of the embeddings ends the process.
+    """Check whether a draft can read a trace. On a GPU an id outside of the embeddings ends the process."""
 
-    Args:
-        vocab_size (`int`): Columns of the draft's logits.
-        num_inputs (`int`): Rows of the input embeddings.
-        positions (`int`, *optional*): Maximum number of tokens of a sequence.
-    """
-
-    vocab_size: int
-    num_inputs: int
-    positions: int | None = None
+    vocab_size: int  # columns of the logits
+    num_inputs: int  # rows of the input embeddings
+    positions: int | None = None  # maximum number of tokens of a sequence
 
     @classmethod
     def by(cls, draft: PreTrainedModel) -> Self:
@@ -233,18 +222,9 @@ class ExcludedRequests:
         """
         Work on traces. If that fails, work on each trace alone and exclude those that fail.
 
-        Args:
-            work (`Callable[[Sequence[Trace]], Sequence[T] | Generator]`):
-                Returns one independent result per trace, directly or in parts.
-            traces (`Sequence[Trace]`): The traces.
-            readable (`ReadableTraces`): Makes the simplest request, which shows whether the work fails on everything.
-
-        Returns:
-            `list[T | None]`: The result of each trace; `None` for excluded ones.
-
-        Raises:
-            Exception: The error of the work, if it fails on the simplest request as well, or on many traces in a row.
-                Then no trace is excluded.
+        The work returns one independent result per trace, directly or in parts. Excluded traces have the result
+        `None`. If the work fails on the simplest request as well, or on many traces in a row, its error is raised and
+        no trace is excluded.
         """
         if not traces:
             return []
@@ -357,12 +337,9 @@ class DraftRequests:
         self.held_back: deque[Trace] = deque()
         self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
         self.set_aside = ExcludedRequests()
-        self.checked: set[Trace] = set()  # held-back or pending requests that were checked for faults
 
         self.arrived: deque[Trace] = deque(maxlen=NUM_WATCHED)  # not yet compared by both drafts
         self.unwatched: deque[Trace] = deque(maxlen=NUM_WATCHED)  # compared, not yet used to decide about a rollback
-        self._usual: deque[float] = deque(maxlen=USUAL_REQUESTS)  # acceptance by request
-        self._compare_all = 0  # requests
 
         self.vocabulary = TrafficVocabulary()
         self.choice = DraftChoice()
@@ -395,19 +372,7 @@ class DraftRequests:
             self.pending.append(to_learn)
         if self.config.gate:
             self.arrived.append(trace)
-            self._notice_unusual(AcceptanceStats.from_trace(trace))
         return has_changed
-
-    def _notice_unusual(self, served: AcceptanceStats) -> None:
-        """Let the next requests all be compared if this one was accepted much less than usual."""
-        self._compare_all = max(self._compare_all - 1, 0)
-        if served.examined < MIN_EXAMINED_TOKENS:
-            return
-        usual = np.array(self._usual)
-        limit = usual.mean() - UNUSUAL_DEVIATIONS * usual.std() if len(usual) >= USUAL_REQUESTS / 2 else -np.inf
-        if served.alpha < limit:
-            self._compare_all = COMPARED_AFTER_UNUSUAL
-        self._usual.append(served.alpha)
 
     @property
     def _counts_tokens(self) -> bool:
@@ -462,9 +427,8 @@ class DraftRequests:
             target or "unknown",
         )
         self.older += max(removed, 1)
-        for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._usual):
+        for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
             kept.clear()
-        self._compare_all = 0
         self.choice.clear()
         self.effort.restart()
         self._is_stale = True
@@ -496,18 +460,15 @@ class DraftRequests:
 
     def _is_sparse(self) -> bool:
         """Whether one compared request in `COMPARE_EVERY` suffices. Idle time is free."""
-        if self._compare_all or self.config.update_strategy == "idle":
-            return False
-        return self.effort.share < 1 and not self.choice.is_original()
+        is_idle = self.config.update_strategy == "idle"
+        return not is_idle and self.effort.share < 1 and not self.choice.is_original
 
     def take_arrived(self) -> tuple[list[Trace], int]:
         """Return the arrived requests to compare, and the number of requests that each of them represents."""
         self.remove_older()
         arrived = self._take(self.arrived)
         with self.lock:
-            if self._is_sparse():
-                return arrived[-1:], len(arrived)
-            return arrived[-COMPARE_EVERY:] if self._compare_all else arrived, 1
+            return (arrived[-1:], len(arrived)) if self._is_sparse() else (arrived, 1)
 
     def take_unwatched(self) -> list[Trace]:
         """Return the requests compared since the last call."""
@@ -574,7 +535,9 @@ class DraftRequests:
     def still_valid(self, traces: Iterable[Trace]) -> list[Trace]:
         """Return those that are current and not excluded. Called by the learning thread."""
         self.remove_older()
-        return [trace for trace in traces if self.is_current(trace) and trace not in self.set_aside]
+        with self.lock:
+            found = list(traces)
+        return [trace for trace in found if self.is_current(trace) and trace not in self.set_aside]
 
     def end_update(self, learned: Sequence[Trace]) -> None:
         """Move requests from pending to the replay buffer."""
@@ -583,22 +546,6 @@ class DraftRequests:
                 if trace in self.pending:
                     self.pending.remove(trace)
         self.buffer.extend(self.still_valid(learned))
-
-    def valid(self, traces: Iterable[Trace], accepts: Callable[[Trace], object]) -> Parts[list[Trace]]:
-        """Return the requests that `accepts` does not exclude, and remove the others. Each request is checked once."""
-        with self.lock:
-            found = list(traces)
-        for trace in found:
-            if trace not in self.checked:
-                accepts(trace)
-                self.checked.add(trace)
-                yield None
-        valid = self.still_valid(found)
-        if len(valid) < len(found):
-            self.remove_excluded()
-        with self.lock:
-            self.checked.intersection_update({*self.held_back, *self.pending})
-        return valid
 
     def remove_excluded(self) -> None:
         """Remove requests that were excluded since."""
@@ -664,6 +611,5 @@ class DraftRequests:
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
                 kept.clear()
                 kept.extend(saved)
-        self.checked.clear()
         self.compared.clear()
         self.scores.clear()

@@ -69,8 +69,7 @@ def save_session(
         patience_seconds (`float`, *optional*): How long to wait for another process that saves; 300 by default.
 
     Raises:
-        FolderBusyError: Another process was saving all the time.
-        StateError: The folder cannot be written. An earlier state in it stays intact.
+        StateError: The folder cannot be written (FolderBusyError: others save). An earlier state in it stays intact.
     """
     name = f"state-{uuid.uuid4().hex}"
     folder = directory / name

@@ -60,7 +60,6 @@ MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request; memory grows wit
 MAX_GRAD_NORM = 1.0
 MUON_MOMENTUM = 0.95
 EMBEDDING_RATE = 0.5  # of Muon's learning rate, for the weights that AdamW updates
-MICRO_BATCH_SECONDS = 0.02  # with "idle": a request waits at most about this long for a forward and backward
 BACKWARD_SHARE = 0.85  # of an optimizer step, about, for forwards and backwards of its batch
 NOT_FINITE = "loss or gradient is not finite"
 
@@ -101,23 +100,19 @@ class UpdateReport:
 
 class Updater:
     """
-    Train a copy of a draft on traces.
-
-    The master copy is in fp32 on `config.learner_device`: AdamW's steps would round away in half precision. Master and
-    optimizer persist, so that updates continue where the last one ended.
+    Train an fp32 copy of a draft on traces. Copy and optimizer persist, so that updates continue where the last one
+    ended.
 
     Args:
         draft (`PreTrainedModel`):
             Copied, not changed. A draft with adapters learns its trainable parameters, and frozen fp32 weights are
             shared; otherwise all parameters learn.
         config (`OnlineConfig`): The settings.
-        adapter (`str`, *optional*):
-            Name of the adapter that learns in an fp32 `PeftModel` that several learners share and that is not copied.
+        adapter (`str`, *optional*): Name of the adapter that learns in an fp32 `PeftModel` that updaters share.
         requests (`DraftRequests`, *optional*): Requests of the draft; by default none.
         dtype (`torch.dtype`, *optional*): Dtype of the serving draft; by default that of `draft`.
         frozen (`Container[str]`, *optional*): Names of parameters that do not learn.
-        tail (`SampledTail`, *optional*): Sampler of tokens outside of the stored rows; by default used for large
-            vocabularies.
+        tail (`SampledTail`, *optional*): Samples tokens outside of the stored rows; by default for large vocabularies.
 
     Raises:
         UnsupportedModelError: The draft has no trainable parameter.
@@ -145,9 +140,8 @@ class Updater:
         self.buffer = self.requests.buffer
         self.set_aside = self.requests.set_aside
         self.readable = ReadableTraces.by(draft)
-        # Requests in one forward and backward. With "idle", their duration is unknown at first.
+        # Requests in one forward and backward. With "idle", an arriving request waits for one of them.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
-        self._backward_seconds: float | None = None  # of the last micro-batch
         device = learner_device(config)
         with learning_context():
             # Evaluation mode: dropout would draw from the generator that sampled requests use.
@@ -191,14 +185,8 @@ class Updater:
         return finish(self.micro_steps(steps))
 
     def micro_steps(self, steps: int | None = None, newest: Sequence[Trace] | None = None) -> Parts[UpdateReport]:
-        """
-        Run an update in parts: each micro-batch and each optimizer step is one. If the caller stops in between, the
-        weights are those of the last complete step, and all requests stay.
-
-        Args:
-            steps (`int`, *optional*): Optimizer steps; `config.steps_per_update` by default.
-            newest (`Sequence[Trace]`, *optional*): The pending requests to learn from; all by default.
-        """
+        """Run an update on the `newest` pending requests (by default all) in parts: each micro-batch and each
+        optimizer step is one. If the caller stops in between, the weights are those of the last complete step."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         newest = self.requests.still_valid(list(self.requests.pending) if newest is None else newest)
@@ -237,14 +225,6 @@ class Updater:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-
-    def adapt_micro_batch(self) -> None:
-        """Adapt the number of requests per backward to `MICRO_BATCH_SECONDS`."""
-        seconds, self._backward_seconds = self._backward_seconds, None
-        if seconds is not None and seconds > MICRO_BATCH_SECONDS:
-            self.micro_batch = max(self.micro_batch // 2, 1)
-        elif seconds is not None and seconds < MICRO_BATCH_SECONDS / 3:
-            self.micro_batch = min(self.micro_batch + 1, self.config.batch_size)
 
     def _batch(self, newest: Sequence[Trace]) -> list[Trace]:
         """Draw the newest requests and a sample of the buffer, in the configured shares."""
@@ -338,13 +318,11 @@ class Updater:
         value = 0.0
         for part in self._micro_batches(traces, size):
             running[:] = part
-            started = time.perf_counter()
             with self._at_work():
                 loss, count = self._bounded_loss(part)
                 loss = loss * (count / total)  # gradients add up to those of the batch
                 _backward(loss)
                 value += float(loss.detach())
-            self._backward_seconds = time.perf_counter() - started
             yield BACKWARD_SHARE * count / total
         running.clear()
         with self._at_work():

@@ -17,7 +17,6 @@ from osd_hf.models import has_soft_prompt, is_peft, merged, set_fixed_k, untie, 
 from osd_hf.utils.context import Seeded, neutral_context
 
 __all__ = [
-    "FALLBACK_K",
     "Snapshot",
     "adapted",
     "adapter_base",
@@ -39,7 +38,6 @@ __all__ = [
 Snapshot = dict[str, torch.Tensor]
 """Learned weights by parameter name; those of an adapter by the names in its file."""
 
-FALLBACK_K = 5  # tokens drafted per round if the configuration leaves the number to the draft
 # Kinds of soft prompts that PEFT cannot merge and that transformers' assisted generation cannot serve.
 UNSERVED_SOFT_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING")
 
@@ -138,14 +136,8 @@ def is_finite(snapshot: Snapshot) -> bool:
 
 
 def weights_for(draft: PreTrainedModel, snapshot: Snapshot, template: PreTrainedModel | None = None) -> Snapshot:
-    """
-    Return learned weights by the names of a draft's parameters, in its dtypes and on its devices.
-
-    Args:
-        draft (`PreTrainedModel`): A copy of the draft that was learned from, its adapter merged or not.
-        snapshot (`dict[str, torch.Tensor]`): As returned by [`Updater.snapshot`].
-        template (`PeftModel`, *optional*): For an adapter's weights: a model with that adapter, unmerged.
-    """
+    """Return learned weights by the names of a draft's parameters, in its dtypes and on its devices. For an adapter's
+    weights, `template` is a model with that adapter, unmerged; the draft's may be merged or not."""
     with learning_context(), torch.no_grad():
         weights = snapshot if template is None else _adapted_weights(snapshot, template, is_merged=not is_peft(draft))
         parameters = dict(draft.named_parameters())
@@ -232,9 +224,7 @@ def make_template(source: PreTrainedModel, peft_config: Any, seed: int, *, per_d
     Return a `PeftModel` for copies into which an adapter's weights are loaded to be merged; `None` without adapters.
 
     All but the adapter shares memory with `source`. Embeddings of `source` are untied if an adapter would change both.
-
-    Raises:
-        UnsupportedModelError: The adapters cannot be merged, or (per domain) a model can have only one of them.
+    Raises UnsupportedModelError for adapters that cannot be merged, or of which a model can have only one per domain.
     """
     with learning_context():
         if peft_config is None:
