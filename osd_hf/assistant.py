@@ -62,8 +62,6 @@ from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack
 from osd_hf.utils.plots import svg
 
-__all__ = ["OnlineAssistant"]
-
 logger = logging.getLogger(__name__)
 
 CHAT_TOKENS = 256  # default length of an answer to a chat, as in transformers' pipelines

@@ -31,8 +31,6 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.target_version import look_closely, target_changed, target_version
 from osd_hf.trace import Trace
 
-__all__ = ["Failures", "LiveLearning", "Traffic"]
-
 logger = logging.getLogger(__name__)
 
 FAILURES_BEFORE_PAUSE = 3  # in a row, of learning for one draft

@@ -23,8 +23,6 @@ from osd_hf.errors import LearnerError, OSDError
 from osd_hf.models import is_peft, unwrap
 from osd_hf.target_version import look_closely
 
-__all__ = ["RolloutAssistant"]
-
 logger = logging.getLogger(__name__)
 
 # The policy changes every step, so earlier ones are learned from as well. Rollouts come in batches, where a draft

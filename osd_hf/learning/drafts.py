@@ -49,8 +49,6 @@ from osd_hf.utils.context import Seeded
 from osd_hf.utils.disk import write_whole
 from osd_hf.utils.report import make_folder
 
-__all__ = ["DomainDrafts", "ServingDraft"]
-
 logger = logging.getLogger(__name__)
 
 INDEX = "drafts.json"

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from osd_hf.acceptance import AcceptanceStats, paired_gain, student_quantile
 from osd_hf.trace import Trace
 
-__all__ = ["MIN_EFFORT", "DraftChoice", "Effort", "GateDecision", "judge", "regressed"]
-
 MIN_HELD_BACK = 4  # held-back requests below which no version is promoted
 MAX_DROPPED_IN_A_ROW = 8  # then learning restarts; the first steps on few requests often make a draft worse
 DROP_ERRORS = 3.0  # standard errors of a fall in acceptance that drops a version

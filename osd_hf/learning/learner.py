@@ -24,8 +24,6 @@ from osd_hf.learning.weights import Snapshot, is_finite
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 
-__all__ = ["Learner"]
-
 logger = logging.getLogger(__name__)
 
 MAX_DECISIONS = 4096

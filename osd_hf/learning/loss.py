@@ -22,18 +22,6 @@ from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.kernels import OneDnnLinear
 
-__all__ = [
-    "ActivationMemory",
-    "SampledTail",
-    "TargetRows",
-    "divergence_sum",
-    "num_tokens",
-    "recomputed_layers",
-    "shortened",
-    "stored_rows",
-    "target_rows",
-]
-
 MIN_SAMPLED_VOCABULARY = 1 << 14  # from this size on, the loss samples the tokens outside of the stored ones
 NUM_SAMPLED_TOKENS = 2048
 # Activations of one micro-batch, as estimated. Together with logits and gradients in flight they stay below 2 GiB.

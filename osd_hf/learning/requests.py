@@ -23,8 +23,6 @@ from osd_hf.errors import StateError, is_out_of_memory
 from osd_hf.learning.gate import MIN_EFFORT, DraftChoice, Effort
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
 
-__all__ = ["DraftRequests", "ExcludedRequests", "Parts", "ReadableTraces", "ReplayBuffer"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -30,8 +30,6 @@ from osd_hf.utils.disk import (
     write_whole,
 )
 
-__all__ = ["FolderBusyError", "check_pointer", "has_session", "load_session", "save_session"]
-
 FORMAT = 7
 UPDATES_BETWEEN_SAVES = 8  # of an assistant with `autosave`
 POINTER = "CURRENT"

@@ -50,8 +50,6 @@ from osd_hf.models import is_peft
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
 
-__all__ = ["UpdateReport", "Updater", "finish", "log_update", "make_accelerator", "trainable_parameters"]
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -16,25 +16,6 @@ from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
 from osd_hf.models import has_soft_prompt, is_peft, merged, set_fixed_k, untie, unwrap
 from osd_hf.utils.context import Seeded, neutral_context
 
-__all__ = [
-    "Snapshot",
-    "adapted",
-    "adapter_base",
-    "adapter_state",
-    "fp32_copy",
-    "is_finite",
-    "learner_device",
-    "learning_context",
-    "learns_in_bf16",
-    "load_adapter",
-    "make_template",
-    "serving_copy",
-    "shared_copy",
-    "weights_for",
-    "with_fp32_attention",
-    "write_snapshot",
-]
-
 Snapshot = dict[str, torch.Tensor]
 """Learned weights by parameter name; those of an adapter by the names in its file."""
 
