@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 import traceback
 import weakref
 from collections import Counter, deque
@@ -109,12 +108,6 @@ class Traffic:
         """Running requests of this thread."""
         return getattr(self._own, "requests", 0)
 
-    @property
-    def own_seconds(self) -> float:
-        """Seconds since the last request of this thread began."""
-        now = time.perf_counter()
-        return now - float(getattr(self._own, "began", now))
-
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """Wait for the part of learning in progress, and let no other begin while a request runs inside."""
@@ -124,7 +117,6 @@ class Traffic:
         try:
             with self.changed:
                 self.changed.wait_for(lambda: not self.is_stepping)
-            self._own.began = time.perf_counter()
             yield
         finally:
             with self.changed:
@@ -141,7 +133,6 @@ class FinishedRequests:
     learn: bool
     store: CorrectionStore | None
     owner: str | None
-    seconds: float  # per request
 
 
 class LiveLearning:
@@ -225,8 +216,7 @@ class LiveLearning:
         def finish(traces: Sequence[Trace]) -> None:
             if seen is not None:
                 seen.extend(traces)
-            seconds = self.traffic.own_seconds / len(traces)
-            self._finished.append(FinishedRequests(traces, learn, store, owner, seconds))
+            self._finished.append(FinishedRequests(traces, learn, store, owner))
             if not is_begun:
                 self.take_in_finished()
 
@@ -280,7 +270,7 @@ class LiveLearning:
                 with self._taking_in:
                     self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
                     if learn:
-                        self.learner.observe(trace.domain, trace, finished.seconds)
+                        self.learner.observe(trace.domain, trace)
                 if learn and self._reads_text:
                     prompt, answer = trace.prompt_ids.tolist(), trace.completion_ids.tolist()
                     self.earlier.add(finished.owner, trace.domain, prompt, answer)

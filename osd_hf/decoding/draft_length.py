@@ -58,7 +58,6 @@ CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.9
 MAX_REQUEST_WEIGHT = 16  # examined tokens of a request that count in its domain's alpha
 MIN_EXAMINED_TOKENS = 20  # of a domain, below which drafting continues to measure alpha
 OWN_HALF_WEIGHT = 8  # examined tokens of a request at which its own alpha counts as much as its domain's
-NEARLY_PERFECT_ALPHA = 0.9  # of the best draft that learning could reach
 
 # Decisions.
 MIN_SPEEDUP = 1.03  # the plain loop is faster than a plain round, and a draft also reads the prompt
@@ -328,7 +327,6 @@ class Pacer:
         self.lock = threading.Lock()
         self.costs = Costs()
         self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
-        self._served = Rate()  # tokens over seconds of recent rounds, from all sources
         self._batch_costs: dict[int, Costs] = {}  # by `_row_bucket`
         self._latest = (1, self.costs)  # rows and costs of the last round
         self._domains: dict[Any, Acceptance] = {}
@@ -340,7 +338,6 @@ class Pacer:
         if time.seconds is None:
             return
         self._latest = rows, costs
-        self._served.add(emitted, seconds, time.rounds)
         alone = seconds if time.is_plain else costs.level * costs.plain.mean * emitted / rows
         compared = (seconds, alone) if costs.plain.weight else (0.0, 0.0)
         new = (emitted, time.rounds * time.seconds, *compared)
@@ -408,23 +405,6 @@ class Pacer:
             if not costs.are_known:
                 return None
             return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0]) / rows
-
-    def could_save(self, tokens: int, alpha: float, k: int | None) -> float | None:
-        """Return the time that a nearly perfect draft would save, compared with this acceptance
-        and with past text; `None` until it is measured. With `k`, each round drafts k tokens."""
-        if k is None:
-            before, after = self.token_seconds(alpha), self.token_seconds(NEARLY_PERFECT_ALPHA)
-            with self.lock:
-                rate = self._served.per_time(0.0)
-            if before is not None and rate:
-                before = min(before, 1 / rate)
-        else:
-            seconds = self.round_seconds(k)
-            before, after = (
-                None if seconds is None else seconds / expected_block_efficiency(each, k)
-                for each in (alpha, NEARLY_PERFECT_ALPHA)
-            )
-        return None if before is None or after is None else tokens * max(before - after, 0.0)
 
     def draft_changed(self, domain: Any = ...) -> None:
         """Halve the weight of what is known of the draft's acceptance, for one domain or all: a new version serves.

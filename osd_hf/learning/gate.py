@@ -31,9 +31,6 @@ GAIN_FALL_ERRORS = 3.0  # standard errors of a fall of the gain
 WORSE_ERRORS = 4.0  # standard errors of a learned draft that is worse than the original one
 SAVING_ERRORS = 2.0  # standard errors of saved seconds
 MIN_SAVING = 0.25  # of the cost of learning; below it, even the optimistic estimate is hopeless
-EARLY_REQUESTS = 16  # enough to see that even a perfect draft would not repay learning
-MIN_POSSIBLE_SAVING = 0.5  # of the cost of learning, by a nearly perfect draft
-MIN_EFFORT_COST = 0.03  # of the serving time, for learning at the least effort
 
 
 # --- the gate -------------------------------------------------------------------------------------------------------
@@ -233,24 +230,17 @@ class Effort:
     - doubles if the mean gain of the newest requests exceeds that of the requests before by a standard error, and
       the saved seconds (minus two standard errors, over the same number of further requests) exceed the seconds spent
       on learning; it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
-    - drops to `least` early if even a nearly perfect draft would not repay learning, as in large batches;
-    - returns to 1 if the gain falls, the original draft becomes better, or a perfect draft would pay after all: then
-      the traffic has changed.
-
-    At `least`, an update continues only after the requests since have paid for it with 3% of their seconds.
+    - returns to 1 if the gain falls or the original draft becomes better: then the traffic has changed.
     """
 
     def __init__(self, least: float = MIN_EFFORT) -> None:
         self.least = least
         self.share = 1.0
-        # By request, oldest first: alpha gained, seconds saved, and seconds that a nearly perfect draft would save
-        # (NaN if rounds are not timed).
-        self._gains: deque[tuple[float, float, float]] = deque(maxlen=2 * GAIN_WINDOW)
+        # By request, oldest first: alpha gained, and seconds saved (NaN if rounds are not timed).
+        self._gains: deque[tuple[float, float]] = deque(maxlen=2 * GAIN_WINDOW)
         self._undecided = 0  # requests since the last decision
         self._cost = 0.0  # seconds of learning since the last decision
         self._requests = 0  # since the last change of traffic
-        self._owed: float | None = None  # seconds of learning at the least effort, not yet paid by requests
-        self._price: float | None = None  # seconds of learning per request, when no draft could have repaid them
 
     def add(
         self,
@@ -258,30 +248,18 @@ class Effort:
         learned: AcceptanceStats,
         saved_seconds: float | None = None,
         num_requests: int = 1,
-        possible_seconds: float | None = None,
     ) -> None:
-        """
-        Add a compared request and adapt the share.
-
-        Args:
-            original (`AcceptanceStats`), learned (`AcceptanceStats`): Scores of both drafts on the request.
-            saved_seconds (`float`, *optional*): Seconds that the learned draft saved, if known.
-            num_requests (`int`, *optional*, defaults to 1): Number of requests that this one represents.
-            possible_seconds (`float`, *optional*): Seconds that a nearly perfect draft would save, if known.
-        """
+        """Add a compared request, which represents `num_requests`, with the scores of both drafts and the seconds that
+        the learned one saved, if known; and adapt the share."""
         if original.examined == 0 or learned.examined == 0:
             return
         saved_seconds = math.nan if saved_seconds is None else saved_seconds
-        possible_seconds = math.nan if possible_seconds is None else possible_seconds
-        self._gains.append((learned.alpha - original.alpha, saved_seconds, possible_seconds))
+        self._gains.append((learned.alpha - original.alpha, saved_seconds))
         self._undecided += 1
         self._requests += num_requests
-        gains, saved, possible = np.array(self._gains).T
-        if self._has_fallen(gains) or self._pays_after_all(possible):
+        gains, saved = np.array(self._gains).T
+        if self._has_fallen(gains):
             self.restart()
-        elif self._cannot_pay(possible):
-            self._price = self._cost / self._undecided
-            self._decide(self.least)
         else:
             self._adapt(gains, saved)
 
@@ -293,19 +271,6 @@ class Effort:
         error = math.sqrt(before.var() / RECENT_REQUESTS + before.var() / len(before))
         is_worse = recent.mean() < -WORSE_ERRORS * before.std() / math.sqrt(RECENT_REQUESTS)
         return bool(is_worse or recent.mean() < before[-GAIN_WINDOW:].mean() - GAIN_FALL_ERRORS * error)
-
-    def _cannot_pay(self, possible: NDArray[np.float64]) -> bool:
-        """Whether even a nearly perfect draft would not repay learning."""
-        savings = self._requests * possible[-self._undecided :].mean()
-        is_early = self.share > self.least and self._undecided >= EARLY_REQUESTS
-        return bool(is_early and savings < MIN_POSSIBLE_SAVING * self._cost)
-
-    def _pays_after_all(self, possible: NDArray[np.float64]) -> bool:
-        """Whether a nearly perfect draft would repay learning now, after it would not have."""
-        if self._price is None or self._undecided < EARLY_REQUESTS:
-            return False
-        newest = (possible[-EARLY_REQUESTS:], possible[-self._undecided :])
-        return bool(max(x.mean() - SAVING_ERRORS * x.std() / math.sqrt(len(x)) for x in newest) > self._price)
 
     def _adapt(self, gains: NDArray[np.float64], saved: NDArray[np.float64]) -> None:
         """Double or halve the share by the rise of the gain and its cost."""
@@ -331,29 +296,14 @@ class Effort:
         self._undecided = 0
         self._cost = 0.0
 
-    def spent(self, seconds: float, *, on_comparison: bool = False) -> None:
-        """Add seconds of learning, or of comparing the two drafts."""
+    def spent(self, seconds: float) -> None:
+        """Add seconds of learning."""
         self._cost += seconds
-        if self._owed is not None and self.share == self.least < 1 and not on_comparison:
-            self._owed += seconds
-
-    def served(self, seconds: float | None) -> None:
-        """Add the seconds of a served request, if known. Requests pay for past updates, not for future ones."""
-        if seconds is not None:
-            payment = MIN_EFFORT_COST * seconds
-            self._owed = max((self._owed or 0.0) - payment, -payment)
-
-    @property
-    def is_paid(self) -> bool:
-        """Whether an update may continue."""
-        return self.share > self.least or self._owed is None or self._owed <= 0
 
     def restart(self) -> None:
         """Restart with all updates, and forget all gains."""
         self._decide(1.0)
         self._requests = 0
-        self._owed = None
-        self._price = None
         self._gains.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -365,8 +315,6 @@ class Effort:
             "undecided": self._undecided,
             "cost": self._cost,
             "requests": self._requests,
-            "owed": self._owed,
-            "price": self._price,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -375,12 +323,10 @@ class Effort:
         self._undecided = int(state["undecided"])
         self._cost = float(state["cost"])
         self._requests = int(state["requests"])
-        self._owed = state["owed"]
-        self._price = state["price"]
         self._gains.clear()
         for row in state["gains"]:
-            gain, saved, possible = (math.nan if value is None else float(value) for value in row)
-            self._gains.append((gain, saved, possible))
+            gain, saved = (math.nan if value is None else float(value) for value in row)
+            self._gains.append((gain, saved))
 
 
 def _rise(values: NDArray[np.float64]) -> tuple[float, float]:

@@ -117,14 +117,8 @@ class Learner:
         more_rounds = original.target_forwards / learned.target_forwards - 1
         return None if seconds is None else more_rounds * len(trace.rounds) * seconds
 
-    def _possible_savings(self, trace: Trace, original: AcceptanceStats) -> float | None:
-        """Estimate the seconds that a nearly perfect draft would save on a request."""
-        k = None if self.config.num_assistant_tokens == "auto" else self._k
-        return self.drafts.pacer.could_save(len(trace), original.alpha, k) if original.examined else None
-
-    def observe(self, domain: str | None, trace: Trace, seconds: float | None = None) -> None:
-        """Add a served request of a domain, and the seconds that it took if known. A request that cannot be learned
-        from is excluded."""
+    def observe(self, domain: str | None, trace: Trace) -> None:
+        """Add a served request of a domain. A request that cannot be learned from is excluded."""
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
             requests = self.requests[self.drafts.key(domain)]
             if (fault := self.drafts.readable.fault(trace)) is not None:
@@ -132,7 +126,6 @@ class Learner:
                 return
             with requests.lock:
                 has_changed = requests.observe(trace)
-                requests.effort.served(seconds)
             if has_changed:
                 self.drafts.model_changed(requests.domain)
 
@@ -242,7 +235,7 @@ class Learner:
                     try:
                         finish(self._compare_arrived(requests))
                     finally:
-                        self._spent(requests.domain, started, on_comparison=True)
+                        self._spent(requests.domain, started)
         if self.config.update_strategy == "spread":
             return self._advance()
         due = self.due()
@@ -252,7 +245,7 @@ class Learner:
         """Run an answer's share of an update; all answers of an interval have the same share."""
         if self.is_paused:
             return None
-        if self._due() is None and (self._work is None or not self.requests[self._work[0]].effort.is_paid):
+        if self._due() is None and self._work is None:
             return None
         report = self.step() if self._work is None else None
         if self._work is not None:
@@ -280,14 +273,14 @@ class Learner:
         finally:
             self._spent(domain, started)
 
-    def _spent(self, domain: str | None, started: float, *, on_comparison: bool = False) -> None:
+    def _spent(self, domain: str | None, started: float) -> None:
         """Count the time since `started` as learning for a draft."""
         seconds = self._timer() - started
         self.seconds += seconds
         has_price = self.config.gate and self.config.update_strategy != "idle"  # idle time is free
         if has_price and (requests := self.requests.get(domain)) is not None:
             with requests.lock:
-                requests.effort.spent(seconds, on_comparison=on_comparison)
+                requests.effort.spent(seconds)
 
     def abandon(self) -> None:
         """Abandon the update in progress; its requests stay pending."""
@@ -386,7 +379,7 @@ class Learner:
             with requests.lock:
                 for trace in arrived:
                     stats = AcceptanceStats.from_trace(trace)
-                    requests.effort.add(stats, stats, 0.0, num_requests, self._possible_savings(trace, stats))
+                    requests.effort.add(stats, stats, 0.0, num_requests)
             return
         if not arrived:
             return
@@ -403,8 +396,7 @@ class Learner:
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
                     self._saved_seconds += (saved or 0.0) * num_requests
-                possible = self._possible_savings(trace, original)
-                requests.compare(trace, original, learned, saved, num_requests, possible)
+                requests.compare(trace, original, learned, saved, num_requests)
 
     def _is_exact(self, trace: Trace) -> bool:
         """Whether the served rounds equal a replay: greedy, with the configured fixed k."""

@@ -485,13 +485,12 @@ class DraftRequests:
         learned: AcceptanceStats,
         saved_seconds: float | None,
         num_requests: int = 1,
-        possible_seconds: float | None = None,
     ) -> None:
         """Add the scores of both drafts on an arrived request; see [`Effort.add`]."""
         with self.lock:
             if self.is_current(trace):
                 self.choice.add(trace, original, learned)
-                self.effort.add(original, learned, saved_seconds, num_requests, possible_seconds)
+                self.effort.add(original, learned, saved_seconds, num_requests)
                 self.unwatched.append(trace)
 
     def begin_watching(self, version: int, held_back: Mapping[Trace, AcceptanceStats]) -> None:
@@ -521,8 +520,8 @@ class DraftRequests:
 
     @property
     def is_due(self) -> bool:
-        """Whether an update is due: enough requests have come, and they have paid for the last update."""
-        return self.may_learn and self.requests_waiting >= self.update_interval and self.effort.is_paid
+        """Whether an update is due."""
+        return self.may_learn and self.requests_waiting >= self.update_interval
 
     def begin_update(self) -> list[Trace]:
         """Return the pending requests. The next update is due after an interval, even if this one fails."""

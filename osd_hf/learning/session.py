@@ -30,7 +30,7 @@ from osd_hf.utils.disk import (
     write_whole,
 )
 
-FORMAT = 7
+FORMAT = 8
 UPDATES_BETWEEN_SAVES = 8  # of an assistant with `autosave`
 POINTER = "CURRENT"
 LOCK, NOTE = ".CURRENT.lock", ".CURRENT.unfinished"
