@@ -58,7 +58,7 @@ def full(*_: Any, **__: Any) -> None:
 # --- a learner that dies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["_loss", "_average", "snapshot", "accepts"])
+@pytest.mark.parametrize("part", ["_loss", "_average", "snapshot"])
 def test_a_learner_that_dies_costs_no_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = models.pair()
     alone = answers(target.generate, range(14))

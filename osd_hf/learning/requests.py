@@ -34,6 +34,10 @@ HOLD_BACK_EVERY = 4  # requests of which one is held back
 NUM_HELD_BACK = 16  # newest held-back requests that judge a version
 NUM_WATCHED = 64  # newest requests that decide about a rollback
 COMPARE_EVERY = 4  # requests of which one is compared while the effort is reduced
+UNUSUAL_DEVIATIONS = 2.0  # standard deviations below the usual acceptance; the next requests are all compared then
+COMPARED_AFTER_UNUSUAL = 12
+USUAL_REQUESTS = 32  # newest requests that define the usual acceptance
+MIN_EXAMINED_TOKENS = 8  # of a request that counts for it
 MAX_DOMAINS = 1024  # with a sample of their own; labels may come from anybody
 
 MAX_EXCLUDED = 4096  # excluded traces that are remembered
@@ -338,6 +342,8 @@ class DraftRequests:
 
         self.arrived: deque[Trace] = deque(maxlen=NUM_WATCHED)  # not yet compared by both drafts
         self.unwatched: deque[Trace] = deque(maxlen=NUM_WATCHED)  # compared, not yet used to decide about a rollback
+        self._usual: deque[float] = deque(maxlen=USUAL_REQUESTS)  # acceptance by request
+        self._compare_all = 0  # requests
 
         self.vocabulary = TrafficVocabulary()
         self.choice = DraftChoice()
@@ -370,7 +376,19 @@ class DraftRequests:
             self.pending.append(to_learn)
         if self.config.gate:
             self.arrived.append(trace)
+            self._notice_unusual(AcceptanceStats.from_trace(trace))
         return has_changed
+
+    def _notice_unusual(self, served: AcceptanceStats) -> None:
+        """Let the next requests all be compared if this one was accepted much less than usual."""
+        self._compare_all = max(self._compare_all - 1, 0)
+        if served.examined < MIN_EXAMINED_TOKENS:
+            return
+        usual = np.array(self._usual)
+        limit = usual.mean() - UNUSUAL_DEVIATIONS * usual.std() if len(usual) >= USUAL_REQUESTS / 2 else -np.inf
+        if served.alpha < limit:
+            self._compare_all = COMPARED_AFTER_UNUSUAL
+        self._usual.append(served.alpha)
 
     @property
     def _counts_tokens(self) -> bool:
@@ -425,8 +443,9 @@ class DraftRequests:
             target or "unknown",
         )
         self.older += max(removed, 1)
-        for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
+        for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._usual):
             kept.clear()
+        self._compare_all = 0
         self.choice.clear()
         self.effort.restart()
         self._is_stale = True
@@ -458,15 +477,18 @@ class DraftRequests:
 
     def _is_sparse(self) -> bool:
         """Whether one compared request in `COMPARE_EVERY` suffices. Idle time is free."""
-        is_idle = self.config.update_strategy == "idle"
-        return not is_idle and self.effort.share < 1 and not self.choice.is_original
+        if self._compare_all or self.config.update_strategy == "idle":
+            return False
+        return self.effort.share < 1 and not self.choice.is_original
 
     def take_arrived(self) -> tuple[list[Trace], int]:
         """Return the arrived requests to compare, and the number of requests that each of them represents."""
         self.remove_older()
         arrived = self._take(self.arrived)
         with self.lock:
-            return (arrived[-1:], len(arrived)) if self._is_sparse() else (arrived, 1)
+            if self._is_sparse():
+                return arrived[-1:], len(arrived)
+            return arrived[-COMPARE_EVERY:] if self._compare_all else arrived, 1
 
     def take_unwatched(self) -> list[Trace]:
         """Return the requests compared since the last call."""
