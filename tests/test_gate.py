@@ -471,44 +471,6 @@ def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -
     assert rising(Effort(1.0), pays / 100, 0.1, seed) == 1  # asked for
 
 
-@pytest.mark.parametrize(("could_save", "requests"), [(0.01, EARLY_REQUESTS), (0.1, None), (None, None)])
-def test_where_no_draft_could_save_enough_little_is_done_at_once(
-    could_save: float | None, requests: int | None
-) -> None:
-    effort, seen = Effort(1 / 256), None
-    for number in range(1, 2 * EARLY_REQUESTS + 1):
-        effort.spent(0.1)
-        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=could_save)
-        seen = seen or (number if effort.share == 1 / 256 else None)
-    assert seen == requests
-    effort.restart()  # traffic has changed, prices have not
-    for _ in range(EARLY_REQUESTS):
-        assert effort.share == 1
-        effort.spent(0.1)
-        effort.add(of(0.3), of(0.4), 0.0, possible_seconds=could_save)
-    assert (effort.share == 1 / 256) == (requests is not None)
-
-
-def test_at_its_least_learning_goes_on_once_requests_have_paid_for_it() -> None:
-    effort = Effort(1 / 16)
-    for share in (1, 1 / 8):  # whatever it takes, as it may be worth it
-        effort.share = share
-        effort.served(1.0)
-        effort.spent(10.0)
-        assert effort.is_paid
-    effort.share = effort.least
-    assert effort.is_paid
-    taken, requests = 0.0, 1000
-    for _ in range(requests):
-        effort.served(1.0)
-        if effort.is_paid:
-            effort.spent(0.5)
-            taken += 0.5
-    assert MIN_EFFORT_COST * requests - 0.5 <= taken <= MIN_EFFORT_COST * requests + 0.5
-    effort.restart()
-    assert effort.is_paid
-
-
 def test_a_saved_effort_goes_on() -> None:
     one, other = Effort(1 / 16), Effort(1 / 16)
     rising(one, 0.01, 0.1, count=3 * GAIN_WINDOW + 5)

@@ -12,7 +12,6 @@ import torch
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
 from osd_hf.learning import learner as module
-from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner

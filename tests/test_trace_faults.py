@@ -293,17 +293,3 @@ def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs
     assert readable.fault(readable.simplest(seen[0])) is None
     updater = Updater(draft, replace(CONFIG, num_logprobs=num_logprobs))
     assert finish(updater._try_traces([readable.simplest(seen[0])])) == [True]
-
-
-# --- what an arriving request waits for -----------------------------------------------------------------------------
-
-
-def test_an_odd_request_that_was_held_back_leaves_the_gate(traces: list[Trace]) -> None:
-    taught = learner()
-    for i in range(32):
-        taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    odd = replace(changed(traces[0], "nan"), created_at_seconds=100.0)
-    taught.requests[None].held_back.append(odd)
-    report = taught.update()
-    assert dict(report.set_aside) == {"with invalid log-probs": 1}
-    assert odd not in everything(taught) and odd not in taught.requests[None].checked
