@@ -15,6 +15,7 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import gc
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -89,3 +90,15 @@ def threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def lab() -> Path:
+    """Return the folder of the lab pair (`target`, `draft`, `draft-1layer`); prompts are in `lab.parent / "data"`."""
+    root = os.environ.get("OSD_HF_DATA")
+    if not root:
+        pytest.skip("needs the lab pair: set OSD_HF_DATA to a folder that holds data/ and lab/")
+    folder = Path(root) / "lab"
+    if not (folder / "target").is_dir():
+        pytest.skip(f"needs the lab pair: OSD_HF_DATA is {root}, which has no lab/target")
+    return folder
