@@ -516,8 +516,7 @@ class BatchRequest(Decoding):
                 model = request.kwargs.get("assistant_model")
                 self.draftings.append(request.drafting or LeanDrafting(model, None))
             may_repeat = all(map(bears_any_token, self.kwargs["logits_processor"]))
-            self.pace = BatchPace(
-                self.draftings[0],
+            self.pace = self.draftings[0].batch_pace(
                 self.requests[0].domain,
                 len(self.requests),
                 do_sample=bool(self.config.do_sample),

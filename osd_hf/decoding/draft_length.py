@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from osd_hf.errors import UnsupportedModelError
 from osd_hf.models import unwrap, vocab_size_of
 from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
 from osd_hf.utils.kernels import fast_kernels, unpack
-
-if TYPE_CHECKING:
-    from osd_hf.decoding.generator import LeanDrafting
 
 DRAFT: Final = "draft"
 MAX_K = 32
@@ -674,25 +671,30 @@ class BatchPace:
     instead of loading weights, and candidates cost more; as rows end, they may pay again."""
 
     def __init__(
-        self, drafting: LeanDrafting, domain: str | None, rows: int, *, do_sample: bool, may_repeat: bool = True
+        self,
+        pacer: Pacer,
+        domain: Any,
+        rows: int,
+        *,
+        fixed: FixedPace | None = None,
+        sources: str = "both",
+        may_repeat: bool = True,
     ) -> None:
-        pacer = self._pacer = drafting.pacer
-        is_auto = drafting.num_assistant_tokens == "auto"
-        pace = None if is_auto else drafting.pace(domain, do_sample=do_sample)
-        self._fixed = pace if isinstance(pace, FixedPace) else None
-        self.threshold = 0.0 if self._fixed is None else self._fixed.threshold
+        self._pacer = pacer
+        self._fixed = fixed
+        self.threshold = 0.0 if fixed is None else fixed.threshold
         self._rows = rows
-        self._drafts = drafting.sources != "text"
+        self._drafts = sources != "text"
         self._own = Average(memory=REQUEST_MEMORY)
         with pacer.lock:
-            known = self._domain = pacer.acceptance((domain, do_sample))
+            known = self._domain = pacer.acceptance(domain)
             known.requests += 1
             looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TEXT_PROBE_EVERY == 0
             self._costs = pacer.of_batches(rows)
             self._plan = pacer.plan_for(known, None, rows)
             # The drafts read the prompts to find out: few batches probe, and each for long.
             self._probes = known.probes(self._plan.examined, PROBE_ROUNDS * (self._plan.plain_seconds or 0.0))
-        self.reads_text = is_auto and drafting.sources != "draft" and may_repeat and looks_up
+        self.reads_text = fixed is None and sources != "draft" and may_repeat and looks_up
 
     @property
     def is_plain(self) -> bool:

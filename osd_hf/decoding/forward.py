@@ -114,15 +114,6 @@ def _first_tokens(begins: int, ends: int) -> int:
     return min(tokens, LARGEST_STATIC_CACHE) if begins < LARGEST_STATIC_CACHE else tokens
 
 
-def static_sizes(begins: int, ends: int) -> list[int]:
-    """Return the sizes of the caches that a sequence with these lengths uses, one after the other."""
-    size = static_size(_first_tokens(begins, ends))
-    sizes = [size if size <= LARGEST_STATIC_CACHE else ends]
-    while sizes[-1] < ends:
-        sizes.append(2 * sizes[-1] if 2 * sizes[-1] <= LARGEST_STATIC_CACHE else ends)
-    return sizes
-
-
 def compiles_draft(config: OnlineConfig, device_type: str) -> bool:
     """Whether a draft on a device of this type, such as `"cuda"`, is compiled or captured."""
     return device_type not in ("cpu", "meta") if config.compile_draft == "auto" else config.compile_draft

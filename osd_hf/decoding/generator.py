@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from osd_hf.decoding.checks import UNLIMITED, Limits, log_failed_draft, log_once
-from osd_hf.decoding.draft_length import DRAFT, READS_PROMPT_TOKENS, FixedPace, Pace, Pacer, RoundTime
+from osd_hf.decoding.draft_length import DRAFT, READS_PROMPT_TOKENS, BatchPace, FixedPace, Pace, Pacer, RoundTime
 from osd_hf.decoding.forward import CompiledDraft, DraftForward
 from osd_hf.decoding.text import Guess, RequestText, TextIndex
 from osd_hf.decoding.vocabulary import RestrictedDraft
@@ -288,8 +288,23 @@ class LeanDrafting:
 
     def pace(self, domain: str | None, *, do_sample: bool, may_repeat: bool = True) -> Pace:
         """Return the pace of one request. Without `may_repeat`, past text is not used."""
+        return self._fixed_pace() or self.pacer.pace((domain, do_sample), self.sources, may_repeat=may_repeat)
+
+    def batch_pace(self, domain: str | None, rows: int, *, do_sample: bool, may_repeat: bool = True) -> BatchPace:
+        """Return the pace of a batch of so many rows, as [`~LeanDrafting.pace`]."""
+        return BatchPace(
+            self.pacer,
+            (domain, do_sample),
+            rows,
+            fixed=self._fixed_pace(),
+            sources=self.sources,
+            may_repeat=may_repeat,
+        )
+
+    def _fixed_pace(self) -> FixedPace | None:
+        """Return the pace of a fixed k; `None` with `"auto"`."""
         if self.num_assistant_tokens == "auto":
-            return self.pacer.pace((domain, do_sample), self.sources, may_repeat=may_repeat)
+            return None
         if isinstance(self.num_assistant_tokens, int):
             return FixedPace(self.num_assistant_tokens, pacer=self.pacer)
         config = self.draft.generation_config
