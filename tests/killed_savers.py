@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from osd_hf.errors import StateError
-from osd_hf.learning.session import load_session, save_session
+from osd_hf.learning.session import STATE, UNFINISHED, load_session, save_session
 
 # What a user may have in the folder of a session.
-OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".CURRENT-notes", "CURRENT.bak", "state-abc")
+OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".state-notes.tmp", "state-1.bak", "state-abc")
 
 
 def session(number: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def own(folder: Path) -> dict[str, bytes]:
 
 
 def states(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("state-*") if (path / "session.json").exists() or len(path.name) > 15]
+    return [path for path in folder.iterdir() if STATE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)]
 
 
 def save_on(folder: Path, out: int, first: int) -> None:

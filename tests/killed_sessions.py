@@ -52,7 +52,7 @@ def serve(pair: Any, folder: Path, out: int) -> None:
         os.write(out, (json.dumps(facts) + "\n").encode())
 
     assistant = OnlineAssistant(*pair, config=CONFIG, autosave=folder)
-    if (folder / "CURRENT").exists():
+    if session.has_session(folder):
         assistant.load_state(folder)
     say(state=state(assistant))
     number = assistant.stats.num_requests
@@ -61,8 +61,8 @@ def serve(pair: Any, folder: Path, out: int) -> None:
         number += 1
 
 
-def pointed(current: Path) -> str | None:
-    return current.read_text() if current.exists() else None
+def newest(folder: Path) -> str:
+    return max((path.name for path in folder.glob("state-*")), default="")
 
 
 def main(folder: Path, kills: int) -> None:
@@ -74,10 +74,9 @@ def main(folder: Path, kills: int) -> None:
         for i in range(4):
             answer(warm.generate, i)
     moments = random.Random(0)
-    current = folder / "CURRENT"
     for life in range(kills):
         # Every other life goes on until it has saved, however slow the disk is; the others die at any moment.
-        before = pointed(current) if life % 2 else None
+        before = newest(folder) if life % 2 else None
         begin, end = os.pipe()
         child = os.fork()
         if child == 0:
@@ -88,7 +87,7 @@ def main(folder: Path, kills: int) -> None:
                 os._exit(1)
         os.close(end)
         said, answers = b"", moments.randrange(6)
-        while (said.count(b"\n") <= answers or (life % 2 and pointed(current) == before)) and (
+        while (said.count(b"\n") <= answers or (life % 2 and newest(folder) == before)) and (
             part := os.read(begin, 1 << 16)
         ):
             said += part

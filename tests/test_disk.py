@@ -269,8 +269,7 @@ def test_a_file_system_without_locks_can_be_written_but_not_shared(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     write_session(tmp_path / "session", traces)
-    (state,) = (tmp_path / "session").glob("state-*")
-    assert (tmp_path / "session" / "CURRENT").read_text() == state.name
+    assert len(list((tmp_path / "session").glob("state-*"))) == 1
     write_store(tmp_path / "store", traces)
     assert len(CorrectionStore(tmp_path / "store")) == len(traces)
     with pytest.raises(ConfigError, match="in use"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,40 +269,21 @@ def test_a_run_that_was_killed_while_it_saved_first_begins_anew(
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / ".settings-0123abcd.tmp").write_text("{")  # of a run that was killed even before
-    whole = session.write_whole
 
     class Killed(BaseException):
         pass
 
-    def killed(path, data):
-        if path.name == "CURRENT":
-            raise Killed
-        whole(path, data)
+    def killed(path, target):
+        raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "write_whole", killed)
+        patch.setattr(Path, "rename", killed)
         patch.setattr(session.shutil, "rmtree", lambda *_, **__: None)  # who is killed removes nothing
         with pytest.raises(Killed):
             main(arguments(pair, prompts, folder, *OFTEN))
-    assert len(list((folder / "state").glob("state-*"))) >= 1
+    assert len(list((folder / "state").glob(".state-*.tmp"))) >= 1
     assert (folder / "journal.jsonl").read_text()
     assert main(arguments(pair, prompts, folder, *OFTEN, "--resume")) == 0
     assert "Nothing was saved" in caplog.text
     assert_same_run(folder, straight)
     assert len(list((folder / "state").glob("state-*"))) == 1
-
-
-def test_a_session_that_lost_its_pointer_is_not_thrown_away(pair, prompts, straight, tmp_path, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(straight, folder)
-    pointer = folder / "state" / "CURRENT"
-    name, journal = pointer.read_text(), (folder / "journal.jsonl").read_text()
-    pointer.unlink()
-    assert main(arguments(pair, prompts, folder, *OFTEN, "--resume")) == 2
-    said = capsys.readouterr().err
-    assert name in said
-    assert "CURRENT" in said
-    assert (folder / "journal.jsonl").read_text() == journal
-    pointer.write_text(name)  # as the error says
-    assert main(arguments(pair, prompts, folder, *OFTEN, "--resume")) == 0
-    assert_same_run(folder, straight)

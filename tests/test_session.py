@@ -128,18 +128,18 @@ def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace], taug
         save_session(tmp_path, taught(version), {"version": version})
     assert len(list(tmp_path.glob("state-*"))) == 1
     assert load_session(tmp_path, learner(traces, 0))["version"] == 2
-    assert not list(tmp_path.glob(".CURRENT-*"))
+    assert len(killed_savers.states(tmp_path)) == 1
 
 
 class Killed(BaseException):
     """Of no kind that anybody catches, as a signal is."""
 
 
-# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`, four
-# files, their folder and the folder around it are synced before the pointer.
+# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`; four
+# files and their folder are synced before the folder is renamed, and the folder around it afterwards.
 STEPS = (
-    ("mkdir", 2), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
-    ("fsync", 4), ("fsync", 5), ("fsync", 6), ("write_whole", 1), ("fsync", 7), ("replace", 1), ("rmtree", 1),
+    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
+    ("fsync", 4), ("fsync", 5), ("rename", 1), ("fsync", 6), ("rmtree", 1),
 )  # fmt: skip
 
 
@@ -160,9 +160,8 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
         "torch.save": (module.torch, "save"),
         "write_table": (module.pq, "write_table"),
         "dumps": (module.json, "dumps"),
-        "write_whole": (module, "write_whole"),
         "fsync": (os, "fsync"),
-        "replace": (os, "replace"),
+        "rename": (Path, "rename"),
         "rmtree": (module.shutil, "rmtree"),
     }
     whole = getattr(*homes[step])
@@ -180,18 +179,18 @@ def test_what_breaks_while_saving_leaves_a_state_that_loads(
         patch.setattr(*homes[step], fail)
         with pytest.raises(StateError if error is OSError and step != "rmtree" else error):
             save_session(tmp_path, second, {"version": 2})
-    expected = 2 if step == "rmtree" else 1
+    expected = 2 if step == "rmtree" or (step, time) == ("fsync", 6) else 1
     fresh = learner(traces, 0)
     assert load_session(tmp_path, fresh)["version"] == fresh.drafts.serving_version() == expected
     assert all(map(torch.equal, weights(fresh), weights(taught(expected))))
     save_session(tmp_path, second, {"version": 3})  # goes on, and clears what was left
     assert load_session(tmp_path, fresh)["version"] == 3
-    assert len(list(tmp_path.glob("state-*"))) == 1
+    assert len(killed_savers.states(tmp_path)) == 1
 
 
 def damage(folder: Path, file: str, how: str) -> None:
     (state,) = folder.glob("state-*")
-    path = folder / "CURRENT" if file == "CURRENT" else state / file
+    path = state / file
     if how == "missing":
         path.unlink()
     elif how == "empty":
@@ -204,7 +203,7 @@ def damage(folder: Path, file: str, how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of the garbage
 @pytest.mark.parametrize("how", ["missing", "half"])
-@pytest.mark.parametrize("file", ["CURRENT", "session.json", "requests-000.parquet", "learner-000.pt", "drafts.pt"])
+@pytest.mark.parametrize("file", ["session.json", "requests-000.parquet", "learner-000.pt", "drafts.pt"])
 def test_damaged_files_are_named_and_change_nothing(
     file: str, how: str, tmp_path: Path, traces: list[Trace], taught: Callable[[int], Learner]
 ) -> None:
@@ -225,7 +224,7 @@ def test_another_format_is_not_guessed_at(other: int, tmp_path: Path, traces: li
     save_session(tmp_path, learner(traces, 1), {})
     (path,) = tmp_path.glob("state-*/session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": other}))
-    with pytest.raises(StateError, match=f"format {other}, this version reads 8"):
+    with pytest.raises(StateError, match=f"format {other}, this version reads 9"):
         load_session(tmp_path, learner(traces, 0))
 
 
@@ -283,7 +282,7 @@ def test_a_second_saver_waits_for_the_first(
 ) -> None:
     one, other = learner(traces, 1), learner(traces, 2)
     save_session(tmp_path, one, {"version": 0})
-    write, wait, waits = module.write_whole, module.wait_for_lock, threading.Event()
+    write, wait, waits = module.pq.write_table, module.wait_for_lock, threading.Event()
     savers: list[threading.Thread] = []
 
     def waiting(path: Path, seconds: float) -> Any:
@@ -291,31 +290,19 @@ def test_a_second_saver_waits_for_the_first(
             waits.set()
         return wait(path, seconds)
 
-    def overtaken(path: Path, data: bytes) -> None:
+    def overtaken(table: Any, file: Any) -> None:
         if not savers:
             savers.append(threading.Thread(target=save_session, args=(tmp_path, other, {"version": 2})))
             savers[0].start()
             assert waits.wait(300)
-        write(path, data)
+        write(table, file)
 
-    monkeypatch.setattr(module, "write_whole", overtaken)
+    monkeypatch.setattr(module.pq, "write_table", overtaken)
     monkeypatch.setattr(module, "wait_for_lock", waiting)
     save_session(tmp_path, one, {"version": 1})
     savers[0].join(300)
     assert load_session(tmp_path, learner(traces, 0))["version"] == 2
     assert len(list(tmp_path.glob("state-*"))) == 1
-
-
-def test_a_pointer_that_is_no_text_is_refused_by_name_and_replaced_by_the_next_save(
-    tmp_path: Path, traces: list[Trace]
-) -> None:
-    save_session(tmp_path, learner(traces, 1), {"version": 1})
-    (tmp_path / module.POINTER).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StateError, match="cannot be read"):
-        load_session(tmp_path, learner(traces, 0))
-    save_session(tmp_path, learner(traces, 2), {"version": 2})
-    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
-    assert len(list(tmp_path.glob("state-*"))) == 2  # somebody may restore the other one
 
 
 def test_a_saver_that_never_ends_is_told(tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,65 +319,40 @@ def test_only_what_was_saved_is_deleted(tmp_path: Path, traces: list[Trace]) -> 
     mine = killed_savers.put_own(tmp_path)
     save_session(tmp_path, learner(traces, 1), {"version": 1})
     (state,) = killed_savers.states(tmp_path)
-    shutil.copytree(state, tmp_path / "state-0123456789abcdef0123456789abcdef")  # not noted as unfinished
     for version in range(2):
         save_session(tmp_path, learner(traces, version), {"version": version})
     assert killed_savers.own(tmp_path) == mine
     assert not state.exists()
-    assert len(killed_savers.states(tmp_path)) == 2
-    (tmp_path / module.LOCK).write_text("../state-best state-best /etc CURRENT")  # a damaged one
-    save_session(tmp_path, learner(traces, 1), {"version": 2})
-    assert killed_savers.own(tmp_path) == mine
+    assert len(killed_savers.states(tmp_path)) == 1
 
 
-def test_the_old_state_goes_when_the_pointer_is_on_the_disk(
+def test_the_old_state_goes_when_the_new_one_is_on_the_disk(
     tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_session(tmp_path, learner(traces, 1), {"version": 1})
-    (old,) = tmp_path.glob("state-*")
     done: list[str] = []
-    sync, move, remove = os.fsync, os.replace, shutil.rmtree
+    sync, move, remove = os.fsync, Path.rename, shutil.rmtree
 
     def fsync(descriptor: int) -> None:
         status = os.fstat(descriptor)
         places = {path.stat().st_ino: path for path in [tmp_path, *tmp_path.rglob("*")]}
-        place = places[status.st_ino].relative_to(tmp_path)
-        done.append(f"sync {place.parts[1] if len(place.parts) > 1 else place.name.split('-')[0] or 'folder'}")
+        done.append(f"sync {places[status.st_ino].relative_to(tmp_path).name.split('-')[0] or 'folder'}")
         sync(descriptor)
 
-    def replace_(source: Any, target: Any) -> None:
-        done.append(f"move to {Path(target).name}")
-        move(source, target)
+    def rename(source: Path, target: Path) -> Path:
+        done.append(f"move to {target.name}")
+        return move(source, target)
 
-    def rmtree(path: Any, **kwargs: Any) -> None:
-        done.append(f"delete {'old' if Path(path) == old else path}")
+    def rmtree(path: Path, **kwargs: Any) -> None:
+        done.append(f"delete {path.name}")
         remove(path, **kwargs)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", replace_)
+    monkeypatch.setattr(Path, "rename", rename)
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     save_session(tmp_path, learner(traces, 2), {"version": 2})
-    files = ["requests-000.parquet", "learner-000.pt", "drafts.pt", "session.json"]
+    files = ["requests", "learner", "drafts.pt", "session.json"]
     assert done == [
-        *(f"sync {name}" for name in files), "sync state", "sync folder", "sync .CURRENT", "move to CURRENT",
-        "sync folder", "delete old",
+        *(f"sync {name}" for name in files), "sync .state", "move to state-00000002", "sync folder",
+        "delete state-00000001",
     ]  # fmt: skip
-
-
-def test_a_pointer_that_moved_before_saving_broke_keeps_its_state(
-    tmp_path: Path, traces: list[Trace], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_session(tmp_path, learner(traces, 1), {"version": 1})
-    write = module.write_whole
-
-    def broken(path: Path, data: bytes) -> None:
-        write(path, data)
-        raise OSError("the folder cannot be synced")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "write_whole", broken)
-        with pytest.raises(StateError, match="cannot be synced"):
-            save_session(tmp_path, learner(traces, 2), {"version": 2})
-    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
-    save_session(tmp_path, learner(traces, 1), {"version": 3})
-    assert len(list(tmp_path.glob("state-*"))) == 1

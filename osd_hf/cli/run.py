@@ -35,7 +35,7 @@ from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.evaluation.display import comparison_row, figure, rolling_window, text_table
-from osd_hf.learning.session import check_pointer, has_session
+from osd_hf.learning.session import has_session
 from osd_hf.models import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, prompts_digest
 from osd_hf.replay import replay
@@ -378,7 +378,6 @@ def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serve
     complete lines of the journal count."""
     state, journal, count = folder / STATE, folder / JOURNAL, None
     if learn:
-        check_pointer(state)
         if not has_session(state):
             if journal.exists():
                 logger.warning("Nothing was saved in %s before that run ended; it starts again.", state)

@@ -30,7 +30,7 @@ from osd_hf.cli.settings import (
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.benchmark import pad_setting
-from osd_hf.learning.session import check_pointer, has_session
+from osd_hf.learning.session import has_session
 from osd_hf.models import input_device, load_pair
 from osd_hf.utils.context import choose_threads
 
@@ -154,8 +154,6 @@ def open_assistant(settings: ServeSettings, config: OnlineConfig) -> OnlineAssis
     """Load the pair and its saved state, and warm it up."""
     pair = load_pair(settings.target, settings.draft, **settings.loading)
     session = None if settings.state_dir is None else settings.state_dir.expanduser()
-    if session is not None:
-        check_pointer(session)
     ids = torch.tensor([pair.tokenizer(WARM_UP_PROMPT)["input_ids"]], device=input_device(pair.target))
     how: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": WARM_UP_TOKENS,

@@ -28,7 +28,7 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.requests import ReadableTraces
-from osd_hf.learning.session import check_pointer, has_session, load_session, save_session
+from osd_hf.learning.session import has_session, load_session, save_session
 from osd_hf.learning.updater import Updater, UpdateReport, finish, log_update
 from osd_hf.learning.weights import Snapshot
 from osd_hf.models import vocab_size_of
@@ -152,10 +152,8 @@ class StoreLearner:
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
         self._since_update = AcceptanceStats()
-        if state is not None:
-            check_pointer(state)
-            if has_session(state):
-                self._resume(state)
+        if state is not None and has_session(state):
+            self._resume(state)
         if not target_version:  # those that have come already
             found = follower.targets(domain, self._readable.vocab_size)
             self._choose_version(found.items())

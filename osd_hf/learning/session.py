@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import pickle
 import re
+import secrets
 import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,19 @@ from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.weights import learning_context
 from osd_hf.store.arrow import table_to_traces, traces_to_table
-from osd_hf.utils.disk import (
-    make_private_folder,
-    new_private_file,
-    open_privately,
-    sync_folder,
-    wait_for_lock,
-    write_whole,
-)
+from osd_hf.utils.disk import make_private_folder, new_private_file, sync_folder, wait_for_lock
 
-FORMAT = 8
+FORMAT = 9
 UPDATES_BETWEEN_SAVES = 8  # of an assistant with `autosave`
-POINTER = "CURRENT"
-LOCK, NOTE = ".CURRENT.lock", ".CURRENT.unfinished"
-STATE = re.compile(r"state-[0-9a-f]{12,32}")
-UNFINISHED_POINTER = re.compile(r"\.CURRENT-[0-9a-f]{8}\.tmp")
+LOCK = ".state.lock"
+STATE = re.compile(r"state-\d{8}")
+UNFINISHED = re.compile(r"\.state-[0-9a-f]{8}\.tmp")
 PATIENCE_SECONDS = 300.0  # to wait for another process that saves to the same folder
-MAX_READ_ATTEMPTS = 5  # while others save, before they have to wait
+# What the files of a state raise if they are damaged.
+UNREADABLE = (
+    OSError, EOFError, ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError,
+    pa.ArrowException,
+)  # fmt: skip
 
 
 class FolderBusyError(StateError):
@@ -55,9 +50,9 @@ def save_session(
     """
     Save the state of a learner that is not working.
 
-    A new folder is written first, then a pointer to it is replaced, so that a kill or a power failure leaves the old
-    state or the new one. Processes that save to one folder take turns. Only the owner can read the files. Files that
-    this function did not write are never deleted.
+    A state is written to a hidden folder, which then gets the next number, so that a kill or a power failure leaves
+    the old state or the new one. Processes that save to one folder take turns. Only the owner can read the files.
+    Files that this function did not write are never deleted.
 
     Args:
         directory (`Path`): The folder of the session.
@@ -69,33 +64,31 @@ def save_session(
     Raises:
         StateError: The folder cannot be written (FolderBusyError: others save). An earlier state in it stays intact.
     """
-    name = f"state-{uuid.uuid4().hex}"
-    folder = directory / name
+    unfinished = directory / f".state-{secrets.token_hex(4)}.tmp"
     with contextlib.ExitStack() as stack:
         try:
             make_private_folder(directory)
             lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
             stack.callback(lock.release)
+            for killed in directory.iterdir():
+                if UNFINISHED.fullmatch(killed.name):
+                    shutil.rmtree(killed, ignore_errors=True)
             try:
-                old = _current_state(directory)
-                _note_unfinished(directory, name, old)
-                _write(folder, learner, facts, router)
-                sync_folder(directory)
-                write_whole(directory / POINTER, name.encode())
+                _write(unfinished, learner, facts, router)
+                old = _states(directory)
+                number = int(old[-1].name.removeprefix("state-")) + 1 if old else 1
+                unfinished.rename(directory / f"state-{number:08d}")
             except BaseException:
-                with contextlib.suppress(OSError):
-                    if _current_state(directory) != name:  # otherwise the pointer was replaced before the error
-                        shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(unfinished, ignore_errors=True)
                 raise
+            sync_folder(directory)  # before the old state is deleted
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             is_busy = isinstance(error, TimeoutError)
             raise (FolderBusyError if is_busy else StateError)(
                 f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
             ) from error
-        _delete(directory, old)
-        if old is None or not (directory / old).exists():
-            with contextlib.suppress(OSError):  # the new state is complete
-                (directory / NOTE).unlink()
+        for state in old:
+            shutil.rmtree(state, ignore_errors=True)
 
 
 def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router: dict[str, Any] | None) -> None:
@@ -118,55 +111,14 @@ def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router:
     sync_folder(folder)
 
 
-def _note_unfinished(directory: Path, name: str, old: str | None) -> None:
-    """Note, before a state is written, that it will replace the old one. States that a killed process has noted are
-    deleted; nothing else in the folder is."""
-    with contextlib.suppress(FileNotFoundError):
-        for noted in (directory / NOTE).read_text(errors="replace").split():
-            if noted != old:
-                _delete(directory, noted)
-    with open(directory / NOTE, "w", opener=open_privately) as note:
-        note.write(f"{name} {old or ''}")
-    for file in directory.iterdir():
-        if UNFINISHED_POINTER.fullmatch(file.name):
-            file.unlink(missing_ok=True)
-
-
-def _delete(directory: Path, name: str | None) -> None:
-    if name is not None and STATE.fullmatch(name):
-        shutil.rmtree(directory / name, ignore_errors=True)
-
-
-def _current_state(directory: Path) -> str | None:
-    """Return the name of the current state, or `None`."""
-    try:
-        return (directory / POINTER).read_text(errors="replace").strip()
-    except FileNotFoundError:
-        return None
+def _states(directory: Path) -> list[Path]:
+    """Return the folders of complete states, oldest first."""
+    return sorted(path for path in directory.glob("state-*") if STATE.fullmatch(path.name))
 
 
 def has_session(directory: Path) -> bool:
     """Whether the folder has a complete state."""
-    return (directory / POINTER).is_file()
-
-
-def check_pointer(directory: Path) -> None:
-    """Raise StateError if the folder has a complete state but no pointer to it, as after an incomplete copy."""
-    if has_session(directory):
-        return
-    try:
-        names = (directory / NOTE).read_text(errors="replace").split()
-    except OSError:
-        names = []
-    # A single name is an unfinished first state. A second name would be a complete state before it.
-    unfinished = names[0] if len(names) == 1 else None
-    states = [path.parent for path in directory.glob("state-*/session.json") if path.parent.name != unfinished]
-    if states:
-        newest = max(states, key=lambda state: state.stat().st_mtime).name
-        raise StateError(
-            f"The session in {directory} has lost its pointer. Write the name of a state, such as {newest}, to "
-            f"{directory / POINTER} to continue with it, or move {directory} to start a new session."
-        )
+    return bool(_states(directory))
 
 
 @learning_context()  # tensors loaded in inference mode could not learn
@@ -184,56 +136,41 @@ def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
     try:
         state = _read(directory)
-        before = None if router is None or state["router"] is None else router.state_dict()
-        if router is not None and before is not None:
+        router = None if state["router"] is None else router
+        before = None if router is None else router.state_dict()
+        if router is not None:
             router.load_state_dict(state["router"])
         try:
             learner.load_state_dict(state)
         except BaseException:
-            if router is not None and before is not None:
+            if router is not None:
                 router.load_state_dict(before)
             raise
         facts: dict[str, Any] = state["facts"]
         return facts
     except StateError:
         raise
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        RuntimeError,
-        pickle.UnpicklingError,
-        pa.ArrowException,
-    ) as error:
+    except UNREADABLE as error:
         raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Read the newest state. If another process replaces and deletes it, the next one is read; after some attempts,
-    savers have to wait."""
-    with contextlib.ExitStack() as stack:
-        for attempt in itertools.count():
-            name = (directory / POINTER).read_text().strip()
-            try:
-                return _read_state(directory, directory / name)
-            except Exception:
-                if (directory / POINTER).read_text().strip() == name:
-                    raise
-            if attempt == MAX_READ_ATTEMPTS:
-                with contextlib.suppress(OSError):  # the folder may be read-only
-                    stack.callback(wait_for_lock(directory / LOCK, PATIENCE_SECONDS).release)
-        raise AssertionError
+    """Read the newest state, again if another process has replaced and deleted it."""
+    while True:
+        newest = _states(directory)[-1]
+        try:
+            return _read_state(newest)
+        except Exception:
+            if _states(directory)[-1:] == [newest]:
+                raise
 
 
-def _read_state(directory: Path, folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((folder / "session.json").read_text())
     if state["format"] != FORMAT:
         raise StateError(
-            f"The session in {directory} has format {state['format']}, this version reads {FORMAT}. Read it with the "
-            "version that wrote it."
+            f"The session in {folder.parent} has format {state['format']}, this version reads {FORMAT}. Read it with "
+            "the version that wrote it."
         )
     for number, saved in enumerate(state["requests"]):
         traces = table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet"))
