@@ -558,7 +558,8 @@ class OnlineAssistant:
             save_directory (`str` or `Path`): Created if missing.
             domain (`str`, *optional*): Domain of the draft; `None` is the base or the shared draft.
         """
-        with self._drafts.lease(domain) as draft, record_target(draft.model, self._drafts.target_version(domain)):
+        version = self._drafts.serving(domain).target_version
+        with self._drafts.lease(domain) as draft, record_target(draft.model, version):
             draft.model.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -570,7 +571,7 @@ class OnlineAssistant:
         """
         training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
         facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
-        facts = replace(facts, target_version=self._drafts.target_version(domain))
+        facts = replace(facts, target_version=self._drafts.serving(domain).target_version)
         with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant still has it.", **kw)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -70,12 +69,10 @@ def setting(way: str, target: Any, args: argparse.Namespace) -> tuple[Any, Any, 
     return router, lora(args.rank, head=args.head), config
 
 
-def on_disk(drafts: DomainDrafts) -> dict[str, float]:
-    """Return the bytes of the published drafts: of all, and of one domain."""
-    with tempfile.TemporaryDirectory() as folder:
-        drafts.save_pretrained(folder)
-        files = [f for f in Path(folder).rglob("*") if f.suffix == ".safetensors"]
-        sizes = [f.stat().st_size for f in files]
+def size_of(drafts: DomainDrafts) -> dict[str, float]:
+    """Return the bytes of what was learned: of all drafts, and of one domain."""
+    weights = [drafts.serving(domain).weights for domain in drafts.domains]
+    sizes = [sum(tensor.nbytes for tensor in learned.values()) for learned in weights if learned]
     return {"drafts": len(sizes), "bytes": sum(sizes), "bytes_per_draft": sum(sizes) / max(len(sizes), 1)}
 
 
@@ -84,12 +81,9 @@ def served_live(
 ) -> dict[str, Any]:
     """Serve prompts that nothing was learned from with the learned drafts."""
     _, adapters, config = setting(way, pair.target, args)
-    with tempfile.TemporaryDirectory() as folder:
-        report.drafts.save_pretrained(folder)
-        config = replace(config, update_strategy="manual")
-        store = CorrectionStore()
-        assistant = OnlineAssistant(*pair, config, router=router, peft_config=adapters, store=store)
-        assistant.drafts.load_pretrained(folder)
+    config = replace(config, update_strategy="manual")
+    assistant = OnlineAssistant(*pair, config, router=router, peft_config=adapters, store=CorrectionStore())
+    assistant.drafts.load_state_dict(report.drafts.state_dict())
     identical = 0
     for trace in tqdm(later, desc=f"{way} live"):
         ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None]
@@ -138,7 +132,7 @@ def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: An
     return {
         "way": way, "by_domain": found, "mean": float(np.mean([d["alpha"] for d in found.values()])),
         "mean_gain": float(np.mean([d["gain"] for d in found.values()])),
-        "disk": on_disk(report.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
+        "disk": size_of(report.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
         "decisions": dict(Counter(d.outcome for d in report.decisions)),
         "requests_by_draft": dict(Counter(str(t.domain) for t in report.traces)),
         "requests_stats": requests_stats(report),

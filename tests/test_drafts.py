@@ -8,8 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model, set_peft_model_state_dict
 
 from osd_hf import OnlineConfig, Trace, capture_traces
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
@@ -117,16 +116,14 @@ TIED = {"tie_word_embeddings": True}
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")  # of peft, which we mend
 @pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-def test_a_merged_draft_speaks_as_its_adapter(architecture: str, targets: Any, changes: Any, tmp_path: Path) -> None:
+def test_a_merged_draft_speaks_as_its_adapter(architecture: str, targets: Any, changes: Any) -> None:
     _, draft = models.pair(architecture, **changes)
     before = logits(draft)
     drafts = DomainDrafts(draft, CONFIG, peft_config=lora(targets))
-    promote(drafts, "a")
+    _, learned = promote(drafts, "a")
     merged = logits(drafts.model("a"))
-    adapter = drafts.adapter("a")
-    torch.testing.assert_close(logits(adapter), merged, atol=1e-4, rtol=1e-4)
-    drafts.adapter("a").save_pretrained(tmp_path, save_embedding_layers=False)
-    plain = PeftModel.from_pretrained(copy.deepcopy(draft), tmp_path).eval()
+    plain = get_peft_model(copy.deepcopy(draft), lora(targets)).eval()
+    set_peft_model_state_dict(plain, learned)
     torch.testing.assert_close(logits(plain), merged, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(logits(merged_model(plain)), merged, atol=1e-4, rtol=1e-4)
     assert (merged - before).abs().max() > 0.1
@@ -211,13 +208,13 @@ def test_an_earlier_version_serves_again(kind: str) -> None:
     with torch.no_grad():
         next(drafts.model("a").parameters()).fill_(torch.nan)  # gone wrong by itself
     assert same(drafts.roll_back("a", first), snapshot)
-    assert drafts.target_version("a") == f"target {first}"
+    assert drafts.serving("a").target_version == f"target {first}"
     assert drafts.serving_version("a") == first
     assert same(weights(drafts.model("a")), held)
     assert drafts.previous("a") is None
     start = drafts.roll_back("a", 0)
     assert drafts.model("a") is drafts.base
-    assert drafts.target_version("a") is None
+    assert drafts.serving("a").target_version is None
     assert drafts.serving_version("a") == 0
     drafts.promote("a", 9, start)
     ours, theirs = (logits(models.double(model)) for model in (drafts.model("a"), drafts.base))
@@ -238,7 +235,7 @@ def test_what_cannot_be_made_ready_costs_no_answer(
         patch.setattr(drafts_module, "write_snapshot", full)
         with pytest.raises(RuntimeError, match="out of memory"):
             drafts.promote("a", version, snapshot, "another")
-        assert (drafts.serving_version("a"), drafts.target_version("a")) == (1, "target 1")  # as before
+        assert (drafts.serving_version("a"), drafts.serving("a").target_version) == (1, "target 1")  # as before
         with drafts.lease("a") as serving, caplog.at_level(logging.ERROR):
             assert serving.version in (0, 1)
     with drafts.lease("a") as serving:
@@ -264,44 +261,6 @@ def test_further_domains_take_the_base_draft(
 # --- keeping --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_serves_is_saved_and_loaded(kind: str, shared: bool, tmp_path: Path) -> None:
-    def fresh() -> DomainDrafts:
-        peft_config = lora() if kind == "adapters" else None
-        return DomainDrafts(models.pair()[1], CONFIG, peft_config=peft_config, per_domain=not shared)
-
-    drafts = fresh()
-    domains = [None] if shared else ["a", "x/y"]
-    for seed, domain in enumerate(domains):
-        promote(drafts, domain, seed)
-    if not shared:
-        assert drafts.admit("nothing learned")
-    drafts.save_pretrained(tmp_path)
-    again = fresh()
-    again.load_pretrained(tmp_path)
-    for domain in domains:
-        assert again.serving_version(domain) == drafts.serving_version(domain)
-        assert same(weights(again.model(domain)), weights(drafts.model(domain)))
-        assert same(again.updater(domain).snapshot(), drafts.serving_snapshot(domain))  # learning would go on there
-    assert again.version == drafts.version
-    assert set(again.domains) == set(domains)
-    if kind == "copies":
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "draft-000").eval()
-        assert torch.equal(logits(plain), logits(drafts.model(domains[0])))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5", "bart"])
-def test_copies_with_tied_embeddings_are_saved_and_loaded(architecture: str, tmp_path: Path) -> None:
-    drafts = made("copies", architecture=architecture, **TIED)
-    promote(drafts, "a")
-    drafts.save_pretrained(tmp_path)
-    again = made("copies", architecture=architecture, **TIED)
-    again.load_pretrained(tmp_path)
-    assert same(weights(again.model("a")), weights(drafts.model("a")))
-    assert torch.equal(logits(again.model("a")), logits(drafts.model("a")))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_of_a_request_is_published(kind: str, traces: list[Trace], tmp_path: Path) -> None:
     drafts = made(kind)
@@ -310,11 +269,9 @@ def test_nothing_of_a_request_is_published(kind: str, traces: list[Trace], tmp_p
         drafts.updater("a").observe(trace)
     drafts.updater("a").update()
     drafts.promote("a", *drafts.candidate("a"))
-    drafts.save_pretrained(tmp_path)
+    drafts.model("a").save_pretrained(tmp_path)
     files = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    of_the_model = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    of_the_model |= {"config.json", "generation_config.json", "model.safetensors"}
-    assert {path.name for path in files} <= of_the_model | {"drafts.json"}
+    assert {path.name for path in files} == {"config.json", "generation_config.json", "model.safetensors"}
     for trace in traces:
         for ids in (trace.prompt_ids, trace.completion_ids):
             listed = ids.tolist()
@@ -323,26 +280,26 @@ def test_nothing_of_a_request_is_published(kind: str, traces: list[Trace], tmp_p
             assert not any(form in data for form in forms for data in files.values())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
-    drafts = made(kind)
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in KINDS), ("copies", TIED)])
+def test_a_state_comes_back(kind: str, changes: Any, tmp_path: Path) -> None:
+    drafts = made(kind, **changes)
     for seed, domain in enumerate("abb"):
         promote(drafts, domain, seed)
     assert drafts.admit("c")
     torch.save(drafts.state_dict(), tmp_path / "state.pt")
-    again = made(kind)
+    again = made(kind, **changes)
     promote(again, "a", seed=7)
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert (again.version, again.domains) == (drafts.version, drafts.domains)
     for domain in (None, "a", "b", "c"):
         assert again.serving_version(domain) == drafts.serving_version(domain)
-        assert again.target_version(domain) == drafts.target_version(domain)
+        assert again.serving(domain).target_version == drafts.serving(domain).target_version
         assert same(weights(again.model(domain)), weights(drafts.model(domain)))
     ours, theirs = again.previous("b"), drafts.previous("b")
     assert ours is not None and theirs is not None
     assert ours[0] == theirs[0] and same(ours[1], theirs[1])
     again.roll_back("b", ours[0])
-    assert again.target_version("b") == f"target {ours[0]}"
+    assert again.serving("b").target_version == f"target {ours[0]}"
 
 
 @pytest.mark.parametrize(
@@ -355,7 +312,7 @@ def test_a_state_comes_back(kind: str, tmp_path: Path) -> None:
         (("adapters", {}), ("rank", {})),
     ],
 )
-def test_drafts_of_another_base_are_refused(ours: Any, theirs: Any, tmp_path: Path) -> None:
+def test_drafts_of_another_base_are_refused(ours: Any, theirs: Any) -> None:
     def drafts(kind: str, changes: Any) -> DomainDrafts:
         if kind == "rank":
             return DomainDrafts(models.pair(num_hidden_layers=1, **changes)[1], CONFIG, peft_config=lora(r=8))
@@ -365,24 +322,10 @@ def test_drafts_of_another_base_are_refused(ours: Any, theirs: Any, tmp_path: Pa
     promote(saved, "a")
     promote(other, "b")
     before = weights(other.model("b"))
-    saved.save_pretrained(tmp_path)
-    with pytest.raises(StateError):
-        other.load_pretrained(tmp_path)
     with pytest.raises(StateError):
         other.load_state_dict(saved.state_dict())
     assert other.domains == ("b",)
     assert same(weights(other.model("b")), before)
-
-
-def test_a_folder_without_drafts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="cannot be read"):
-        made("copies").load_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no draft of 'a'"):
-        made("adapters").adapter("a")
-    drafts = made("copies")
-    promote(drafts, "a")
-    with pytest.raises(ConfigError, match="full copy"):
-        drafts.adapter("a")
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------

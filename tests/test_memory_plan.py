@@ -63,7 +63,7 @@ def test_what_serves_is_the_version_and_what_served_before_stays(monkeypatch: py
     assistant, _ = learned(draft, target, None, monkeypatch)
     with assistant:
         drafts, serving = assistant.drafts, dict(assistant.draft.named_parameters())
-        version = drafts.serving_snapshot(None)
+        version = drafts.serving(None).weights
         assert all(serving[name].data_ptr() == weight.data_ptr() for name, weight in version.items())
         number, earlier = drafts.previous(None) or (0, {})
         kept = {name: weight.clone() for name, weight in earlier.items()}
@@ -88,7 +88,7 @@ def test_what_no_model_serves_with_lies_in_main_memory(compiled: bool, monkeypat
         drafts.promote(None, *drafts.candidate(None))
         _, before = drafts.previous(None) or (0, {})
         places.append(
-            [{w.device.type for w in weights.values()} for weights in (drafts.serving_snapshot(None), before)]
+            [{w.device.type for w in weights.values()} for weights in (drafts.serving(None).weights, before)]
         )
         assert {p.device.type for p in drafts.model(None).parameters()} == {"cpu"}
     serving = {"meta" if compiled else "cpu"}

@@ -72,7 +72,7 @@ def test_nothing_but_the_version_goes_to_where_the_draft_serves(traces: list[Tra
     config = replace(CONFIG, learner_device="cpu")
     drafts, found = taught(traces, config, elsewhere=True, per_domain=False)
     assert all(p.device.type == "cpu" and torch.equal(p, expected[name]) for name, p in found.items())
-    version = drafts.serving_snapshot(None)
+    version = drafts.serving(None).weights
     assert {(w.device.type, w.dtype) for w in version.values()} == {("meta", torch.bfloat16)}
     assert {p.device.type for p in drafts.model(None).parameters()} == {"meta"}
 
@@ -83,7 +83,7 @@ def test_a_session_of_another_device_serves_where_the_draft_does(traces: list[Tr
     drafts.base.to("meta")
     drafts.load_state_dict(state)
     assert drafts.serving_version() == 1
-    assert {w.device.type for w in drafts.serving_snapshot(None).values()} == {"meta"}
+    assert {w.device.type for w in drafts.serving(None).weights.values()} == {"meta"}
 
 
 @pytest.mark.parametrize("name", ["cuda:63", "meta"])

@@ -397,7 +397,7 @@ class StoreLearner:
         logger.info("Published version %d%s after %d requests.", number, suffix, facts["requests"])
         if versions.pinned:  # engines may roll back
             drafts = self.learner.drafts
-            weights = drafts.to_host(drafts.serving_snapshot(domain))
+            weights = drafts.to_host(drafts.serving(domain).weights)
             self._served[domain, number] = drafts.serving_version(domain), weights
             gone = [key for key in self._served if key[0] == domain and key[1] not in {number, *versions.pinned}]
             for key in gone:
@@ -422,7 +422,7 @@ class StoreLearner:
             if decision.get(side) is not None
         }
         training = {**self.facts.training, "Requests learned from": facts["requests"], **held_back}
-        version = self.learner.drafts.target_version(domain) if decision else None
+        version = self.learner.drafts.serving(domain).target_version if decision else None
         version = version if is_fingerprint(version) else None  # the name of an engine may be a private path
         name = self.repo_id or f"{self.versions.of(domain).path.name}/{folder.name.lstrip('.').split('-')[0]}"
         domains = self.facts.domains if domain is None else (domain,)

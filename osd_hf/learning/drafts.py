@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import logging
-import os
 import threading
 import weakref
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.draft_length import Pacer
 from osd_hf.decoding.forward import static_draft
 from osd_hf.decoding.generator import LeanDrafting
-from osd_hf.errors import ConfigError, StateError
+from osd_hf.errors import StateError
 from osd_hf.learning.gate import MIN_EFFORT
 from osd_hf.learning.requests import DraftRequests, ReadableTraces
 from osd_hf.learning.updater import Updater
@@ -37,7 +32,6 @@ from osd_hf.learning.weights import (
     is_finite,
     learner_device,
     learning_context,
-    load_adapter,
     make_template,
     serving_copy,
     shared_copy,
@@ -46,12 +40,9 @@ from osd_hf.learning.weights import (
 )
 from osd_hf.models import is_peft
 from osd_hf.utils.context import Seeded
-from osd_hf.utils.disk import write_whole
-from osd_hf.utils.report import make_folder
 
 logger = logging.getLogger(__name__)
 
-INDEX = "drafts.json"
 MAX_DRAFTS = 32  # per domain; the base draft serves further domains
 HOST = torch.device("cpu")
 
@@ -69,6 +60,9 @@ class DraftVersion(NamedTuple):
     number: int
     weights: Snapshot
     target_version: str | None = None
+
+
+ORIGINAL = DraftVersion(0, {})
 
 
 @dataclass(eq=False)
@@ -92,7 +86,7 @@ class _Draft:
     """A draft that learns: its requests, updater and versions. It has no weights before it learns."""
 
     requests: DraftRequests
-    serving: DraftVersion = field(default_factory=lambda: DraftVersion(0, {}))
+    serving: DraftVersion = ORIGINAL
     previous: DraftVersion | None = None
     original: Snapshot = field(default_factory=dict)  # weights of version 0
     updater: Updater | None = None
@@ -199,28 +193,20 @@ class DomainDrafts:
         with self._lock:
             return domain if self.per_domain and domain in self._drafts else None
 
+    def serving(self, domain: str | None) -> DraftVersion:
+        """Return the version that serves a domain."""
+        with self._lock:
+            draft = self._drafts.get(self.key(domain))
+            return ORIGINAL if draft is None else draft.serving
+
     def serving_version(self, domain: str | None = None) -> int:
         """Return the number of the version that serves a domain; 0 is the original draft."""
-        with self._lock:
-            draft = self._drafts.get(self.key(domain))
-            return 0 if draft is None else draft.serving.number
+        return self.serving(domain).number
 
-    def target_version(self, domain: str | None) -> str | None:
-        """Return the version of the target that the serving draft of a domain learned from, if known."""
+    def previous(self, domain: str | None) -> DraftVersion | None:
+        """Return the version that served before."""
         with self._lock:
-            draft = self._drafts.get(self.key(domain))
-            return None if draft is None else draft.serving.target_version
-
-    def serving_snapshot(self, domain: str | None) -> Snapshot:
-        """Return the weights of the serving version."""
-        with self._lock:
-            return self._drafts[domain].serving.weights
-
-    def previous(self, domain: str | None) -> tuple[int, Snapshot] | None:
-        """Return number and weights of the version that served before."""
-        with self._lock:
-            previous = self._drafts[domain].previous
-            return None if previous is None else previous[:2]
+            return self._drafts[domain].previous
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
@@ -394,7 +380,7 @@ class DomainDrafts:
             draft.updater = updater
             draft.original = original
             if not draft.serving.weights:
-                draft.serving.weights.update(original)
+                draft.serving = draft.serving._replace(weights=original)
         return updater
 
     def _new_updater(self, requests: DraftRequests) -> Updater:
@@ -425,17 +411,17 @@ class DomainDrafts:
         with self._lock:
             return {domain for domain, draft in self._drafts.items() if draft.updater is not None}
 
-    def forget(self, domains: Iterable[str | None], admitted: Container[str | None]) -> None:
-        """Remove the updaters of domains and, unless a domain is admitted, drafts with no learned version."""
+    @contextlib.contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Restore the drafts, their updaters and versions if an error is raised inside."""
         with self._lock:
-            for domain in domains:
-                draft = self._drafts[domain]
-                draft.updater = None
-                draft.original = {}
-                if draft.serving.number == 0:
-                    draft.serving = DraftVersion(0, {})
-                    if domain not in admitted:
-                        del self._drafts[domain]
+            before = {domain: replace(draft) for domain, draft in self._drafts.items()}
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._drafts = before
+            raise
 
     def candidate(self, domain: str | None) -> tuple[int, Snapshot]:
         """Return a new version number, and the present weights of a domain's updater."""
@@ -458,59 +444,6 @@ class DomainDrafts:
         self._trial = None
 
     # --- saved state ------------------------------------------------------------------------------------------------
-
-    def adapter(self, domain: str | None) -> Any:
-        """Return the adapter of a domain on its base as a `PeftModel`. PEFT's `push_to_hub` is public unless
-        `private=True`. Raises ConfigError without such a domain, or if drafts are full copies."""
-        with self._lock:
-            weights = self._drafts[domain].serving.weights if domain in self._drafts else {}
-            known = ", ".join(map(repr, self._drafts)) or "none yet"
-        if not weights:
-            raise ConfigError(f"There is no draft of {domain!r} that has learned; there are: {known}.")
-        if self._template is None:
-            raise ConfigError(f"The draft of {domain!r} is a full copy, it has no adapter. Save it as a model.")
-        with learning_context():
-            return load_adapter(copy.deepcopy(self._template), weights)
-
-    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
-        """Save the serving version of each domain, as PEFT or transformers loads it, with an index. Nothing of any
-        request is saved."""
-        directory = Path(save_directory)
-        make_folder(directory)
-        with self._lock:
-            learned = {domain: draft.serving.number for domain, draft in self._drafts.items() if draft.serving.weights}
-        index = {}
-        for number, (domain, version) in enumerate(learned.items()):
-            folder = f"draft-{number:03d}"
-            if self._template is not None:
-                self.adapter(domain).save_pretrained(directory / folder, save_embedding_layers=False)
-            else:
-                with self.lease(domain) as serving:
-                    serving.model.save_pretrained(directory / folder)
-            index[folder] = {"domain": domain, "version": version}
-        write_whole(directory / INDEX, (json.dumps(index, indent=1) + "\n").encode(), private=False)
-
-    def load_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Serve drafts saved by [`~DomainDrafts.save_pretrained`] on the same base; raises StateError for others."""
-        file = "model.safetensors" if self._template is None else "adapter_model.safetensors"
-        fixed = self.base.state_dict().keys() - self._parameters().keys()
-        loaded = {}
-        try:
-            for folder, entry in json.loads(Path(directory, INDEX).read_text()).items():
-                state = load_file(Path(directory, folder, file))
-                weights = self._placed({name: tensor for name, tensor in state.items() if name not in fixed})
-                loaded[entry["domain"]] = int(entry["version"]), weights
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise StateError(
-                f"The drafts in {directory} cannot be read: {error}. Restore them from a copy."
-            ) from error
-        for domain, (_, weights) in loaded.items():
-            self._check(domain, weights)
-        for domain, (number, weights) in loaded.items():
-            if self.admit(domain):
-                self.updater(domain).restart(weights)
-                self.version = max(self.version, number)
-                self.promote(domain, number, weights)
 
     def _parameters(self) -> Snapshot:
         """Return the parameters of the base that a full copy may learn."""
@@ -550,9 +483,7 @@ class DomainDrafts:
                 "drafts": [
                     {
                         "domain": domain,
-                        "version": draft.serving.number,
-                        "snapshot": dict(draft.serving.weights),
-                        "target_version": draft.serving.target_version,
+                        "serving": tuple(draft.serving),
                         "previous": None if draft.previous is None else tuple(draft.previous),
                     }
                     for domain, draft in self._drafts.items()
@@ -563,22 +494,21 @@ class DomainDrafts:
         """Serve saved versions. The domains of `learners` (all by default) keep their updaters and requests. Raises
         StateError, with nothing changed, if the versions belong to another draft."""
         for saved in state["drafts"]:
-            if saved["snapshot"]:
-                self._check(saved["domain"], saved["snapshot"])
+            if weights := saved["serving"][1]:
+                self._check(saved["domain"], weights)
         with self._lock:
             self.version = int(state["version"])
             before, self._drafts = self._drafts, {}
             for saved in state["drafts"]:
-                domain, previous = saved["domain"], saved["previous"]
+                domain, serving, previous = saved["domain"], DraftVersion(*saved["serving"]), saved["previous"]
                 draft = before.get(domain)
                 if draft is None or (learners is not None and domain not in learners):
                     draft = self._new_draft(domain)
-                draft.serving = DraftVersion(
-                    int(saved["version"]), self._placed(saved["snapshot"]), saved["target_version"]
-                )
+                draft.serving = serving._replace(weights=self._placed(serving.weights))
                 if previous is not None:
+                    previous = DraftVersion(*previous)
                     place = self.to_host if self._template is None else self._placed
-                    previous = DraftVersion(previous[0], place(previous[1]), *previous[2:])
+                    previous = previous._replace(weights=place(previous.weights))
                 draft.previous = previous
                 self._drafts[domain] = draft
         for domain in self.domains:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import REPLAY_NUM_ASSISTANT_TOKENS, OnlineConfig
 from osd_hf.errors import StateError
-from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.drafts import ORIGINAL, DomainDrafts
 from osd_hf.learning.gate import MAX_DROPPED_IN_A_ROW, MIN_HELD_BACK, GateDecision, judge, regressed
 from osd_hf.learning.requests import NUM_HELD_BACK, DraftRequests, Parts
 from osd_hf.learning.updater import BACKWARD_SHARE, Updater, UpdateReport, finish, make_accelerator
@@ -301,7 +301,7 @@ class Learner:
             report = yield from updater.micro_steps(steps, newest)
         finally:
             if updater.is_torn:
-                updater.restart(self.drafts.serving_snapshot(domain))
+                updater.restart(self.drafts.serving(domain).weights)
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
         if not report.steps and not report.dropped_steps:
             return report
@@ -318,7 +318,7 @@ class Learner:
             requests.begin_watching(version, scores)
         elif requests.dropped >= MAX_DROPPED_IN_A_ROW or not is_finite(snapshot):
             requests.dropped = 0
-            updater.restart(self.drafts.serving_snapshot(domain))
+            updater.restart(self.drafts.serving(domain).weights)
         self._record(decision)
         set_aside = dict(Counter(report.set_aside) + Counter(updater.set_aside.take_new()))
         version = self.drafts.serving_version(domain)
@@ -411,18 +411,18 @@ class Learner:
             return
         yield from self._compare(requests)
         watched = [t for t in requests.take_unwatched() if requests.choice.of(t) is not None]
-        previous, weights = self.drafts.previous(domain) or (0, {})
+        previous = self.drafts.previous(domain) or ORIGINAL
         before: list[AcceptanceStats | None] = [None] * len(watched)
-        if previous != 0:
-            before = yield from self._score(requests, weights, watched)
+        if previous.number != 0:
+            before = yield from self._score(requests, previous.weights, watched)
         for trace, earlier in zip(watched, before, strict=True):
             pair = requests.choice.of(trace)
-            if pair is not None and (earlier is not None or previous == 0):
+            if pair is not None and (earlier is not None or previous.number == 0):
                 requests.compared.append((earlier or pair[0], *pair))
         requests.remove_older()
         of_previous, of_original, of_serving = ([row[side] for row in requests.compared] for side in range(3))
         falls = [
-            regressed(version, previous, domain, of_previous, of_serving),
+            regressed(version, previous.number, domain, of_previous, of_serving),
             regressed(version, 0, domain, of_original, of_serving),
         ]
         decision = max(filter(None, falls), key=lambda fall: fall.alpha_before or 0.0, default=None)
@@ -486,16 +486,12 @@ class Learner:
             raise StateError(f"The session is one of {kind}. Load it with or without a router, as when it was saved.")
         for trace in (t for saved in states for traces in saved["traces"].values() for t in traces):
             self._check_width(trace)
-        before, admitted = self.drafts.learning, self.drafts.domains
-        updaters = {s["domain"]: self.updater(s["domain"]) for s in states if s["updater"] is not None}
-        try:
+        with self.drafts.unchanged_on_error():
+            updaters = {s["domain"]: self.updater(s["domain"]) for s in states if s["updater"] is not None}
             for saved in states:
                 if saved["updater"] is not None:
                     updaters[saved["domain"]].check_state(saved["updater"])
             self.drafts.load_state_dict(state["drafts"], updaters)
-        except StateError:
-            self.drafts.forget(self.drafts.learning - before, admitted)
-            raise
         self.abandon()
         for saved in states:
             requests, traces = self.requests[saved["domain"]], saved["traces"]
