@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-import yaml
 
-from osd_hf.errors import ConfigError, first_line, nearest
+from osd_hf.errors import ConfigError
 from osd_hf.losses import DIVERGENCES
-from osd_hf.utils.report import read_config
 
-COUNTS = ("update_interval", "steps_per_update", "batch_size", "buffer_size")
 REPLAY_NUM_ASSISTANT_TOKENS = 5  # drafted per round when versions are compared, unless the number is fixed
 
 
@@ -49,11 +42,9 @@ class OnlineConfig:
         compile_target (`bool`, *optional*, defaults to `False`):
             Compile the target's verification over a static cache, about 20 seconds for each doubling of the longest
             sequence. Where compilation is impossible, the target runs eagerly and a warning is logged.
-        divergence (`str`, *optional*, defaults to `"forward_kl"`):
-            Loss between target and draft, a key of `osd_hf.losses.DIVERGENCES`.
+        divergence (`str`, *optional*, defaults to `"forward_kl"`): A key of `osd_hf.losses.DIVERGENCES`.
         learn_from (`str`, *optional*, defaults to `"verified"`):
-            `"verified"` uses every emitted position, `"corrections"` only positions where the target rejected the
-            draft's token.
+            `"verified"`: every emitted position; `"corrections"`: positions where the target rejected a token.
         num_logprobs (`int`, *optional*, defaults to 64):
             Target log-probabilities stored per position. `None` stores whole rows.
         update_strategy (`str`, *optional*, defaults to `"spread"`):
@@ -62,11 +53,10 @@ class OnlineConfig:
             [`~OnlineAssistant.update`].
         update_interval (`int`, *optional*, defaults to 8):
             Requests between two updates. With a gate, updates become rarer once they no longer pay.
-        steps_per_update (`int`, *optional*, defaults to 9): Optimizer steps per update.
-        batch_size (`int`, *optional*, defaults to 16): Maximum number of requests in the batch of one step.
-        replay_fraction (`float`, *optional*, defaults to 0.75):
-            Share of a batch that comes from the replay buffer; the rest are the newest requests.
-        buffer_size (`int`, *optional*, defaults to 2048): Requests in the replay buffer of one draft.
+        steps_per_update (`int`, *optional*, defaults to 9), batch_size (`int`, *optional*, defaults to 16):
+            Optimizer steps per update, and the maximum number of requests in the batch of one step.
+        replay_fraction (`float`, *optional*, defaults to 0.75), buffer_size (`int`, *optional*, defaults to 2048):
+            Share of a batch that comes from the replay buffer instead of the newest requests, and its size.
         learning_rate (`float`, *optional*, defaults to 3e-3): Constant learning rate.
         learner_device (`str`, *optional*):
             Device of the fp32 master copy, the optimizer and all learning, such as `"cuda:1"`. By default the device
@@ -76,8 +66,7 @@ class OnlineConfig:
         weight_average (`float`, *optional*, defaults to 0.98):
             Decay of the exponential moving average of the weights that serves; 0 serves the weights of the last step.
         gate (`bool`, *optional*, defaults to `True`):
-            Serve a new version only if held-back requests show that its acceptance is at least as good, and roll it
-            back if the served acceptance drops.
+            Serve a version only if held-back requests show that it is accepted as much, and roll it back if not.
         seed (`int`, *optional*, defaults to 0): Seed of the replay samples.
 
     Raises:
@@ -122,7 +111,7 @@ class OnlineConfig:
         for name in (f.name for f in fields(self) if f.type == "float"):
             value = getattr(self, name)
             must(name, isinstance(value, Real) and not isinstance(value, bool), "a number")
-        for name in COUNTS:
+        for name in ("update_interval", "steps_per_update", "batch_size", "buffer_size"):
             must(name, is_int(getattr(self, name)), "an integer of at least 1")
         choices = {n: get_args(hint) for n, hint in get_type_hints(type(self)).items() if get_origin(hint) is Literal}
         for name, allowed in {**choices, "divergence": tuple(DIVERGENCES)}.items():
@@ -154,21 +143,21 @@ class OnlineConfig:
         Args:
             changes (`Any`, *optional*): Fields to set otherwise.
         """
-        rule: dict[str, Any] = {
-            "num_assistant_tokens": 5,
-            "divergence": "forward_kl",
-            "learn_from": "corrections",
-            "update_strategy": "interval",
-            "update_interval": 8,
-            "steps_per_update": 1,
-            "batch_size": 8,
-            "replay_fraction": 0.0,
-            "optimizer": "adamw",
-            "learning_rate": 1e-4,
-            "weight_average": 0.0,
-            "gate": False,
-        }
-        return cls(**{**rule, **changes})
+        rule = cls(
+            num_assistant_tokens=5,
+            divergence="forward_kl",
+            learn_from="corrections",
+            update_strategy="interval",
+            update_interval=8,
+            steps_per_update=1,
+            batch_size=8,
+            replay_fraction=0.0,
+            optimizer="adamw",
+            learning_rate=1e-4,
+            weight_average=0.0,
+            gate=False,
+        )
+        return replace(rule, **changes)
 
     @property
     def reads_text(self) -> bool:
@@ -184,41 +173,6 @@ class OnlineConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, ready for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> OnlineConfig:
-        """Create a configuration from some fields; raises ConfigError for an unknown field or an invalid value."""
-        known = [f.name for f in fields(cls)]
-        if unknown := [name for name in settings if name not in known]:
-            raise ConfigError(f"`{unknown[0]}` is no setting of OnlineConfig.{nearest(str(unknown[0]), known)}")
-        return cls(**settings)
-
-    def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
-        """Write all fields to a JSON file, which [`~OnlineConfig.from_file`] reads."""
-        Path(json_file_path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-
-    def to_yaml_file(self, yaml_file_path: str | os.PathLike[str]) -> None:
-        """Write all fields to a YAML file, which [`~OnlineConfig.from_file`] reads."""
-        Path(yaml_file_path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> OnlineConfig:
-        """
-        Read a configuration from a JSON or YAML file (`.json`, `.yaml`, `.yml`). Missing fields have their defaults.
-
-        Raises:
-            ConfigError: The file cannot be read, or a field is unknown or invalid.
-        """
-        path = Path(path)
-        if path.suffix not in (".json", ".yaml", ".yml"):
-            raise ConfigError(f"The configuration {str(path)!r} must end in .json, .yaml or .yml.")
-        read = read_config(path)
-        numbers = {f.name for f in fields(cls) if f.type == "float"}
-        try:  # YAML reads 1e-3 as a string
-            read |= {name: float(v) for name, v in read.items() if name in numbers and isinstance(v, str)}
-        except ValueError as error:
-            raise ConfigError(f"The configuration {str(path)!r} cannot be read: {first_line(error)}.") from error
-        return cls.from_dict(read)
 
 
 def _is_device(name: Any) -> bool:

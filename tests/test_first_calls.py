@@ -13,7 +13,6 @@ from typing import Any
 import models
 import pytest
 import torch
-import yaml
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -374,42 +373,3 @@ def test_who_fails_on_an_update_costs_no_answer_and_is_told_once(caplog: pytest.
     assert caplog.text.count("`on_update` failed") == 1
     with pytest.raises(LearnerError, match="nobody listens"):
         assistant.close()
-
-
-# --- a configuration in a file --------------------------------------------------------------------------------------
-
-
-def test_a_configuration_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
-    config = OnlineConfig(update_interval=4, num_logprobs=None, learning_rate=1e-5)
-    config.to_json_file(tmp_path / "osd.json")
-    config.to_yaml_file(tmp_path / "osd.yaml")
-    assert OnlineConfig.from_file(tmp_path / "osd.json") == config
-    assert OnlineConfig.from_file(str(tmp_path / "osd.yaml")) == config
-    assert OnlineConfig.from_dict(config.to_dict()) == config
-    assert yaml.safe_load((tmp_path / "osd.yaml").read_text()) == json.loads((tmp_path / "osd.json").read_text())
-    (tmp_path / "own.yml").write_text("learning_rate: 1e-3\n")  # a string in YAML
-    assert OnlineConfig.from_file(tmp_path / "own.yml") == OnlineConfig(learning_rate=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("a.json", '{"update_intervall": 4}', r"`update_intervall` is no setting.*Did you mean `update_interval`\?"),
-        ("a.yaml", "qwertz: 4", r"`qwertz` is no setting of OnlineConfig\.$"),
-        ("a.yaml", "3: 4", r"`3` is no setting of OnlineConfig\.$"),
-        ("a.yaml", "learning_rate: fast", "cannot be read: could not convert"),
-        ("a.yaml", "gate: perhaps", "`gate` must be True or False, got 'perhaps'"),
-        ("a.yaml", "learning_rate: null", "`learning_rate` must be a number, got None"),
-        ("a.yaml", "learning_rate: true", "`learning_rate` must be a number, got True"),
-        ("a.json", "[1]", "must hold names with values"),
-        ("a.json", "{", "cannot be read"),
-        ("a.yaml", "a: [", "cannot be read"),
-        ("a.toml", "", r"must end in .json, .yaml or .yml"),
-        ("a.json", None, "cannot be read: .*No such file"),
-    ],
-)
-def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, name: str, text: str | None, words: str) -> None:
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        OnlineConfig.from_file(tmp_path / name)
