@@ -31,7 +31,7 @@ from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.forward import CompiledTarget
 from osd_hf.decoding.generator import LeanDrafting
 from osd_hf.decoding.hook import bind
-from osd_hf.errors import ConfigError, LearnerError, first_line
+from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -53,7 +53,7 @@ from osd_hf.models import (
     vocab_size_of,
     warn_of_order,
 )
-from osd_hf.prompts import OF_CHAT
+from osd_hf.prompts import RowError, render_chat
 from osd_hf.router import Router, as_router
 from osd_hf.store.store import CorrectionStore
 from osd_hf.target_version import record_target, warn_of_target
@@ -136,16 +136,21 @@ class OnlineAssistant:
         per_domain = self.router is not None
         has_adapter = is_peft(source) and not per_domain
         self._peft_config = peft_config or (source.active_peft_config if has_adapter else None)
-        self._drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain)
-        self.config = self._drafts.config
+        self.drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain)
+        self.config = self.drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
-        self._learner = Learner(self._drafts, self.config, make_accelerator(report_to, self.config))
-        folder = None if autosave is None else Path(autosave)
+        self.compiled_target = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
+        self._learner = Learner(self.drafts, self.config, make_accelerator(report_to, self.config))
         # Threads must not keep the assistant alive, nor may `on_update`, which may refer to it: it is held here alone.
         self._on_update = None if on_update is None else functools.partial(on_update)
-        compiled = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
         self._live = LiveLearning(
-            self._learner, self.router, self.tokenizer, folder, compiled, unwrap(self.target), self._on_update
+            unwrap(self.target),
+            self._learner,
+            self.router,
+            self.tokenizer,
+            None if autosave is None else Path(autosave),
+            self.compiled_target,
+            self._on_update,
         )
         weakref.finalize(self, self._live.stop)
         warn_of_target(source, self.target)
@@ -169,8 +174,8 @@ class OnlineAssistant:
         Args:
             inputs (`torch.Tensor` or `Mapping[str, torch.Tensor]`, *optional*):
                 Token ids, int64, of shape `(prompts, tokens)`, padded on the left for a decoder-only target; or the
-                output of a tokenizer or processor. Tensors are moved to the target's device. With `inputs_embeds`,
-                `encoder_outputs`, or a soft prompt, the target answers without a draft.
+                output of a tokenizer or processor. With `inputs_embeds`, `encoder_outputs`, or a soft prompt, the
+                target answers without a draft.
             domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False`, nothing of the request is stored or learned from. Its acceptance is counted.
@@ -205,7 +210,7 @@ class OnlineAssistant:
             log_once(target, f"The target answers without a draft: {why}.")
             with self._live.traffic.request():
                 return self.target.generate(*prompt, **generate_kwargs)
-        generate_kwargs["assistant_model"] = self._drafts.base
+        generate_kwargs["assistant_model"] = self.drafts.base
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(
             domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, seen=seen
@@ -242,11 +247,11 @@ class OnlineAssistant:
             chat_template_kwargs (`Mapping[str, Any]`, *optional*):
                 Arguments of `tokenizer.apply_chat_template`, such as `tools` or `enable_thinking`.
             continue_final_message (`bool`, *optional*):
-                Continue the last message. By default, a last message of the assistant is continued, as in
-                transformers' pipelines. Only the new text is returned.
+                Continue the last message. By default, a last message of the assistant is continued. Only the new text
+                is returned.
             generate_kwargs (`Any`):
-                As for [`~OnlineAssistant.generate`], such as `streamer=TextStreamer(tokenizer, skip_prompt=True)`.
-                Without a length here or in the target's generation config, an answer has at most 256 new tokens.
+                As for [`~OnlineAssistant.generate`]. Without a length here or in the target's generation config, an
+                answer has at most 256 new tokens.
 
         Raises:
             ConfigError: No tokenizer, no chat template, or invalid `chat_template_kwargs`.
@@ -259,37 +264,23 @@ class OnlineAssistant:
                 f"{missing}, so messages cannot be put into a prompt. Pass `tokenizer=`, one of an instruction-tuned "
                 "model, set `tokenizer.chat_template`, or call `generate` with token ids."
             )
-        template_kwargs = dict(chat_template_kwargs or {})
-        given = template_kwargs.pop("continue_final_message", None)
-        if fixed := OF_CHAT.intersection(template_kwargs):
-            raise ConfigError(
-                f"`chat_template_kwargs` must not hold `{min(fixed)}`, which `chat` sets. Leave it out; for "
-                "another form of the prompt call `tokenizer.apply_chat_template` and `generate`."
-            )
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        is_list = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
-        if not is_list or any(m.get("content") is None and m.get("role") in ("system", "user") for m in messages):
-            raise ConfigError(
-                "`messages` must be a text, or a list of mappings with `role` and `content`, got "
-                f"{messages if is_list else type(messages).__name__}."
-            )
-        is_continued = given if continue_final_message is None else continue_final_message
-        if is_continued is None:
+        if any(m.get("content") is None for m in messages if m.get("role") in ("system", "user")):
+            raise ConfigError(f"Messages of the system and of users need `content`, got {messages}.")
+        if continue_final_message is None:
             last = messages[-1] if messages else {}
-            is_continued = last.get("role") == "assistant" and bool(last.get("content"))
+            continue_final_message = last.get("role") == "assistant" and bool(last.get("content"))
+        ending = {
+            "add_generation_prompt": not continue_final_message,
+            "continue_final_message": continue_final_message,
+        }
         try:
-            with neutral_context():  # the ids must not be created on the meta device
-                prompt = tokenizer.apply_chat_template(
-                    list(messages),
-                    add_generation_prompt=not is_continued,
-                    continue_final_message=is_continued,
-                    return_dict=True,
-                    return_tensors="pt",
-                    **template_kwargs,
-                )
-        except Exception as error:  # templates raise errors of any type
-            raise ConfigError(f"The chat template cannot take these messages: {first_line(error)}.") from error
+            rendered = render_chat(tokenizer, messages, chat_template_kwargs, **ending)
+        except RowError as error:
+            raise ConfigError(f"These messages are refused: {error}.") from error
+        with neutral_context():  # the ids must not be created on the meta device
+            prompt = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")
         ids = prompt["input_ids"]
         config = generate_kwargs.get("generation_config")
         sources = (generate_kwargs, config, unwrap(self.target).generation_config)
@@ -440,7 +431,7 @@ class OnlineAssistant:
 
     def serving_draft(self, domain: str | None = None) -> Any:
         """Return the draft that serves a domain now, a transformers model."""
-        return self._drafts.model(domain)
+        return self.drafts.model(domain)
 
     def memory_plan(self, *, prompt_tokens: int = 512, new_tokens: int = 256, rows: int = 1) -> MemoryPlan:
         """
@@ -451,7 +442,7 @@ class OnlineAssistant:
                 Tokens of a request.
             rows (`int`, *optional*, defaults to 1): Prompts answered together.
         """
-        target, base, config = unwrap(self.target), unwrap(self._drafts.base), self.config
+        target, base, config = unwrap(self.target), unwrap(self.drafts.base), self.config
         # "cuda" may be the device that the draft is on.
         if config.learner_device is not None and torch.empty(0, device=config.learner_device).device == base.device:
             config = replace(config, learner_device=None)
@@ -466,14 +457,9 @@ class OnlineAssistant:
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
             rows=rows,
-            drafts=max(len(self._drafts.domains), 1),
+            drafts=max(len(self.drafts.domains), 1),
             device_type=base.device.type,
         )
-
-    @property
-    def drafts(self) -> DomainDrafts:
-        """The drafts, their versions and adapters."""
-        return self._drafts
 
     @property
     def decisions(self) -> tuple[GateDecision, ...]:
@@ -483,7 +469,7 @@ class OnlineAssistant:
     @property
     def drafting(self) -> LeanDrafting:
         """The candidate generator of [`~OnlineAssistant.draft`], with its timing."""
-        with self._drafts.lease() as draft:
+        with self.drafts.lease() as draft:
             return draft.drafting
 
     def drafting_plan(self, domain: str | None = None, *, do_sample: bool = False) -> DraftingPlan | None:
@@ -493,29 +479,24 @@ class OnlineAssistant:
         """
         if self.config.num_assistant_tokens != "auto":
             return None
-        return replace(self._drafts.pacer.plan((domain, do_sample)), vocab_size=self._drafts.vocab_size(domain))
+        return replace(self.drafts.pacer.plan((domain, do_sample)), vocab_size=self.drafts.vocab_size(domain))
 
     def warm_up(self, max_length: int = 1024) -> None:
         """Compile the configured forwards now, for sequences of at most `max_length` tokens."""
-        with self._drafts.lease() as draft:
+        with self.drafts.lease() as draft:
             draft.drafting.prepare(max_length)
         if self.compiled_target is not None:
             self.compiled_target.prepare(unwrap(self.target), max_length)
 
     @property
-    def compiled_target(self) -> CompiledTarget | None:
-        """The compiled verification with `compile_target=True`, otherwise `None`."""
-        return self._live.compiled
-
-    @property
     def version(self) -> int:
         """Version of the draft that serves, 0 before the first; with drafts per domain, the newest."""
-        return max(self._drafts.serving_version(domain) for domain in (None, *self._drafts.domains))
+        return max(self.drafts.serving_version(domain) for domain in (None, *self.drafts.domains))
 
     @property
     def stats(self) -> AcceptanceStats:
         """Acceptance over all requests since the last reset, with tokens per second and the speed-up if known."""
-        return replace(self._live.tally.total(), timed=self._drafts.pacer.timed)
+        return replace(self._live.tally.total(), timed=self.drafts.pacer.timed)
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
@@ -525,11 +506,11 @@ class OnlineAssistant:
     def reset_stats(self) -> None:
         """Reset the statistics. Nothing learned is lost."""
         self._live.tally.reset()
-        self._drafts.pacer.reset_timed()
+        self.drafts.pacer.reset_timed()
 
     def __repr__(self) -> str:
         """Describe the pair, its state and its acceptance in two lines."""
-        names = [m.config.name_or_path or type(m).__name__ for m in map(unwrap, (self.target, self._drafts.base))]
+        names = [m.config.name_or_path or type(m).__name__ for m in map(unwrap, (self.target, self.drafts.base))]
         learning = "manual updates" if self.config.update_strategy == "manual" else "learning"
         state = "closed" if self._live.is_closed else "paused" if self._learner.is_paused else learning
         if self.learning_error is not None:
@@ -558,8 +539,8 @@ class OnlineAssistant:
             save_directory (`str` or `Path`): Created if missing.
             domain (`str`, *optional*): Domain of the draft; `None` is the base or the shared draft.
         """
-        version = self._drafts.serving(domain).target_version
-        with self._drafts.lease(domain) as draft, record_target(draft.model, version):
+        version = self.drafts.serving(domain).target_version
+        with self.drafts.lease(domain) as draft, record_target(draft.model, version):
             draft.model.save_pretrained(save_directory)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -569,10 +550,10 @@ class OnlineAssistant:
         Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.
         Takes the arguments of `osd_hf.hub.push.push_folder`: private unless `private=False`.
         """
-        training = {"requests served": self.stats.num_requests, "version": self._drafts.serving_version(domain)}
-        facts = facts_of(self.target, self._drafts.base, () if domain is None else (domain,), training)
-        facts = replace(facts, target_version=self._drafts.serving(domain).target_version)
-        with tempfile.TemporaryDirectory() as folder, self._drafts.lease(domain) as draft:
+        training = {"requests served": self.stats.num_requests, "version": self.drafts.serving_version(domain)}
+        facts = facts_of(self.target, self.drafts.base, () if domain is None else (domain,), training)
+        facts = replace(facts, target_version=self.drafts.serving(domain).target_version)
+        with tempfile.TemporaryDirectory() as folder, self.drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
             return push_folder(folder, repo_id, kept="The assistant still has it.", **kw)
 
@@ -607,7 +588,7 @@ class OnlineAssistant:
         try:
             self._live.close(self.store)
         finally:
-            unpack(unwrap(self.target), *self._drafts.models)
+            unpack(unwrap(self.target), *self.drafts.models)
 
     def __enter__(self) -> OnlineAssistant:
         return self

@@ -9,7 +9,6 @@ import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +124,6 @@ class Traffic:
                 self.changed.notify_all()
 
 
-@dataclass(frozen=True)
-class FinishedRequests:
-    """A finished request, or those of a batch, that wait to be counted and learned from."""
-
-    traces: Sequence[Trace]
-    learn: bool
-    store: CorrectionStore | None
-    owner: str | None
-
-
 class LiveLearning:
     """
     Serve the requests of an assistant, count them, and run its learner in one thread at a time.
@@ -145,26 +134,27 @@ class LiveLearning:
     learning for a draft pauses for two update intervals, then four, then eight.
 
     Args:
+        target (`PreTrainedModel`): Its weights are checked for changes before each update.
         learner (`Learner`): Learns, and manages the drafts.
         router (`Router`, *optional*), tokenizer (`PreTrainedTokenizerBase`, *optional*):
             Select the domain of requests without a label.
         autosave (`Path`, *optional*): Folder for the session, saved in a thread after every 8 updates.
         compiled (`CompiledTarget`, *optional*): Verifies candidates instead of the target's own forward.
-        target (`PreTrainedModel`, *optional*): Its weights are checked for changes before each update.
         on_update (`Callable[[GateDecision], object]`, *optional*):
             Called once for each gate decision, in order. Only a weak reference is kept.
     """
 
     def __init__(
         self,
+        target: PreTrainedModel,
         learner: Learner,
-        router: Router | None = None,
-        tokenizer: Any = None,
-        autosave: Path | None = None,
-        compiled: CompiledTarget | None = None,
-        target: PreTrainedModel | None = None,
-        on_update: Callable[[GateDecision], object] | None = None,
+        router: Router | None,
+        tokenizer: Any,
+        autosave: Path | None,
+        compiled: CompiledTarget | None,
+        on_update: Callable[[GateDecision], object] | None,
     ) -> None:
+        self.target = target
         self.learner = learner
         self.drafts = learner.drafts
         self.config = learner.config
@@ -172,11 +162,10 @@ class LiveLearning:
         self.tokenizer = tokenizer
         self.autosave = autosave
         self.compiled = compiled
-        self.target = target
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
         self.traffic = Traffic()
-        self._finished: deque[FinishedRequests] = deque()
-        self._reads_text = self.config.reads_text
+        # Requests that wait to be counted and learned from: the trace, whether to learn, the store, and the owner.
+        self._finished: deque[tuple[Trace, bool, CorrectionStore | None, str | None]] = deque()
         self.tally = Tally()
         self.earlier = EarlierText(self.config.text_scope, EARLIER_TEXT_BYTES)
         self.failures = Failures()
@@ -216,7 +205,7 @@ class LiveLearning:
         def finish(traces: Sequence[Trace]) -> None:
             if seen is not None:
                 seen.extend(traces)
-            self._finished.append(FinishedRequests(traces, learn, store, owner))
+            self._finished.extend((trace, learn, store, owner) for trace in traces)
             if not is_begun:
                 self.take_in_finished()
 
@@ -247,7 +236,7 @@ class LiveLearning:
         if not self.drafts.owns(assistant_model):
             yield Lease(domain=domain)
             return
-        earlier = self.earlier.of(owner, domain) if self._reads_text else ()
+        earlier = self.earlier.of(owner, domain) if self.config.reads_text else ()
         with self.drafts.lease(domain, original=None) as draft:
             yield Lease(draft.version, domain, draft.model, draft.drafting, earlier)
 
@@ -255,30 +244,27 @@ class LiveLearning:
         """Count the requests of the queue, log them, and learn from them."""
         while self._finished:
             with contextlib.suppress(IndexError):  # another thread was faster
-                self._take_in(self._finished.popleft())
+                self._take_in(*self._finished.popleft())
 
-    def _take_in(self, finished: FinishedRequests) -> None:
+    def _take_in(self, trace: Trace, learn: bool, store: CorrectionStore | None, owner: str | None) -> None:
         if self.is_closed:
             return
-        store, learn = finished.store, finished.learn
-        for trace in finished.traces:
-            # Requests of a target that changed while it answered have no rows.
-            if learn and store is not None and (trace.num_kept or not len(trace)):
-                with self.failures.kept(LOGGING):
-                    store.append(trace)
-            with self.failures.kept(TAKING_IN):
-                with self._taking_in:
-                    self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
-                    if learn:
-                        self.learner.observe(trace.domain, trace)
-                if learn and self._reads_text:
-                    prompt, answer = trace.prompt_ids.tolist(), trace.completion_ids.tolist()
-                    self.earlier.add(finished.owner, trace.domain, prompt, answer)
-            if learn and self.config.update_strategy == "idle":
-                self._wake()
-            elif learn:
-                self._learn(self.learner.after_answer)
-                self._report_decisions()
+        # Requests of a target that changed while it answered have no rows.
+        if learn and store is not None and (trace.num_kept or not len(trace)):
+            with self.failures.kept(LOGGING):
+                store.append(trace)
+        with self.failures.kept(TAKING_IN):
+            with self._taking_in:
+                self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
+                if learn:
+                    self.learner.observe(trace.domain, trace)
+            if learn and self.config.reads_text:
+                self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
+        if learn and self.config.update_strategy == "idle":
+            self._wake()
+        elif learn:
+            self._learn(self.learner.after_answer)
+            self._report_decisions()
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +274,7 @@ class LiveLearning:
             with self.alone(wait=False) as is_alone:
                 if not is_alone:
                     return
-                if self.target is not None and self.learner.begins():
+                if self.learner.begins():
                     self.learner.set_target_version(look_closely(self.target))
                 report = work()
                 if report is not None:
@@ -340,8 +326,10 @@ class LiveLearning:
             self._report_decisions()
 
     def _update(self, steps: int | None, domain: str | None) -> UpdateReport:
-        if self.target is not None:
-            self._check_target()
+        version = look_closely(self.target)
+        if version is None and not self.drafts.per_domain:
+            version = target_version(self.target)
+        self.learner.set_target_version(version)
         key = self.learner.fullest() if domain is None else self.drafts.key(domain)
         if self.drafts.per_domain and (key is None or self.learner.requests[key].is_unconfirmed):
             raise LearnerError(
@@ -383,7 +371,7 @@ class LiveLearning:
             self.failures.restart_counts()
             for domain in list(self.learner.requests):
                 self.learner.rest(domain, 0)
-        self.learner.pause(is_paused)
+        self.learner.is_paused = is_paused
         self._wake()
 
     # --- learning between requests ----------------------------------------------------------------------------------
@@ -427,14 +415,16 @@ class LiveLearning:
             self._report_decisions()
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is work and no request; `False` when stopped."""
+        """Wait until there is work, no request, and nobody else who learns or saves; `False` when stopped."""
+
+        def may_step() -> bool:
+            is_alone = not (self.traffic.requests or self._waiting or self._learning.locked())
+            return self._is_stopped or (is_alone and self.learner.has_work())
+
         with self.traffic.changed:
-            self.traffic.changed.wait_for(lambda: self._is_stopped or (not self.traffic.requests and self._may_step()))
+            self.traffic.changed.wait_for(may_step)
             self.traffic.is_stepping = not self._is_stopped
             return self.traffic.is_stepping
-
-    def _may_step(self) -> bool:
-        return not self._waiting and not self._learning.locked() and self.learner.has_work()
 
     # --- saved state ------------------------------------------------------------------------------------------------
 
@@ -482,24 +472,12 @@ class LiveLearning:
             facts = load_session(directory, self.learner, self.router)
             self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
-            if self.target is not None:
-                self._check_loaded(target_version(self.target))
-
-    def _check_loaded(self, version: str | None) -> None:
-        """Remove loaded requests of another version of the target. With drafts per domain, the next request of each
-        domain shows whether it is another one."""
-        if not self.drafts.per_domain:
-            self.learner.set_target_version(version)
-        for requests in self.learner.requests.values():
-            if requests.target not in (None, version):
-                requests.is_unconfirmed = True
-
-    def _check_target(self) -> None:
-        """Remove requests of other versions of the target than the present one."""
-        version = look_closely(self.target)
-        if version is None and not self.drafts.per_domain:
             version = target_version(self.target)
-        self.learner.set_target_version(version)
+            if not self.drafts.per_domain:
+                self.learner.set_target_version(version)
+            # With drafts per domain, the next request of each domain shows whether the target is another one.
+            for requests in self.learner.requests.values():
+                requests.is_unconfirmed = requests.target not in (None, version)
 
     def target_changed(self) -> None:
         """Remove all requests, as the caller says that the target is another one now."""

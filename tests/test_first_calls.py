@@ -227,7 +227,6 @@ def test_a_last_message_of_the_assistant_is_continued(assistant: OnlineAssistant
     expected = prompt(True), answers[-1]["content"].removeprefix("de")
     assert expected[0].endswith("de")
     assert asked(messages) == asked(messages, continue_final_message=True) == expected
-    assert asked(messages, chat_template_kwargs={"continue_final_message": True}) == expected
     assert asked(messages, continue_final_message=False)[0] == prompt(False)
     assert asked(messages[:1])[0] == prompt(False, messages[:1])
     assert asked(messages[:1], continue_final_message=True)[0] == prompt(True, messages[:1])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
@@ -30,7 +31,6 @@ MAX_DECISIONS = 4096
 REPLAY_BATCH = {"idle": 1, "spread": 4, "interval": 32, "manual": 32}  # requests that are replayed in one part
 REPLAY_SHARE = 0.04  # of an optimizer step, about, for the replay of a request
 MIN_STEPS_PER_ANSWER = 0.2  # optimizer steps after an answer, at least, during an update
-Work = Parts[UpdateReport | None]
 
 
 class Learner:
@@ -58,12 +58,12 @@ class Learner:
         self.accelerator = accelerator or make_accelerator(None, config)
         self.decisions: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # oldest first
         self.unreported: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # for `on_update`
-        self.is_paused = False
+        self.is_paused = False  # then no update begins or continues
         self.working_domain: str | None = None  # of the draft that the last work was for
         self.seconds = 0.0  # of all learning
         self._saved_seconds = 0.0
-        self._work: tuple[str | None, Work] | None = None  # domain and generator of the update in progress
-        self._work_seconds = 0.0
+        # Domain and generator of the update in progress, and `seconds` when it began.
+        self._work: tuple[str | None, Parts[UpdateReport | None], float] | None = None
         # Progress of the update, in optimizer steps: done, and due by now.
         self._steps_done = 0.0
         self._steps_due = 0.0
@@ -91,7 +91,7 @@ class Learner:
     def compared(self) -> tuple[AcceptanceStats, AcceptanceStats]:
         """Return the replay of the original and of the learned drafts on the newest requests."""
         original, learned = AcceptanceStats(), AcceptanceStats()
-        for requests in list(self.requests.values()):
+        for requests in self.requests.values():
             with requests.lock:
                 totals = requests.choice.totals()
             original += totals[0]
@@ -152,13 +152,13 @@ class Learner:
     def _due(self) -> DraftRequests | None:
         if self.is_paused:
             return None
-        return self._fullest([requests for requests in list(self.requests.values()) if requests.is_due])
+        return self._fullest([requests for requests in self.requests.values() if requests.is_due])
 
     def _with_arrived(self) -> DraftRequests | None:
         """Return requests that the idle thread has not compared yet."""
-        is_idle = self.config.gate and self.config.update_strategy == "idle" and not self.is_paused
-        candidates = list(self.requests.values()) if is_idle else ()
-        return next((requests for requests in candidates if requests.arrived and requests.may_learn), None)
+        if self.config.update_strategy != "idle" or self.is_paused:  # without a gate, none arrive
+            return None
+        return next((requests for requests in self.requests.values() if requests.arrived and requests.may_learn), None)
 
     def fullest(self) -> str | None:
         """Return the domain with the most waiting requests, weighted by effort; `None` if all share one draft, or no
@@ -180,10 +180,6 @@ class Learner:
             self._work is not None or self._due() is not None or self._with_arrived() is not None
         )
 
-    def pause(self, is_paused: bool) -> None:
-        """Begin no update and continue none until called with `False`."""
-        self.is_paused = is_paused
-
     def rest(self, domain: str | None, num_requests: int) -> None:
         """Learn nothing for a draft until `num_requests` more have come, except in [`~Learner.update`]."""
         if (requests := self.requests.get(domain)) is not None:
@@ -197,45 +193,34 @@ class Learner:
         a report at the end of an update."""
         if self._work is None:
             if (requests := self._with_arrived()) is not None:
-                self._work = requests.domain, self._compare_arrived(requests)
+                self._work = requests.domain, self._compare_arrived(requests), self.seconds
             elif (requests := self.due()) is not None:
-                self._work = requests.domain, self._update(requests.domain, None)
+                self._work = requests.domain, self._update(requests.domain, None), self.seconds
                 self._steps_done = 0.0
                 self._steps_due = 0.0
             else:
                 return None
-            self._work_seconds = 0.0
-        domain, work = self._work
-        self.working_domain = domain
-        started = self._timer()
+        domain, work, began = self._work
         try:
-            self._steps_done += next(work) or 0.0
+            with self._at_work(domain):
+                self._steps_done += next(work) or 0.0
         except StopIteration as done:
             self._work = None
             report: UpdateReport | None = done.value
-            if report is None:
-                return None
-            return replace(report, seconds=self._work_seconds + self._timer() - started)
+            return None if report is None else replace(report, seconds=self.seconds - began)
         except BaseException:
             self._work = None
             raise
-        finally:
-            self._spent(domain, started)
-        self._work_seconds += self._timer() - started
         return None
 
     def after_answer(self) -> UpdateReport | None:
         """Compare the arrived requests, then run the answer's share of an update (`"spread"`) or a due update. Returns
         a report at the end of an update."""
         if self.config.gate and not self.is_paused:
-            for requests in list(self.requests.values()):
+            for requests in self.requests.values():
                 if requests.may_learn:
-                    self.working_domain = requests.domain
-                    started = self._timer()
-                    try:
+                    with self._at_work(requests.domain):
                         finish(self._compare_arrived(requests))
-                    finally:
-                        self._spent(requests.domain, started)
         if self.config.update_strategy == "spread":
             return self._advance()
         due = self.due()
@@ -244,8 +229,6 @@ class Learner:
     def _advance(self) -> UpdateReport | None:
         """Run an answer's share of an update; all answers of an interval have the same share."""
         if self.is_paused:
-            return None
-        if self._due() is None and self._work is None:
             return None
         report = self.step() if self._work is None else None
         if self._work is not None:
@@ -262,30 +245,34 @@ class Learner:
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """Run an update in progress to its end, then an update of a domain's draft."""
+        began = self.seconds
+        if self._work is not None:
+            (in_progress, work, _), self._work = self._work, None
+            with self._at_work(in_progress):
+                finish(work)
+        with self._at_work(domain):
+            report = finish(self._update(domain, steps))
+        return replace(report, seconds=self.seconds - began)
+
+    @contextmanager
+    def _at_work(self, domain: str | None) -> Iterator[None]:
+        """Count the time inside as learning for a draft."""
+        self.working_domain = domain
         started = self._timer()
         try:
-            if self._work is not None:
-                (self.working_domain, work), self._work = self._work, None
-                finish(work)
-            self.working_domain = domain
-            report = finish(self._update(domain, steps))
-            return replace(report, seconds=self._timer() - started)
+            yield
         finally:
-            self._spent(domain, started)
-
-    def _spent(self, domain: str | None, started: float) -> None:
-        """Count the time since `started` as learning for a draft."""
-        seconds = self._timer() - started
-        self.seconds += seconds
-        has_price = self.config.gate and self.config.update_strategy != "idle"  # idle time is free
-        if has_price and (requests := self.requests.get(domain)) is not None:
-            with requests.lock:
-                requests.effort.spent(seconds)
+            seconds = self._timer() - started
+            self.seconds += seconds
+            has_price = self.config.gate and self.config.update_strategy != "idle"  # idle time is free
+            if has_price and (requests := self.requests.get(domain)) is not None:
+                with requests.lock:
+                    requests.effort.spent(seconds)
 
     def abandon(self) -> None:
         """Abandon the update in progress; its requests stay pending."""
         if self._work is not None:
-            (_, work), self._work = self._work, None
+            (_, work, _), self._work = self._work, None
             work.close()
 
     def _update(self, domain: str | None, steps: int | None) -> Parts[UpdateReport]:
@@ -354,8 +341,7 @@ class Learner:
         held_back = [t for t in held_back if t in scores]
         found = yield from self._score(requests, snapshot, held_back)
         after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
-        requests.remove_older()  # the target may have changed since
-        after = {t: s for t, s in after.items() if t in scores and requests.is_current(t)}
+        after = {t: s for t, s in after.items() if requests.is_current(t)}  # the target may have changed since
         before = [scores[t][1] for t in after]
         if serving == 0:  # the first version: nothing has been compared yet
             with requests.lock:
@@ -419,7 +405,6 @@ class Learner:
             pair = requests.choice.of(trace)
             if pair is not None and (earlier is not None or previous.number == 0):
                 requests.compared.append((earlier or pair[0], *pair))
-        requests.remove_older()
         of_previous, of_original, of_serving = ([row[side] for row in requests.compared] for side in range(3))
         falls = [
             regressed(version, previous.number, domain, of_previous, of_serving),

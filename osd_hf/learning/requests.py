@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Parts = Generator[float | None, None, T]
 """Work in parts, between which requests may run. Each part yields its size in optimizer steps, or `None`."""
-Work = Callable[[Sequence[Trace]], Sequence[T] | Parts[Sequence[T]]]
 
 HOLD_BACK_EVERY = 4  # requests of which one is held back
 NUM_HELD_BACK = 16  # newest held-back requests that judge a version
@@ -54,7 +53,7 @@ class ReplayBuffer:
     Keep a uniform sample of each domain's requests (reservoir sampling, Vitter's algorithm R).
 
     Above the capacity, a random request of the largest domain is dropped. Domains beyond the first 1024 share one
-    sample.
+    sample. The caller holds a lock.
     """
 
     def __init__(self, capacity: int, rng: np.random.Generator) -> None:
@@ -71,15 +70,18 @@ class ReplayBuffer:
         if len(self) < self.capacity:
             kept.append(trace)
             return
-        largest = max(self._kept.values(), key=len)
         # The domain must stay smaller: domains that are the largest in turn would accept everything new and forget.
-        if len(kept) + 1 < len(largest):
+        if len(kept) + 1 < max(map(len, self._kept.values())):
             kept.append(trace)
-            largest.pop(int(self.rng.integers(len(largest))))
+            self._drop_one()
         else:
             place = int(self.rng.integers(self.seen[domain]))
             if place < len(kept):
                 kept[place] = trace
+
+    def _drop_one(self) -> None:
+        largest = max(self._kept.values(), key=len)
+        largest.pop(int(self.rng.integers(len(largest))))
 
     def _domain(self, trace: Trace) -> str | None:
         return trace.domain if trace.domain in self.seen or len(self.seen) < MAX_DOMAINS else None
@@ -102,8 +104,7 @@ class ReplayBuffer:
         for trace in traces:
             self._kept.setdefault(self._domain(trace), []).append(trace)
         while len(self) > self.capacity:  # saved from a larger buffer
-            largest = max(self._kept.values(), key=len)
-            largest.pop(int(self.rng.integers(len(largest))))
+            self._drop_one()
 
     def discard(self, traces: Container[Trace]) -> None:
         """Remove the requests that are among these."""
@@ -116,7 +117,7 @@ class ReplayBuffer:
         self._kept.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._kept.values())))
+        return sum(map(len, self._kept.values()))
 
     def __iter__(self) -> Iterator[Trace]:
         return (trace for kept in self._kept.values() for trace in kept)
@@ -220,28 +221,28 @@ class ExcludedRequests:
         self._reported = self.counts.copy()
         return dict(new)
 
-    def isolate(self, work: Work[T], traces: Sequence[Trace], readable: ReadableTraces) -> Parts[list[T | None]]:
+    def isolate(
+        self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace], readable: ReadableTraces
+    ) -> Parts[list[T | None]]:
         """
         Work on traces. If that fails, work on each trace alone and exclude those that fail.
 
-        The work returns one independent result per trace, directly or in parts. Excluded traces have the result
-        `None`. If the work fails on the simplest request as well, or on many traces in a row, its error is raised and
-        no trace is excluded.
+        The work returns one independent result per trace. Excluded traces have the result `None`. If the work fails on
+        the simplest request as well, or on many traces in a row, its error is raised and no trace is excluded.
         """
         if not traces:
             return []
-        found, failure = yield from _attempt(work, traces)
+        found, failure = _attempt(work, traces)
         if failure is None:
             self._in_a_row = 0
             return list(found)
-        _, general = yield from _attempt(work, [readable.simplest(traces[0])])
-        if general is not None:
+        if _attempt(work, [readable.simplest(traces[0])])[1] is not None:
             raise failure
         results: list[T | None] = []
         failed: list[tuple[Trace, Exception]] = []
         for trace in traces:
             yield None
-            found, error = ((), failure) if len(traces) == 1 else (yield from _attempt(work, [trace]))
+            found, error = _attempt(work, [trace])
             results.append(None if error is not None else found[0])
             if error is not None:
                 failed.append((trace, error))
@@ -280,11 +281,12 @@ def _reason(error: Exception) -> str:
     return f"that cannot be learned from ({type(error).__name__})"
 
 
-def _attempt(work: Work[T], traces: Sequence[Trace]) -> Parts[tuple[Sequence[T], Exception | None]]:
+def _attempt(
+    work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]
+) -> tuple[Sequence[T], Exception | None]:
     """Return the results of the work, or its error."""
     try:
-        found = work(traces)
-        return (yield from found) if isinstance(found, Generator) else found, None
+        return work(traces), None
     except Exception as error:  # noqa: BLE001 - models fail in any way
         traceback.clear_frames(error.__traceback__)  # the frames hold memory that may be needed
         return (), error
@@ -326,9 +328,6 @@ class DraftRequests:
         self.target: str | None = None  # version of the target; `None` until a request names one
         self.earlier: tuple[str, ...] = ()  # versions before, newest first, that are still learned from
         self.older = 0  # removed requests of other versions
-        # Whether all, or some, of what only the learning thread may touch belongs to an older version.
-        self._is_stale = False
-        self._is_partly_stale = False
         self.is_unconfirmed = False  # loaded from a session, perhaps of another target: the next request shows it
 
         self.observed = 0  # requests
@@ -369,7 +368,7 @@ class DraftRequests:
         if trace.is_rescored:  # its rounds say nothing about any draft
             self.pending.append(trace)
             return has_changed
-        if self._counts_tokens:
+        if self.config.num_assistant_tokens == "auto":
             self.vocabulary.add(trace)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
@@ -389,10 +388,6 @@ class DraftRequests:
         if served.alpha < limit:
             self._compare_all = COMPARED_AFTER_UNUSUAL
         self._usual.append(served.alpha)
-
-    @property
-    def _counts_tokens(self) -> bool:
-        return self.config.num_assistant_tokens == "auto"
 
     def hold_back(self, trace: Trace) -> Trace | None:
         """Add a request; returns the one to learn from instead: itself, an older one, or none yet."""
@@ -420,12 +415,12 @@ class DraftRequests:
         known = (self.target, *(version for version in self.earlier if version != target))
         self.target = target
         self.earlier = known[: self.target_lag]
-        self._is_partly_stale = True
         for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
             current = [trace for trace in kept if self.is_current(trace)]
             self.older += len(kept) - len(current)
             kept.clear()
             kept.extend(current)
+        self.buffer.discard({trace for trace in self.buffer if not self.is_current(trace)})
         return False
 
     def remove_all(self, target: str | None) -> None:
@@ -443,12 +438,12 @@ class DraftRequests:
             target or "unknown",
         )
         self.older += max(removed, 1)
-        for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._usual):
+        for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._usual, self.buffer):
             kept.clear()
         self._compare_all = 0
         self.choice.clear()
         self.effort.restart()
-        self._is_stale = True
+        self._forget_scores()
         self.is_unconfirmed = False
 
     def is_current(self, trace: Trace) -> bool:
@@ -456,17 +451,10 @@ class DraftRequests:
         long as the target has not changed."""
         return trace.target in (self.target, *self.earlier) or (trace.target is None and not self.older)
 
-    def remove_older(self) -> None:
-        """Remove what belongs to older versions of the target. Called by the learning thread."""
-        with self.lock:
-            if self._is_stale:
-                self.buffer.clear()
-                self.compared.clear()
-                self.scores.clear()
-            elif self._is_partly_stale:
-                self.buffer.discard({trace for trace in self.buffer if not self.is_current(trace)})
-            self._is_stale = False
-            self._is_partly_stale = False
+    def _forget_scores(self) -> None:
+        """Forget the scores of versions. The learning thread may still read the old objects."""
+        self.scores = {}
+        self.compared = deque(maxlen=NUM_WATCHED)
 
     # --- comparing drafts -------------------------------------------------------------------------------------------
 
@@ -483,7 +471,6 @@ class DraftRequests:
 
     def take_arrived(self) -> tuple[list[Trace], int]:
         """Return the arrived requests to compare, and the number of requests that each of them represents."""
-        self.remove_older()
         arrived = self._take(self.arrived)
         with self.lock:
             if self._is_sparse():
@@ -525,8 +512,7 @@ class DraftRequests:
             kept = [trace for trace in self.arrived if trace.draft_version == version]
             self.arrived.clear()
             self.arrived.extend(kept)
-        self.compared.clear()
-        self.scores.clear()
+            self._forget_scores()
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -552,11 +538,9 @@ class DraftRequests:
             return list(self.pending)
 
     def still_valid(self, traces: Iterable[Trace]) -> list[Trace]:
-        """Return those that are current and not excluded. Called by the learning thread."""
-        self.remove_older()
+        """Return those that are current and not excluded."""
         with self.lock:
-            found = list(traces)
-        return [trace for trace in found if self.is_current(trace) and trace not in self.set_aside]
+            return [trace for trace in traces if self.is_current(trace) and trace not in self.set_aside]
 
     def end_update(self, learned: Sequence[Trace]) -> None:
         """Move requests from pending to the replay buffer."""
@@ -564,7 +548,8 @@ class DraftRequests:
             for trace in learned:
                 if trace in self.pending:
                     self.pending.remove(trace)
-        self.buffer.extend(self.still_valid(learned))
+                if self.is_current(trace) and trace not in self.set_aside:
+                    self.buffer.append(trace)
 
     def remove_excluded(self) -> None:
         """Remove requests that were excluded since."""
@@ -572,7 +557,7 @@ class DraftRequests:
             for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
                 for trace in [trace for trace in kept if trace in self.set_aside]:
                     kept.remove(trace)
-        self.buffer.discard(self.set_aside)
+            self.buffer.discard(self.set_aside)
 
     def check_width(self, traces: Sequence[Trace]) -> None:
         """Raise StateError if traces keep another number of entries per row than those already there."""
@@ -589,7 +574,6 @@ class DraftRequests:
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and requests; everything but the traces is ready for JSON."""
-        self.remove_older()
         with self.lock:
             places = {trace: i for i, trace in enumerate(self.held_back)}
             traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
@@ -609,12 +593,10 @@ class DraftRequests:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load saved requests and counts. Excluded requests stay excluded."""
         traces = state["traces"]
-        self.buffer.restore(traces["replayed"], state["seen"])
         with self.lock:
             self.target, *earlier, self.older = state["target"]
             self.earlier = tuple(earlier[: self.target_lag])
-            self._is_stale = False
-            self._is_partly_stale = True
+            self.buffer.restore(filter(self.is_current, traces["replayed"]), state["seen"])
             self.is_unconfirmed = False
             self.requests_waiting = int(state["requests_waiting"])
             self.observed = int(state["observed"])
@@ -623,12 +605,12 @@ class DraftRequests:
             if self.config.gate:  # without a gate, nothing shows that fewer updates suffice
                 self.effort.load_state_dict(state["effort"])
             self.choice.load_state_dict(state["choice"], traces["held_back"])
-            known = [trace for group in traces.values() for trace in group] if self._counts_tokens else []
+            counts_tokens = self.config.num_assistant_tokens == "auto"
+            known = [trace for group in traces.values() for trace in group] if counts_tokens else []
             self.vocabulary.restore(sorted(known, key=lambda trace: trace.created_at_seconds))
             self.arrived.clear()
             self.unwatched.clear()
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
                 kept.clear()
                 kept.extend(saved)
-        self.compared.clear()
-        self.scores.clear()
+            self._forget_scores()

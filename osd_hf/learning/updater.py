@@ -187,7 +187,7 @@ class Updater:
         optimizer step is one. If the caller stops in between, the weights are those of the last complete step."""
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
-        newest = self.requests.still_valid(list(self.requests.pending) if newest is None else newest)
+        newest = self.requests.still_valid(self.requests.pending if newest is None else newest)
         losses: list[float] = []
         dropped = positions = 0
         started = time.perf_counter()
@@ -226,12 +226,12 @@ class Updater:
 
     def _batch(self, newest: Sequence[Trace]) -> list[Trace]:
         """Draw the newest requests and a sample of the buffer, in the configured shares."""
-        size = self.config.batch_size
+        size, rng = self.config.batch_size, self.buffer.rng
         fresh = min(len(newest), size - round(size * self.config.replay_fraction))
-        replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
-        fresh = min(len(newest), size - replayed)
-        rng = self.buffer.rng
-        chosen = [newest[i] for i in rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
+        with self.requests.lock:
+            replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
+            fresh = min(len(newest), size - replayed)
+            chosen = [newest[i] for i in rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
         if not replayed or sum(min(len(trace), self.max_tokens) for trace in chosen) <= BATCH_POSITIONS:
             return chosen
         # Cut to BATCH_POSITIONS, in an order in which each part of the batch has both in their shares.
@@ -347,18 +347,10 @@ class Updater:
             self.requests.remove_excluded()
         return {trace: bool(is_valid) for trace, is_valid in zip(traces, valid, strict=True)}
 
-    def _try_traces(self, traces: Sequence[Trace]) -> Parts[list[bool]]:
+    def _try_traces(self, traces: Sequence[Trace]) -> list[bool]:
         """Compute gradients as a step on these traces would; raises the errors that it would raise."""
-        for part in self._micro_batches(traces, self.micro_batch):
-            with self._at_work():
-                self._zero_grad()
-                loss, _ = self._bounded_loss(part)
-                _backward(loss)
-                found = [loss.detach(), *(p.grad for p in self.parameters.values() if p.grad is not None)]
-                if not all(bool(torch.isfinite(tensor).all()) for tensor in found):
-                    raise FloatingPointError(NOT_FINITE)
-                self._zero_grad()
-            yield BACKWARD_SHARE * len(part) / len(traces)
+        for _ in self._gradients(traces, sum(map(len, traces)), self.micro_batch, []):
+            pass
         return [True] * len(traces)
 
     def _bounded_loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
