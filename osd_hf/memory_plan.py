@@ -96,7 +96,7 @@ def memory_plan(
         draft = copy.deepcopy(draft)
         draft.get_text_config().vocab_size = vocab_size_of(target)
     large, small = empty_model(target, target_dtype), empty_model(draft, draft_dtype)
-    learner = small if peft_config is None else adapted(empty_model(draft, draft_dtype), peft_config, "default", 0)
+    learner = small if peft_config is None else adapted(empty_model(draft, draft_dtype), peft_config, 0)
     learned, count = trainable_parameters(learner), _numel(small.parameters())
     learns = _numel(learned.values())
     in_muon = _numel(hidden_matrices(learner, learned)) if config.optimizer == "muon" else 0

@@ -62,7 +62,6 @@ def lesson_of(assistant: OnlineAssistant, domain: str | None = None) -> DraftReq
 
 
 def kept(lesson: DraftRequests) -> list[Trace]:
-    lesson.remove_older()  # as whoever learns does first
     return [*lesson.pending, *lesson.held_back, *lesson.buffer, *lesson.arrived, *lesson.unwatched]
 
 

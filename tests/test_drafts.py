@@ -358,8 +358,3 @@ def test_no_adapter_trains_with_dropout() -> None:
     for domain in "abc":
         assert drafts.admit(domain)
         assert not any(module.training for module in drafts.updater(domain).master.modules())
-
-
-def test_adapters_that_cannot_be_several_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="one adapter"):
-        DomainDrafts(models.pair()[1], CONFIG, peft_config=LoraConfig(r=2, target_modules="all-linear", bias="all"))

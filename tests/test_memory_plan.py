@@ -115,7 +115,7 @@ def test_adapters_are_merged_as_peft_does_and_the_base_stays(kind: str, dtype: t
     drafts.updater(None)
     version, snapshot = drafts.candidate(None)
     moved = {name: weight + 0.3 * torch.randn_like(weight) for name, weight in snapshot.items()}
-    whole = load_adapter(adapted(fp32_copy(draft), KINDS[kind], "default", CONFIG.seed), moved).merge_and_unload()
+    whole = load_adapter(adapted(fp32_copy(draft), KINDS[kind], CONFIG.seed), moved).merge_and_unload()
     drafts.promote(None, version, moved)
     tried = drafts.trial_model(moved)
     for name, expected in whole.named_parameters():

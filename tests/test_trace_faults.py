@@ -16,7 +16,7 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.loss import MIN_REQUEST_TOKENS, num_tokens
 from osd_hf.learning.requests import ReadableTraces
 from osd_hf.learning.session import load_session, save_session
-from osd_hf.learning.updater import Updater, finish
+from osd_hf.learning.updater import Updater
 from osd_hf.trace import DraftRound
 
 CONFIG = OnlineConfig(
@@ -292,4 +292,4 @@ def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs
     assert [readable.fault(trace) for trace in seen] == [None, None]
     assert readable.fault(readable.simplest(seen[0])) is None
     updater = Updater(draft, replace(CONFIG, num_logprobs=num_logprobs))
-    assert finish(updater._try_traces([readable.simplest(seen[0])])) == [True]
+    assert updater._try_traces([readable.simplest(seen[0])]) == [True]

@@ -412,7 +412,7 @@ def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
     plugin, recomputing = config.deepspeed_plugin, dict(config.gradient_checkpointing_kwargs or {})
     is_sharded = plugin is not None and plugin.zero_stage == 3
     if peft_config is not None:
-        with_adapters = adapted(learner, peft_config, "default", config.seed)
+        with_adapters = adapted(learner, peft_config, config.seed)
         # ZeRO-3 gathers weights of one dtype alone: https://github.com/deepspeedai/DeepSpeed/issues/8072
         learner = with_adapters.to(learner.dtype) if is_sharded else with_adapters
     if is_peft(learner):

@@ -39,7 +39,6 @@ from osd_hf.learning.weights import (
     write_snapshot,
 )
 from osd_hf.models import is_peft
-from osd_hf.utils.context import Seeded
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +125,8 @@ class DomainDrafts:
         base = serving_copy(draft, self.config)
         has_own_adapter = is_peft(draft) and not per_domain and peft_config is None
         self._source = fp32_copy(draft) if has_own_adapter else base  # updaters start from it
-        self._template = make_template(self._source, peft_config, self.config.seed, per_domain=per_domain)
-        self._adapter_master: Any = None  # holds the adapters of all domains
+        self._template = make_template(self._source, peft_config, self.config.seed)
+        self._fp32_base: PreTrainedModel | None = None  # below adapters that learn
         self.readable = ReadableTraces.by(base)
         self.pacer = Pacer()
         self.version = 0
@@ -365,8 +364,7 @@ class DomainDrafts:
     # --- learning ---------------------------------------------------------------------------------------------------
 
     def updater(self, domain: str | None) -> Updater:
-        """Return the updater of a domain's draft, made from the base at the first call. One thread at a time may
-        learn, as adapters share their base."""
+        """Return the updater of a domain's draft, made from the base at the first call."""
         with self._lock:
             draft = self._drafts.get(domain) or self._new_draft(domain)
             if draft.updater is not None:
@@ -384,26 +382,13 @@ class DomainDrafts:
         return updater
 
     def _new_updater(self, requests: DraftRequests) -> Updater:
-        peft_config, seed, dtype = self.peft_config, self.config.seed, self.base.dtype
-        if peft_config is None:
-            return Updater(self._source, self.config, requests=requests, dtype=dtype)
-        with learning_context():
-            if not self.per_domain:
-                source = adapted(adapter_base(self._source, peft_config), peft_config, "default", seed)
-                return Updater(source, self.config, requests=requests, dtype=dtype)
-            number = 0 if self._adapter_master is None else len(self._adapter_master.peft_config)
-            # Module names contain no dots, and PEFT may match a name as a prefix of another.
-            adapter = f"domain_{number:05d}"
-            if self._adapter_master is None:
-                source = adapter_base(self._source, peft_config)
-                if self._learner_device is not None:
-                    source = source.to(self._learner_device)
-                self._adapter_master = adapted(source.float().eval(), peft_config, adapter, seed)
-            else:
-                with Seeded(seed):
-                    self._adapter_master.add_adapter(adapter, copy.deepcopy(peft_config))
-                self._adapter_master.eval()  # new modules are in training mode
-        return Updater(self._adapter_master, self.config, adapter=adapter, requests=requests, dtype=dtype)
+        source, peft_config, seed = self._source, self.peft_config, self.config.seed
+        if peft_config is not None:
+            with learning_context():
+                if self._fp32_base is None:  # shared by all adapters and, if it can be, with the serving base
+                    self._fp32_base = shared_copy(source).to(self._learner_device or source.device).float().eval()
+                source = adapted(adapter_base(self._fp32_base, peft_config), peft_config, seed)
+        return Updater(source, self.config, requests=requests, dtype=self.base.dtype)
 
     @property
     def learning(self) -> set[str | None]:

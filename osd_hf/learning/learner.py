@@ -284,11 +284,7 @@ class Learner:
         target = requests.target
         requests.check_width(newest)
         yield from self._watch(requests)
-        try:
-            report = yield from updater.micro_steps(steps, newest)
-        finally:
-            if updater.is_torn:
-                updater.restart(self.drafts.serving(domain).weights)
+        report = yield from updater.micro_steps(steps, newest)
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
         if not report.steps and not report.dropped_steps:
             return report

@@ -8,7 +8,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -106,11 +106,9 @@ class Updater:
             Copied, not changed. A draft with adapters learns its trainable parameters, and frozen fp32 weights are
             shared; otherwise all parameters learn.
         config (`OnlineConfig`): The settings.
-        adapter (`str`, *optional*): Name of the adapter that learns in an fp32 `PeftModel` that updaters share.
         requests (`DraftRequests`, *optional*): Requests of the draft; by default none.
         dtype (`torch.dtype`, *optional*): Dtype of the serving draft; by default that of `draft`.
         frozen (`Container[str]`, *optional*): Names of parameters that do not learn.
-        tail (`SampledTail`, *optional*): Samples tokens outside of the stored rows; by default for large vocabularies.
 
     Raises:
         UnsupportedModelError: The draft has no trainable parameter.
@@ -122,18 +120,14 @@ class Updater:
         draft: PreTrainedModel,
         config: OnlineConfig,
         *,
-        adapter: str | None = None,
         requests: DraftRequests | None = None,
         dtype: torch.dtype | None = None,
         frozen: Container[str] = (),
-        tail: SampledTail | None = None,
     ) -> None:
         self.config = config
-        self.adapter = adapter
-        self.tail = tail or SampledTail.for_draft(draft, config.seed)
+        self.tail = SampledTail.for_draft(draft, config.seed)  # `None` for a small vocabulary
         self.version = 0
         self.kept_steps = 0
-        self.is_torn = False  # a failure left the weights of an incomplete step: restart from others
         self.requests = requests or DraftRequests(config=config)
         self.buffer = self.requests.buffer
         self.set_aside = self.requests.set_aside
@@ -143,15 +137,10 @@ class Updater:
         device = learner_device(config)
         with learning_context():
             # Evaluation mode: dropout would draw from the generator that sampled requests use.
-            master = fp32_copy(draft, share_frozen=True, device=device) if adapter is None else draft
-            self.master = with_fp32_attention(master)
-            self._activate_adapter()
+            self.master = with_fp32_attention(fp32_copy(draft, share_frozen=True, device=device))
             self.parameters = trainable_parameters(self.master, frozen)
             self.optimizers = make_optimizers(self.master, self.parameters, config)
-            has_average = config.weight_average > 0
-            self.averaged = {
-                name: p.detach().clone() if has_average else p.detach() for name, p in self.parameters.items()
-            }
+            self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.device = next(iter(self.parameters.values())).device
         self.is_bf16 = learns_in_bf16(dtype or draft.dtype, self.device)
         self.activations = ActivationMemory.of(self.master)
@@ -257,7 +246,7 @@ class Updater:
             except Exception as error:  # noqa: BLE001 - models fail in any way
                 failure = error
             else:
-                with self._at_work():
+                with learning_context():
                     self._take_step()
                 if size < min(self.micro_batch, len(traces)):
                     self.micro_batch = size  # larger ones do not fit into memory
@@ -286,14 +275,12 @@ class Updater:
         return 0.0, 0
 
     def _take_step(self) -> None:
-        """Step and average. After a failure, the weights are the average of the last complete step; without an average
-        they are torn."""
+        """Step and average. After a failure, the weights are the average of the last complete step."""
         try:
             for optimizer in self.optimizers:
                 optimizer.step()
             self._average()
         except BaseException:
-            self.is_torn = self.config.weight_average == 0
             for name, parameter in self.parameters.items():
                 parameter.data.copy_(self.averaged[name])
             for optimizer in self.optimizers:
@@ -316,14 +303,14 @@ class Updater:
         value = 0.0
         for part in self._micro_batches(traces, size):
             running[:] = part
-            with self._at_work():
+            with learning_context():
                 loss, count = self._bounded_loss(part)
                 loss = loss * (count / total)  # gradients add up to those of the batch
                 _backward(loss)
                 value += float(loss.detach())
             yield BACKWARD_SHARE * count / total
         running.clear()
-        with self._at_work():
+        with learning_context():
             norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), MAX_GRAD_NORM)
             if not (np.isfinite(value) and torch.isfinite(norm)):
                 raise FloatingPointError(NOT_FINITE)
@@ -379,17 +366,6 @@ class Updater:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Enter the learning context with our adapter active. Left between parts."""
-        with learning_context():
-            self._activate_adapter()
-            yield
-
-    def _activate_adapter(self) -> None:
-        if self.adapter is not None and self.master.active_adapters != [self.adapter]:
-            self.master.set_adapter(self.adapter)
-
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, served: Mapping[str, torch.Tensor] | None = None) -> Snapshot:
@@ -404,7 +380,7 @@ class Updater:
             stepped = {name: p.detach().clone() for name, p in self.parameters.items()}
             try:
                 self._set_parameters(self.averaged)
-                state = adapter_state(self.master, self.adapter)
+                state = adapter_state(self.master)
                 return {name: t.detach().to(device or t.device, torch.float32, copy=True) for name, t in state.items()}
             finally:
                 self._set_parameters(stepped)
@@ -417,7 +393,7 @@ class Updater:
         """Continue from these weights with a new optimizer state."""
         with learning_context(), torch.no_grad():
             if is_peft(self.master):
-                load_adapter(self.master, snapshot, self.adapter)
+                load_adapter(self.master, snapshot)
             else:
                 self._set_parameters(snapshot)
             for name, parameter in self.parameters.items():
@@ -425,22 +401,16 @@ class Updater:
             for optimizer in self.optimizers:
                 optimizer.state.clear()
         self.kept_steps = 0
-        self.is_torn = False
 
     def copy_to(self, draft: PreTrainedModel) -> None:
         """Write the learned (averaged) weights into another copy of the draft, adapters merged if its are."""
-        self._activate_adapter()
         write_snapshot(self.snapshot(), draft, self.master if is_peft(self.master) else None)
-
-    def _portable(self, name: str) -> str:
-        """Return a parameter's name without that of our adapter, which another session may name otherwise."""
-        return ".".join(part for part in name.split(".") if part != self.adapter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return learned parameters, optimizers, version and generators; the requests are saved separately."""
         return {
-            "parameters": {self._portable(name): p.detach() for name, p in self.parameters.items()},
-            "averaged": {self._portable(name): p for name, p in self.averaged.items()},
+            "parameters": {name: p.detach() for name, p in self.parameters.items()},
+            "averaged": dict(self.averaged),
             "kept_steps": self.kept_steps,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "version": self.version,
@@ -451,7 +421,7 @@ class Updater:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise StateError for the state of another draft or optimizer."""
         saved = {name: tuple(p.shape) for name, p in state["parameters"].items()}
-        expected = {self._portable(name): tuple(p.shape) for name, p in self.parameters.items()}
+        expected = {name: tuple(p.shape) for name, p in self.parameters.items()}
         if saved != expected:
             differing = sorted(n for n in saved.keys() | expected.keys() if saved.get(n) != expected.get(n))
             raise StateError(
@@ -471,13 +441,12 @@ class Updater:
         """Load a saved state; raises StateError if it belongs to another draft."""
         self.check_state(state)
         with learning_context(), torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(state["parameters"][self._portable(name)])
-                self.averaged[name].copy_(state["averaged"][self._portable(name)])
+            self._set_parameters(state["parameters"])
+            for name, averaged in self.averaged.items():
+                averaged.copy_(state["averaged"][name])
             for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved_optimizer)
         self.kept_steps = int(state["kept_steps"])
-        self.is_torn = False
         self.version = int(state["version"])
         self.buffer.rng.bit_generator.state = state["rng"]
         if self.tail is not None and state["tail"] is not None:

@@ -142,21 +142,20 @@ def write_snapshot(
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 
-def adapter_state(model: Any, adapter: str | None = None) -> Snapshot:
-    """Return the weights of an adapter of a `PeftModel` (by default the active one), without embeddings below it,
-    which PEFT would add."""
+def adapter_state(model: Any) -> Snapshot:
+    """Return the weights of the adapter of a `PeftModel`, without embeddings below it, which PEFT would add."""
     from peft import get_peft_model_state_dict
 
-    name = adapter or str(model.active_adapter)
+    name = str(model.active_adapter)
     state: Snapshot = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return state
 
 
-def load_adapter(model: Any, snapshot: Snapshot, adapter: str | None = None) -> Any:
-    """Load the weights of an adapter into a `PeftModel` (by default into the active one), and return the model."""
+def load_adapter(model: Any, snapshot: Snapshot) -> Any:
+    """Load the weights of the adapter into a `PeftModel`, and return the model."""
     from peft import set_peft_model_state_dict
 
-    set_peft_model_state_dict(model, snapshot, adapter_name=adapter or str(model.active_adapter))
+    set_peft_model_state_dict(model, snapshot, adapter_name=str(model.active_adapter))
     return model
 
 
@@ -182,7 +181,7 @@ def _adapted_weights(snapshot: Snapshot, template: PreTrainedModel, *, is_merged
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def adapted(model: PreTrainedModel, peft_config: Any, adapter: str, seed: int) -> Any:
+def adapted(model: PreTrainedModel, peft_config: Any, seed: int) -> Any:
     """Return a `PeftModel` around a model. Raises ConfigError without peft, and UnsupportedModelError if the adapters
     do not fit."""
     try:
@@ -193,39 +192,31 @@ def adapted(model: PreTrainedModel, peft_config: Any, adapter: str, seed: int) -
         with Seeded(seed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # read by PEFT 0.21
             # PEFT writes the name of the base model into the configuration, hence the copy.
-            return get_peft_model(model, copy.deepcopy(peft_config), adapter_name=adapter).eval()
+            return get_peft_model(model, copy.deepcopy(peft_config)).eval()
     except (ValueError, TypeError, AttributeError) as error:  # AttributeError: no PeftConfig
         raise UnsupportedModelError(
             f"The adapters of `peft_config` do not fit the draft ({type(model).__name__}): {error}"
         ) from error
 
 
-def make_template(source: PreTrainedModel, peft_config: Any, seed: int, *, per_domain: bool) -> Any:
+def make_template(source: PreTrainedModel, peft_config: Any, seed: int) -> Any:
     """
     Return a `PeftModel` for copies into which an adapter's weights are loaded to be merged; `None` without adapters.
 
     All but the adapter shares memory with `source`. Embeddings of `source` are untied if an adapter would change both.
-    Raises UnsupportedModelError for adapters that cannot be merged, or of which a model can have only one per domain.
+    Raises UnsupportedModelError for adapters that cannot be merged.
     """
     with learning_context():
         if peft_config is None:
             return shared_copy(source) if is_peft(source) else None
         if _adapts_tied_embeddings(source, peft_config, seed):
             untie(source)  # our copy, not the caller's model
-        template = adapted(adapter_base(source, peft_config), peft_config, "default", seed)
-        if not hasattr(template.base_model, "merge_and_unload"):
-            raise UnsupportedModelError(
-                f"Adapters of the kind {type(peft_config).__name__} cannot be merged into the draft's weights, "
-                "so they would make drafting slow. Use LoRA, or no `peft_config` for full copies."
-            )
-        if per_domain:
-            try:
-                with Seeded(seed):
-                    shared_copy(template).add_adapter("second", copy.deepcopy(peft_config))
-            except ValueError as error:
-                raise UnsupportedModelError(
-                    f"A model can have one adapter of this `peft_config` only, and each domain needs its own: {error}"
-                ) from error
+        template = adapted(adapter_base(source, peft_config), peft_config, seed)
+    if not hasattr(template.base_model, "merge_and_unload"):
+        raise UnsupportedModelError(
+            f"Adapters of the kind {type(peft_config).__name__} cannot be merged into the draft's weights, "
+            "so they would make drafting slow. Use LoRA, or no `peft_config` for full copies."
+        )
     return template
 
 
@@ -246,6 +237,6 @@ def _adapts_tied_embeddings(model: PreTrainedModel, peft_config: Any, seed: int)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about tied weights
-        base = adapted(adapter_base(model, peft_config), peft_config, "default", seed).get_base_model()
+        base = adapted(adapter_base(model, peft_config), peft_config, seed).get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
     return any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends)
