@@ -362,8 +362,7 @@ class OnlineAssistant:
             domain (`str`, *optional*): Domain of the draft; by default the one with the most new requests.
 
         Raises:
-            LearnerError: The update failed, this thread is in the middle of a request, or there is nothing to learn
-            from.
+            LearnerError: The update failed, or there is nothing to learn from.
         """
         return self._live.update(steps, domain)
 

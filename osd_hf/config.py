@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
-
 from osd_hf.errors import ConfigError
 from osd_hf.losses import DIVERGENCES
 
@@ -126,7 +124,6 @@ class OnlineConfig:
         must("learning_rate", 0 < self.learning_rate < float("inf"), "a positive number")
         must("replay_fraction", 0 <= self.replay_fraction <= 1, "between 0 and 1")
         must("weight_average", 0 <= self.weight_average < 1, "at least 0 and below 1")
-        must("learner_device", _is_device(self.learner_device), 'a torch device, such as "cpu", or None')
         must("seed", is_int(self.seed, 0), "an integer of at least 0")
         if k == "auto" and self.learn_from == "corrections":
             raise ConfigError(
@@ -173,11 +170,3 @@ class OnlineConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, ready for JSON."""
         return asdict(self)
-
-
-def _is_device(name: Any) -> bool:
-    """Whether this is `None` or a valid device name, even of a device that this machine lacks."""
-    try:
-        return name is None or (isinstance(name, str) and bool(torch.device(name)))
-    except RuntimeError:
-        return False

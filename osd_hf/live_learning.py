@@ -100,19 +100,12 @@ class Traffic:
         self.changed = threading.Condition()
         self.requests = 0
         self.is_stepping = False
-        self._own = threading.local()
-
-    @property
-    def own_requests(self) -> int:
-        """Running requests of this thread."""
-        return getattr(self._own, "requests", 0)
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """Wait for the part of learning in progress, and let no other begin while a request runs inside."""
         with self.changed:
             self.requests += 1
-            self._own.requests = self.own_requests + 1
         try:
             with self.changed:
                 self.changed.wait_for(lambda: not self.is_stepping)
@@ -120,7 +113,6 @@ class Traffic:
         finally:
             with self.changed:
                 self.requests -= 1
-                self._own.requests -= 1
                 self.changed.notify_all()
 
 
@@ -314,11 +306,6 @@ class LiveLearning:
 
     def update(self, steps: int | None, domain: str | None) -> UpdateReport:
         """Run one update now; see [`~OnlineAssistant.update`]."""
-        if self.traffic.own_requests:
-            raise LearnerError(
-                "The draft cannot learn while this thread is in the middle of a request (a streamer, a logits "
-                "processor or a stopping criterion?). Call again when the request has ended."
-            )
         try:
             with self.alone():
                 return self._update(steps, domain)

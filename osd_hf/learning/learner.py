@@ -288,11 +288,10 @@ class Learner:
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))
         if not report.steps and not report.dropped_steps:
             return report
+        version, snapshot = self.drafts.candidate(domain)
         if report.steps:
-            version, snapshot = self.drafts.candidate(domain)
             decision, scores = yield from self._judge(requests, version, snapshot)
         else:
-            version, snapshot = self.drafts.version + 1, updater.snapshot()
             reason = f"none of {report.dropped_steps} steps had a finite loss and gradient"
             decision, scores = GateDecision("dropped", version, report.version, domain, reason), {}
         requests.dropped = requests.dropped + 1 if decision.outcome == "dropped" else 0

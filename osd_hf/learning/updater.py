@@ -420,21 +420,15 @@ class Updater:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise StateError for the state of another draft or optimizer."""
-        saved = {name: tuple(p.shape) for name, p in state["parameters"].items()}
-        expected = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        if saved != expected:
-            differing = sorted(n for n in saved.keys() | expected.keys() if saved.get(n) != expected.get(n))
-            raise StateError(
-                f"The saved state belongs to another draft: {len(differing)} parameters differ, such as "
-                f"{differing[0]}. Load it with the draft that it was saved with."
-            )
 
-        def groups(states: Any) -> list[list[int]]:
-            return [[len(group["params"]) for group in s["param_groups"]] for s in states]
+        def sizes(parameters: Mapping[str, torch.Tensor], optimizers: Sequence[Mapping[str, Any]]) -> Any:
+            groups = [[len(group["params"]) for group in each["param_groups"]] for each in optimizers]
+            return {name: p.shape for name, p in parameters.items()}, groups
 
-        if groups(state["optimizers"]) != groups([o.state_dict() for o in self.optimizers]):
+        ours = sizes(self.parameters, [optimizer.state_dict() for optimizer in self.optimizers])
+        if sizes(state["parameters"], state["optimizers"]) != ours:
             raise StateError(
-                "The saved state belongs to another optimizer. Load it with the `optimizer` it was saved with."
+                "The saved state belongs to another draft or optimizer. Load it with those that it was saved with."
             )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

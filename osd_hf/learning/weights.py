@@ -40,10 +40,10 @@ def learner_device(config: OnlineConfig) -> torch.device | None:
     """Return the device of `learner_device`; `None` for the draft's. Raises ConfigError if it does not exist."""
     if config.learner_device is None:
         return None
-    device = torch.device(config.learner_device)
     try:
+        device = torch.device(config.learner_device)
         torch.zeros(1, device=device).item()  # fails on the meta device as well
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError, TypeError) as error:
         raise ConfigError(
             f"`learner_device` must be a device of this machine, got {config.learner_device!r}: {first_line(error)}. "
             'Name another one, such as "cpu", or None for the device of the draft.'
