@@ -18,6 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
+from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.hook import taken_over
 from osd_hf.errors import LearnerError, OSDError
 from osd_hf.models import is_peft, unwrap
@@ -67,7 +68,6 @@ class RolloutAssistant(TrainerCallback):
         self.assistant: OnlineAssistant | None = None  # of the current or the last training
         self._kwargs = assistant_kwargs
         self._block = contextlib.ExitStack()
-        self._logged: set[str] = set()
         self._calls = 0  # since the last log
         self._seconds = 0.0  # of generation, since the last log
         self._learned = 0.0  # seconds of learning at the last log
@@ -94,7 +94,6 @@ class RolloutAssistant(TrainerCallback):
         self._is_open = True
         self._drafts = True
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0
-        self._logged.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that the policy changed; fused optimizers leave no count."""
@@ -161,9 +160,7 @@ class RolloutAssistant(TrainerCallback):
                 try:
                     return self.assistant.generate(*args, **kwargs)
                 except OSDError as error:  # refused before any work
-                    if (why := str(error)) not in self._logged:
-                        self._logged.add(why)
-                        logger.warning("The policy generates without a draft: %s", why)
+                    log_once(self.assistant.target, f"The policy generates without a draft: {error}")
                 except Exception:
                     # The policy samples this rollout again. To keep its distribution, no later one may fail.
                     self._drafts = False

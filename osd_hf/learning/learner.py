@@ -318,8 +318,7 @@ class Learner:
     ) -> Parts[tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
         """Compare a version with the serving one on the held-back requests. Returns the decision, and the version's
         scores."""
-        domain, scores = requests.domain, requests.scores
-        serving = self.drafts.serving_version(domain)
+        domain, serving = requests.domain, self.drafts.serving_version(requests.domain)
         if not is_finite(snapshot):
             return GateDecision("dropped", version, serving, domain, "its weights are not finite"), {}
         if not self.config.gate:
@@ -327,22 +326,20 @@ class Learner:
         held_back = requests.still_valid(requests.held_back)
         newest = [trace for trace in held_back if trace.target not in requests.earlier]
         held_back = newest if len(newest) >= MIN_HELD_BACK else held_back
-        unknown = [t for t in held_back if t not in scores or scores[t][0] != serving]
         with self.drafts.lease(domain) as draft:
-            found = yield from self._score(requests, draft.model, unknown)
-        scores.update({t: (serving, s) for t, s in zip(unknown, found, strict=True) if s is not None})
-        for gone in scores.keys() - set(held_back):
-            del scores[gone]
-        held_back = [t for t in held_back if t in scores]
-        found = yield from self._score(requests, snapshot, held_back)
-        after = {t: s for t, s in zip(held_back, found, strict=True) if s is not None}
-        after = {t: s for t, s in after.items() if requests.is_current(t)}  # the target may have changed since
-        before = [scores[t][1] for t in after]
+            of_serving = yield from self._score(requests, draft.model, held_back)
+        of_version = yield from self._score(requests, snapshot, held_back)
+        before: dict[Trace, AcceptanceStats] = {}
+        after: dict[Trace, AcceptanceStats] = {}
+        for trace, old, new in zip(held_back, of_serving, of_version, strict=True):
+            if old is not None and new is not None and requests.is_current(trace):  # the target may have changed since
+                before[trace] = old
+                after[trace] = new
         if serving == 0:  # the first version: nothing has been compared yet
             with requests.lock:
-                for trace, original in zip(after, before, strict=True):
+                for trace, original in before.items():
                     requests.choice.add(trace, original, original)
-        return judge(version, serving, domain, list(after), before, list(after.values())), after
+        return judge(version, serving, domain, list(before), list(before.values()), list(after.values())), after
 
     def _compare_arrived(self, requests: DraftRequests) -> Parts[None]:
         """Compare the arrived requests, and decide about a rollback once per interval, even if updates are rare."""
@@ -367,23 +364,14 @@ class Learner:
         arrived = requests.still_valid(arrived)
         with self.drafts.lease(domain, original=True) as draft:
             originals = yield from self._score(requests, draft.model, arrived)
-        unknown = [t for t in arrived if t.draft_version != version or not self._is_exact(t)]
         with self.drafts.lease(domain) as draft:
-            replayed = yield from self._score(requests, draft.model, unknown)
-        found = dict(zip(unknown, replayed, strict=True))
-        for trace, original in zip(arrived, originals, strict=True):
-            learned = found[trace] if trace in found else AcceptanceStats.from_trace(trace)
+            replayed = yield from self._score(requests, draft.model, arrived)
+        for trace, original, learned in zip(arrived, originals, replayed, strict=True):
             if original is not None and learned is not None:
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
                     self._saved_seconds += (saved or 0.0) * num_requests
                 requests.compare(trace, original, learned, saved, num_requests)
-
-    def _is_exact(self, trace: Trace) -> bool:
-        """Whether the served rounds equal a replay: greedy, with the configured fixed k."""
-        is_plain = not (trace.is_sampled or trace.sampling.get("processors"))
-        has_own_k = "num_assistant_tokens" in trace.sampling
-        return is_plain and not has_own_k and self._k == self.config.num_assistant_tokens
 
     def _watch(self, requests: DraftRequests) -> Parts[None]:
         """Roll back to an earlier version if it would have been accepted more on the served requests."""

@@ -348,8 +348,6 @@ class DraftRequests:
         self.choice = DraftChoice()
         self.effort = Effort(min_effort)
         self.dropped = 0  # versions in a row
-        # Replay of the serving version (by its number) on held-back requests.
-        self.scores: dict[Trace, tuple[int, AcceptanceStats]] = {}
         # Scores of the previous version, the original draft and the serving version on requests that it served.
         self.compared: deque[tuple[AcceptanceStats, AcceptanceStats, AcceptanceStats]] = deque(maxlen=NUM_WATCHED)
 
@@ -443,18 +441,13 @@ class DraftRequests:
         self._compare_all = 0
         self.choice.clear()
         self.effort.restart()
-        self._forget_scores()
+        self.compared = deque(maxlen=NUM_WATCHED)  # the learning thread may still read the old one
         self.is_unconfirmed = False
 
     def is_current(self, trace: Trace) -> bool:
         """Whether a request is of a version of the target that is learned from. Requests without a version are, as
         long as the target has not changed."""
         return trace.target in (self.target, *self.earlier) or (trace.target is None and not self.older)
-
-    def _forget_scores(self) -> None:
-        """Forget the scores of versions. The learning thread may still read the old objects."""
-        self.scores = {}
-        self.compared = deque(maxlen=NUM_WATCHED)
 
     # --- comparing drafts -------------------------------------------------------------------------------------------
 
@@ -512,7 +505,7 @@ class DraftRequests:
             kept = [trace for trace in self.arrived if trace.draft_version == version]
             self.arrived.clear()
             self.arrived.extend(kept)
-            self._forget_scores()
+            self.compared.clear()
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -613,4 +606,4 @@ class DraftRequests:
             for kept, saved in ((self.pending, traces["pending"]), (self.held_back, traces["held_back"])):
                 kept.clear()
                 kept.extend(saved)
-            self._forget_scores()
+            self.compared.clear()
