@@ -64,16 +64,6 @@ def test_what_a_forward_keeps_is_known_before(architecture: str, tokens: int) ->
         assert 3 / 4 * kept <= estimate <= 8 * kept
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-def test_adapters_of_other_domains_take_nothing() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=2)
-    draft = get_peft_model(models.build(), config, "domain_00000")
-    draft.add_adapter("domain_00001", config)
-    assert ActivationMemory.of(draft) == ActivationMemory.of(models.build())
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2", "t5", "bart"])
 def test_layers_computed_again_give_the_same_gradients_and_keep_less(architecture: str) -> None:
     model = models.double(models.build(architecture))

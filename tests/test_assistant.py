@@ -110,13 +110,6 @@ def test_updates_come_every_so_many_requests() -> None:
     assert assistant.version == 3  # counting began again
 
 
-def test_manual_updates_come_when_asked() -> None:
-    assistant = OnlineAssistant(*models.pair(), config=MANUAL)
-    serve(assistant, 9)
-    assert assistant.version == 0
-    assert assistant.update().new_requests == 9
-
-
 def test_a_request_that_is_not_to_be_learned_from_leaves_nothing() -> None:
     target, draft = models.pair()
     store = CorrectionStore()
@@ -189,15 +182,6 @@ def test_a_request_inside_attached_counts_once() -> None:
     with assistant.attached(domain="outer"):
         serve(assistant, 2, domain="inner")
     assert {d: s.num_requests for d, s in assistant.stats_by_domain.items()} == {"inner": 2}
-
-
-def test_capture_sees_an_assistants_requests() -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    traces: list[Trace] = []
-    with capture_traces(target, traces.append):
-        serve(assistant, 2)
-    assert sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats()) == assistant.stats
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -494,18 +478,6 @@ def test_tensorboard_gets_the_figures(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_trackers_that_do_not_exist_are_refused(report_to: Any) -> None:
     with pytest.raises(ConfigError, match="nothing_of_that_name"):
         OnlineAssistant(*models.pair(), report_to=report_to)
-
-
-def test_figures_are_logged_without_a_tracker(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="osd_hf"):
-        serve(OnlineAssistant(*models.pair(), config=FAST, report_to="none"), 3)
-    assert "Draft version 1 after 3 requests" in caplog.text
-
-
-def test_closing_flushes_the_store(tmp_path: Path) -> None:
-    with OnlineAssistant(*models.pair(), config=FAST, store=tmp_path / "log") as assistant:
-        serve(assistant, 3)
-    assert len(list(CorrectionStore(tmp_path / "log"))) == 3
 
 
 def test_what_is_not_learned_from_is_not_shown_to_the_router_as_such() -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,18 +92,6 @@ def test_the_error_of_a_gain_is_that_of_a_bootstrap_over_requests(likeness: floa
     alphas = [c[drawn, 1].sum(1) / c[drawn, 0].sum(1) for c in counts]
     assert gain == pytest.approx(sum(after, AcceptanceStats()).alpha - sum(before, AcceptanceStats()).alpha)
     assert error == pytest.approx(float(np.std(alphas[1] - alphas[0])), rel=0.1)
-
-
-def test_hard_and_easy_requests_cancel() -> None:
-    before = each([(20, 2), (20, 18), (20, 5), (20, 15)])
-    after = each([(20, 3), (20, 19), (20, 6), (20, 16)])
-    assert paired_gain(before, after) == (pytest.approx(0.05), pytest.approx(0, abs=1e-12))
-
-
-def test_where_nothing_was_examined_there_is_no_gain() -> None:
-    nothing = each([(0, 0)] * 3)
-    for sides in ((nothing, each([(5, 3)] * 3)), (each([(5, 3)] * 3), nothing)):
-        assert all(map(math.isnan, paired_gain(*sides)))
 
 
 # --- requests held back ---------------------------------------------------------------------------------------------

@@ -90,16 +90,6 @@ def test_each_domain_counts_its_own_requests(recorded: list[Trace]) -> None:
     assert None not in taught.requests
 
 
-def test_learning_can_be_paused(recorded: list[Trace]) -> None:
-    taught = learner()
-    for trace in stream(recorded, 8):
-        taught.observe(None, trace)
-    taught.is_paused = True
-    assert (taught.due(), taught.has_work(), taught.step()) == (None, False, None)
-    taught.is_paused = False
-    assert taught.due() is not None
-
-
 def test_what_nobody_learns_from_is_bounded(recorded: list[Trace]) -> None:
     taught = learner(replace(CONFIG, update_strategy="manual", buffer_size=10))
     for trace in stream(recorded, 100):
