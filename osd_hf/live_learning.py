@@ -123,17 +123,8 @@ class LiveLearning:
     A request ends by putting its traces on a queue. Then its thread takes them from the queue, counts them and, with
     `"spread"` and `"interval"`, learns. With `"idle"`, a thread learns in parts while no request runs. An error of
     learning never affects an answer: `failures` keeps it until the same work succeeds. After three failures in a row,
-    learning for a draft pauses for two update intervals, then four, then eight.
-
-    Args:
-        target (`PreTrainedModel`): Its weights are checked for changes before each update.
-        learner (`Learner`): Learns, and manages the drafts.
-        router (`Router`, *optional*), tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            Select the domain of requests without a label.
-        autosave (`Path`, *optional*): Folder for the session, saved in a thread after every 8 updates.
-        compiled (`CompiledTarget`, *optional*): Verifies candidates instead of the target's own forward.
-        on_update (`Callable[[GateDecision], object]`, *optional*):
-            Called once for each gate decision, in order. Only a weak reference is kept.
+    learning for a draft pauses for two update intervals, then four, then eight. The session is saved to `autosave` in
+    a thread after every 8 updates. Of `on_update`, only a weak reference is kept.
     """
 
     def __init__(

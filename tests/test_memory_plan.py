@@ -65,7 +65,7 @@ def test_what_serves_is_the_version_and_what_served_before_stays(monkeypatch: py
         drafts, serving = assistant.drafts, dict(assistant.draft.named_parameters())
         version = drafts.serving(None).weights
         assert all(serving[name].data_ptr() == weight.data_ptr() for name, weight in version.items())
-        number, earlier = drafts.previous(None) or (0, {})
+        number, earlier, _ = drafts.previous(None) or drafts_module.ORIGINAL
         kept = {name: weight.clone() for name, weight in earlier.items()}
         tried = dict(drafts.trial_model(earlier).named_parameters())
         assert all(torch.equal(tried[name], weight) for name, weight in kept.items())
@@ -86,7 +86,7 @@ def test_what_no_model_serves_with_lies_in_main_memory(compiled: bool, monkeypat
     places = []
     for _ in range(2):
         drafts.promote(None, *drafts.candidate(None))
-        _, before = drafts.previous(None) or (0, {})
+        _, before, _ = drafts.previous(None) or drafts_module.ORIGINAL
         places.append(
             [{w.device.type for w in weights.values()} for weights in (drafts.serving(None).weights, before)]
         )

@@ -138,7 +138,7 @@ class Killed(BaseException):
 # What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`; four
 # files and their folder are synced before the folder is renamed, and the folder around it afterwards.
 STEPS = (
-    ("mkdir", 1), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
+    ("mkdir", 2), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
     ("fsync", 4), ("fsync", 5), ("rename", 1), ("fsync", 6), ("rmtree", 1),
 )  # fmt: skip
 

@@ -542,15 +542,8 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         muon = Float32Muon if matrices[0].device.type == "cpu" else torch.optim.Muon
-        optimizers.append(
-            muon(
-                matrices,
-                config.learning_rate,
-                weight_decay=0.0,
-                momentum=MUON_MOMENTUM,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        how: dict[str, Any] = {"weight_decay": 0.0, "momentum": MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
+        optimizers.append(muon(matrices, config.learning_rate, **how))
     if others:
         rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
         optimizers.append(torch.optim.AdamW(others, rate, weight_decay=0.0, fused=True))
