@@ -21,7 +21,6 @@ from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.recorder import ProxyCounts, Recorder
 from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.metrics import metrics_route, proxy_metrics
-from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
 POLL_SECONDS = 1.0  # between two looks whether the command that learns has ended
@@ -100,8 +99,7 @@ def proxy_command(settings: ProxySettings) -> int:
     listener: Any = importlib.import_module("osd_hf.server.listener")
     running = listener.Listener(settings.host, settings.port)
     reader = settings.read_target(settings.num_logprobs)[1]
-    store = settings.open_store(settings.store.expanduser())
-    recorder = Recorder(reader, store, counts)
+    recorder = Recorder(reader, settings.open_store(settings.store.expanduser()), counts)
     proxy = Proxy(
         [by_url[url] for url in dict.fromkeys(settings.url)], counts, recorder, share=settings.share,
         routes={domain: by_url[url] for domain, url in settings.routes().items()}, domain=settings.domain,
@@ -117,7 +115,7 @@ def proxy_command(settings: ProxySettings) -> int:
             on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
         )
     finally:
-        failed = _close(recorder, learner, store)
+        failed = _close(recorder, learner)
     report: dict[str, Any] = counts.to_dict()
     settings.say(
         f"{counts.requests} requests, {counts.collected} collected with {counts.tokens} tokens in {settings.store}, "
@@ -129,16 +127,16 @@ def proxy_command(settings: ProxySettings) -> int:
     return FAILED if failed else 0
 
 
-def _close(recorder: Recorder, learner: LearnProcess | None, store: CorrectionStore) -> bool:
+def _close(recorder: Recorder, learner: LearnProcess | None) -> bool:
     """Store pending answers and end the learner; returns whether that failed."""
-    recorder.close()
-    if learner is not None:
-        learner.stop()
     try:
-        store.close()
+        recorder.close()
     except StoreError as error:
         print(f"osd-hf: error: {error}", file=sys.stderr)
         return True
+    finally:
+        if learner is not None:
+            learner.stop()
     return False
 
 

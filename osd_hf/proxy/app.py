@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import posixpath
 import re
-import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +14,17 @@ from typing import Any
 
 import httpx2
 
-from osd_hf.errors import ConfigError, first_line
+from osd_hf.errors import first_line
 from osd_hf.proxy.extra_fields import (
     COMPLETION_PATHS,
     EventSplitter,
     add_fields,
-    asks_for_all_fields,
     reason_not_to_record,
     remove_fields,
     remove_fields_of_event,
 )
 from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
 from osd_hf.proxy.upstream import Headers, Upstream
-
-__all__ = ["METRICS_PATH", "Proxy"]
 
 METRICS_PATH = "/osd-hf/metrics"  # `/metrics` is the engine's
 # Endpoints that vLLM opens with VLLM_SERVER_DEV_MODE=1. Who reaches them controls the engine.
@@ -54,14 +49,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 
-class _ClientLeftError(Exception):
-    """The client has closed its connection."""
-
-
-class _BodyTooLargeError(Exception):
-    """The body of a request is larger than allowed."""
-
-
 # --- one request ----------------------------------------------------------------------------------------------------
 
 
@@ -78,16 +65,15 @@ class _Request:
     parsed: Mapping[str, Any] | None = None
 
 
-async def _read_body(receive: Receive, max_bytes: int) -> bytes:
+async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
+    """Return the body, or a part of it with more than `max_bytes`; `None` if the client leaves."""
     body, has_more = bytearray(), True
-    while has_more:
+    while has_more and len(body) <= max_bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _ClientLeftError
+            return None
         body += message.get("body", b"")
         has_more = message.get("more_body", False)
-        if len(body) > max_bytes:
-            raise _BodyTooLargeError
     return bytes(body)
 
 
@@ -106,20 +92,19 @@ class Proxy:
     Args:
         upstreams (`Sequence[Upstream]`): The engines. The least busy one that can be reached answers.
         counts (`ProxyCounts`): Counts requests and answers.
-        recorder (`Recorder`, *optional*): Records answers; nothing is recorded without one.
+        recorder (`Recorder`): Records answers.
         routes (`Mapping[str, Upstream]`, *optional*): The engine for requests with a label.
         share (`float`, *optional*, defaults to 1.0): Share of the requests with a recorded answer.
         domain (`str`, *optional*): Label of requests without one.
         max_body_bytes (`int`, *optional*, defaults to 64 MiB): Requests with a larger body are refused.
-        allow_development (`bool`, *optional*, defaults to `False`):
-            Whether requests to vLLM's development endpoints are passed on.
+        allow_development (`bool`, *optional*, defaults to `False`): Pass on requests to development endpoints.
     """
 
     def __init__(
         self,
         upstreams: Sequence[Upstream],
         counts: ProxyCounts,
-        recorder: Recorder | None = None,
+        recorder: Recorder,
         *,
         routes: Mapping[str, Upstream] | None = None,
         share: float = 1.0,
@@ -136,23 +121,11 @@ class Proxy:
         self.max_body_bytes = max_body_bytes
         self.allow_development = allow_development
         self._share_credit = 0.0  # grows by `share` with each request; recording one costs 1
-        self._num_choices = 0  # of an engine, so that equally busy ones take turns
 
     def app(self, routes: Iterable[Any] = ()) -> Any:
-        """
-        Return the Starlette application.
-
-        Args:
-            routes (`Iterable[starlette.routing.Route]`, *optional*): Routes of the proxy itself.
-
-        Raises:
-            ConfigError: the extra `serve` is not installed.
-        """
-        try:
-            from starlette.applications import Starlette
-            from starlette.routing import Route
-        except ImportError as error:
-            raise ConfigError('The proxy needs starlette: pip install "osd-hf[serve]".') from error
+        """Return the Starlette application, with `routes` of the proxy itself."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
 
         @contextlib.asynccontextmanager
         async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -168,14 +141,13 @@ class Proxy:
         if not self.allow_development and _is_development_endpoint(scope["path"]):
             await _refuse(send, 404, "The proxy passes this on only if it runs with --allow-development.")
             return
-        try:
-            request = await self._read_request(scope, receive)
-        except _ClientLeftError:
+        body = await _read_body(receive, self.max_body_bytes)
+        if body is None:
             return
-        except _BodyTooLargeError:
+        if len(body) > self.max_body_bytes:
             await _refuse(send, 413, f"The body of the request has more than {self.max_body_bytes} bytes.")
             return
-        answering = asyncio.ensure_future(self._answer(request, send))
+        answering = asyncio.ensure_future(self._answer(self._read_request(scope, body), send))
         leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -186,12 +158,8 @@ class Proxy:
             leaving.cancel()
             await asyncio.wait((answering, leaving))  # until the engine's connection is closed
 
-    async def _read_request(self, scope: Message, receive: Receive) -> _Request:
-        headers = dict(scope["headers"])
-        size = headers.get(b"content-length", b"0")
-        if size.isdigit() and int(size) > self.max_body_bytes:
-            raise _BodyTooLargeError
-        query, label = scope["query_string"], headers.get(DOMAIN_HEADER, b"").decode("latin-1")
+    def _read_request(self, scope: Message, body: bytes) -> _Request:
+        query, label = scope["query_string"], dict(scope["headers"]).get(DOMAIN_HEADER, b"").decode("latin-1")
         not_passed = (b"host", b"content-length", DOMAIN_HEADER, COLLECT_HEADER)
         request = _Request(
             method=scope["method"],
@@ -199,18 +167,14 @@ class Proxy:
             target=scope["raw_path"] + (b"?" + query if query else b""),
             domain=label if label.isprintable() and 0 < len(label) <= MAX_DOMAIN_CHARACTERS else self.domain,
             headers=_end_to_end(scope["headers"], without=not_passed),
-            body=await _read_body(receive, self.max_body_bytes),
+            body=body,
         )
         if request.method == "POST" and request.path in COMPLETION_PATHS:
-            start = time.perf_counter()
             request.parsed = self._parse_to_record(request, [v for n, v in scope["headers"] if n == COLLECT_HEADER])
-            self.counts.seconds_added += time.perf_counter() - start
         return request
 
     def _parse_to_record(self, request: _Request, collect_headers: Sequence[bytes]) -> Mapping[str, Any] | None:
         """Return the JSON of a request if its answer is to be recorded."""
-        if self.recorder is None:
-            return None
         if any(value.strip().lower() not in YES for value in collect_headers):  # anything but a clear yes
             self.counts.leave_out("its client does not want it collected")
             return None
@@ -219,8 +183,7 @@ class Proxy:
             return None
         try:
             parsed: Mapping[str, Any] = json.loads(request.body.decode())
-            is_chat = COMPLETION_PATHS[request.path]
-            reason = reason_not_to_record(parsed, is_chat=is_chat, num_logprobs=self.recorder.num_logprobs)
+            reason = reason_not_to_record(parsed)
         except Exception:  # noqa: BLE001  # the engine judges malformed requests
             return None
         if reason is not None:
@@ -252,11 +215,10 @@ class Proxy:
         await _refuse(send, 502, "The engine cannot be reached.")
 
     def _by_preference(self, domain: str | None) -> list[Upstream]:
-        """Return the engines that may answer, the best one first."""
+        """Return the engines that may answer, the best one first; equally busy ones take turns."""
         found = [self.routes[domain]] if domain in self.routes else self.upstreams
-        self._num_choices += 1
-        rotated = [found[(self._num_choices + i) % len(found)] for i in range(len(found))]
-        return sorted(rotated, key=lambda upstream: (upstream.is_avoided, upstream.open_requests))
+        first = self.counts.requests % len(found)
+        return sorted(found[first:] + found[:first], key=lambda each: (each.is_avoided, each.open_requests))
 
     def _count_failure(self, upstream: Upstream, error: httpx2.TransportError) -> None:
         self.counts.engine_errors += 1
@@ -265,16 +227,15 @@ class Proxy:
 
     async def _send(self, upstream: Upstream, request: _Request) -> tuple[httpx2.Response, Recording | None]:
         """Send a request, and again without the added fields if the engine refuses it."""
-        recording, body, headers = self._begin_recording(upstream, request), request.body, request.headers
-        if recording is not None:  # a compressed answer could not be read
-            headers = [(n, v) for n, v in headers if n != b"accept-encoding"] + [(b"accept-encoding", b"identity")]
-        has_added_fields = recording is not None and recording.upstream is not None
-        if has_added_fields:
-            assert self.recorder is not None and request.parsed is not None
+        recording, body, headers = None, request.body, request.headers
+        if request.parsed is not None and upstream.can_record:
+            recording = Recording(request.parsed, request.domain, upstream)
             is_chat = COMPLETION_PATHS[request.path]
             body = add_fields(body, request.parsed, is_chat=is_chat, num_logprobs=self.recorder.num_logprobs)
+            # A compressed answer could not be read.
+            headers = [(n, v) for n, v in headers if n != b"accept-encoding"] + [(b"accept-encoding", b"identity")]
         response = await upstream.send(request.method, request.target, headers, body)
-        if has_added_fields and response.status_code in REFUSED:
+        if recording is not None and response.status_code in REFUSED:
             try:
                 await response.aread()
             finally:
@@ -292,14 +253,6 @@ class Proxy:
         self.counts.engine_errors += response.status_code >= 500
         return response, recording
 
-    def _begin_recording(self, upstream: Upstream, request: _Request) -> Recording | None:
-        if request.parsed is None or self.recorder is None:
-            return None
-        is_chat, num_logprobs = COMPLETION_PATHS[request.path], self.recorder.num_logprobs
-        if asks_for_all_fields(request.parsed, is_chat=is_chat, num_logprobs=num_logprobs):
-            return Recording(request.parsed, request.domain)
-        return Recording(request.parsed, request.domain, upstream) if upstream.can_record else None
-
     # --- answering --------------------------------------------------------------------------------------------------
 
     async def _pass_on(
@@ -310,16 +263,16 @@ class Proxy:
             recording = None
         if recording is None:
             pieces: AsyncIterator[bytes] = response.aiter_raw()
-        elif "text/event-stream" in response.headers.get("content-type", "").lower():
-            headers = [(n, v) for n, v in headers if n.lower() not in (b"content-length", b"content-encoding")]
-            pieces = self._events(response, recording)
         else:
-            body = await response.aread()
-            recording.add(body)
-            body = self._client_bytes(recording, [body], is_event=False)
-            headers = [(n, v) for n, v in headers if n.lower() != b"content-encoding"]
-            headers = [(n, b"%d" % len(body) if n.lower() == b"content-length" else v) for n, v in headers]
-            pieces = _one_piece(body)
+            headers = [(n, v) for n, v in headers if n.lower() not in (b"content-length", b"content-encoding")]
+            if "text/event-stream" in response.headers.get("content-type", "").lower():
+                pieces = _events(response, recording)
+            else:
+                body = await response.aread()
+                recording.add(body)
+                body = remove_fields(body)
+                headers.append((b"content-length", b"%d" % len(body)))
+                pieces = _one_piece(body)
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         try:
             async for piece in pieces:
@@ -328,33 +281,28 @@ class Proxy:
         except httpx2.TransportError as error:
             self._count_failure(upstream, error)
             return  # the server breaks the connection, as the engine did
-        if recording is not None and self.recorder is not None:
+        if recording is not None:
             self.recorder.put(recording)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, response: httpx2.Response, recording: Recording) -> AsyncIterator[bytes]:
-        splitter = EventSplitter()
-        async for piece in response.aiter_bytes():
-            events = splitter.feed(piece)
-            if client_bytes := self._client_bytes(recording, events, is_event=True):
-                yield client_bytes
-            for event in events:  # the client comes first
-                recording.add(event, is_event=True)
-        if client_bytes := self._client_bytes(recording, [splitter.rest], is_event=True):
-            yield client_bytes
+
+async def _events(response: httpx2.Response, recording: Recording) -> AsyncIterator[bytes]:
+    """Yield the events of a stream as the client gets them, and record each one after that."""
+    splitter = EventSplitter()
+    async for piece in response.aiter_bytes():
+        for event in splitter.feed(piece):
+            if shown := remove_fields_of_event(event):
+                yield shown
+            recording.add(event, is_event=True)
+    if splitter.rest:
+        yield remove_fields_of_event(splitter.rest)
         recording.add(splitter.rest, is_event=True)
 
-    def _client_bytes(self, recording: Recording, pieces: Sequence[bytes], *, is_event: bool) -> bytes:
-        """Return what the client gets of events or of a complete body."""
-        if recording.upstream is None:  # nothing was added
-            return b"".join(pieces)
-        start = time.perf_counter()
-        joined = b"".join(map(remove_fields_of_event if is_event else remove_fields, pieces))
-        self.counts.seconds_added += time.perf_counter() - start
-        return joined
+
+async def _one_piece(body: bytes) -> AsyncIterator[bytes]:
+    yield body
 
 
-@functools.lru_cache(256)
 def _is_development_endpoint(path: str) -> bool:
     """Return whether a path names a development endpoint, with any prefix and spelling."""
     for _ in range(3):  # an engine unquotes once; a server in front of it may do so as well
@@ -370,10 +318,6 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]], *, without: Sequence[byt
         word.strip().lower() for name, _, value in lowered if name == b"connection" for word in value.split(b",")
     }
     return [(name, value) for lower, name, value in lowered if lower not in HOP_HEADERS | listed | {*without}]
-
-
-async def _one_piece(body: bytes) -> AsyncIterator[bytes]:
-    yield body
 
 
 def _error_message(response: httpx2.Response) -> str:

@@ -9,17 +9,6 @@ from typing import Any
 
 from osd_hf.engines.completions import changed_sampling
 
-__all__ = [
-    "COMPLETION_PATHS",
-    "EventSplitter",
-    "add_fields",
-    "asks_for_all_fields",
-    "event_data",
-    "reason_not_to_record",
-    "remove_fields",
-    "remove_fields_of_event",
-]
-
 COMPLETION_PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> is it a chat?
 # Settings with which a client asks for log-probs or token ids itself.
 FIELD_SETTINGS = (
@@ -49,22 +38,14 @@ def add_fields(body: bytes, request: Mapping[str, Any], *, is_chat: bool, num_lo
     return body[:end] + (b"," if request else b"") + json.dumps(added).encode()[1:] + body[end + 1 :]
 
 
-def asks_for_all_fields(request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> bool:
-    """Return whether the client itself asks for everything that learning needs."""
-    names = ("logprobs", "return_token_ids", "return_tokens_as_token_ids")
-    count = request.get("top_logprobs" if is_chat else "logprobs") or 0
-    return all(request.get(name) for name in names) and not 0 <= count < num_logprobs  # -1: the full vocabulary
-
-
-def reason_not_to_record(request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> str | None:
+def reason_not_to_record(request: Mapping[str, Any]) -> str | None:
     """Return why the answer to a request is not recorded, or `None` if it can be recorded."""
     if changed := changed_sampling(request):
         return f"its tokens were shaped by {', '.join(changed)}, not by the target alone"
     if request.get("prompt_embeds") is not None or _has_more_than_text(request.get("messages")):
         return "its prompt is more than text"
-    values = [request.get(name) for name in FIELD_SETTINGS]
-    asks_for_some = any(value is not None and value is not False for value in values)
-    if asks_for_some and not asks_for_all_fields(request, is_chat=is_chat, num_logprobs=num_logprobs):
+    asked_for = [request.get(name) for name in FIELD_SETTINGS]
+    if any(value is not None and value is not False for value in asked_for):  # 0 asks for some log-probs
         return "its client asks for log-probs or token ids of its own"
     return None
 

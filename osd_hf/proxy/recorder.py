@@ -1,4 +1,4 @@
-"""Record the answers that pass the proxy: a process reads them, and a thread writes them to a store."""
+"""Record the answers that pass the proxy: a separate process reads them and writes them to a store."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import json
 import logging
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from osd_hf.engines.collect import CollectionReport
@@ -22,15 +21,11 @@ from osd_hf.errors import DataError, StoreError, first_line
 from osd_hf.proxy.extra_fields import event_data
 from osd_hf.proxy.upstream import Upstream
 from osd_hf.store.store import CorrectionStore
-from osd_hf.trace import Trace
 
-__all__ = ["ProxyCounts", "Recorder", "Recording"]
-
-FLUSH_SECONDS = 5.0  # without an answer, after which the store is flushed
-RETRY_SECONDS = 30.0  # between two attempts to write a store
-MAX_WAITING_ANSWERS = 256
+FLUSH_SECONDS = 5.0  # between two flushes of the store
+RETRY_SECONDS = 30.0  # in which nothing is recorded after a flush that failed
 MAX_WAITING_BYTES = 256 << 20
-NICENESS = 10  # of the process that reads answers
+NICENESS = 10  # of the process
 # Settings of a request that `ResponseReader` reads.
 KEPT_SETTINGS = (
     "temperature", "max_tokens", "max_completion_tokens", "stop", "prompt", "truncate_prompt_tokens",
@@ -51,7 +46,6 @@ class ProxyCounts:
         dropped (`int`): Answers that were not recorded because too many waited, or because the store failed.
         engine_errors (`int`): Requests without a response, or with a status from 500 on.
         retries (`int`): Requests that were sent again, to another engine or without the added fields.
-        seconds_added (`float`): Time to read requests and to remove fields from responses.
     """
 
     requests: int = 0
@@ -61,7 +55,6 @@ class ProxyCounts:
     dropped: int = 0
     engine_errors: int = 0
     retries: int = 0
-    seconds_added: float = 0.0
 
     def __post_init__(self) -> None:
         self._report = CollectionReport()
@@ -77,7 +70,7 @@ class ProxyCounts:
         with self._lock:
             self.dropped += 1
 
-    def to_dict(self) -> dict[str, float | Mapping[str, float]]:
+    def to_dict(self) -> dict[str, int | Mapping[str, int]]:
         """Return the counts by name, with `left_out` by reason."""
         with self._lock:
             return {**asdict(self), "left_out": dict(self._report.skipped)}
@@ -93,19 +86,16 @@ class Recording:
     Args:
         request (`Mapping[str, Any]`): The client's request, of which only some settings are kept.
         domain (`str`, *optional*): Label of the request.
-        upstream (`Upstream`, *optional*): Engine that got extra fields, and learns whether the answer could be read.
-
-    Attributes:
-        pieces (`list[bytes]`): The body, or the data of each event of a stream.
+        upstream (`Upstream`): Engine that answers; recording from it pauses if its answers cannot be read.
     """
 
-    def __init__(self, request: Mapping[str, Any], domain: str | None, upstream: Upstream | None = None) -> None:
+    def __init__(self, request: Mapping[str, Any], domain: str | None, upstream: Upstream) -> None:
         self.request = {name: request[name] for name in ("model", *KEPT_SETTINGS) if name in request}
         if isinstance(self.request.get("prompt"), str):
             del self.request["prompt"]
         self.domain = domain
         self.upstream = upstream
-        self.pieces: list[bytes] = []
+        self.pieces: list[bytes] = []  # the body, or the data of each event of a stream
         self.is_stream = False
 
     def add(self, piece: bytes, *, is_event: bool = False) -> None:
@@ -119,13 +109,6 @@ class Recording:
     def num_bytes(self) -> int:
         """Size of the answer so far."""
         return sum(map(len, self.pieces))
-
-
-def read_answer(
-    reader: ResponseReader, pieces: list[bytes], is_stream: bool, request: Mapping[str, Any], domain: str | None
-) -> list[Trace]:
-    """Return the traces of a recorded answer; raises DataError."""
-    return reader.traces(response_of_stream(pieces) if is_stream else _parse(pieces), request, domain=domain)
 
 
 def _parse(pieces: list[bytes]) -> Mapping[str, Any]:
@@ -170,17 +153,86 @@ def response_of_stream(data: Iterable[bytes]) -> dict[str, Any]:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
+class _Writer:
+    """Reads answers and stores their traces, in the process of a recorder."""
+
+    def __init__(self, reader: ResponseReader, store: CorrectionStore) -> None:
+        self._reader = reader
+        self._store = store
+        self._failure: str | None = None  # of the last attempt to write
+
+    def write(
+        self, pieces: list[bytes], is_stream: bool, request: Mapping[str, Any], domain: str | None
+    ) -> tuple[int, int, str | None]:
+        """Return the number of traces, that of their tokens, and why the store cannot be written; raises DataError."""
+        if self._failure is not None:
+            self.flush()
+        if self._failure is not None:
+            return 0, 0, self._failure
+        response = response_of_stream(pieces) if is_stream else _parse(pieces)
+        traces = self._reader.traces(response, request, domain=domain)
+        for trace in traces:
+            try:
+                self._store.append(trace)
+            except StoreError as error:  # the store keeps the trace in memory
+                self._failure = first_line(error)
+        return len(traces), sum(map(len, traces)), self._failure
+
+    def flush(self) -> None:
+        """Write what is in memory."""
+        try:
+            self._store.flush()
+            self._failure = None
+        except Exception as error:  # noqa: BLE001  # a later answer tells it
+            self._failure = first_line(error)
+
+    def close(self) -> None:
+        """Write what is in memory, and end; raises StoreError."""
+        self._store.close()
+
+
+_worker = threading.local()  # `writer` is that of a worker of an executor
+
+
+def _start_thread(reader: ResponseReader, store: CorrectionStore) -> None:
+    _worker.writer = _Writer(reader, store)
+
+
+def _start_process(reader: ResponseReader, store: CorrectionStore) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the proxy ends this process
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)
+    _start_thread(reader, store)
+    threading.Thread(target=_flush_regularly, args=(_worker.writer,), name="osd_hf-flush", daemon=True).start()
+
+
+def _flush_regularly(writer: _Writer) -> None:
+    """Flush the store every few seconds, and end with the proxy."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while parent.is_alive():
+        parent.join(FLUSH_SECONDS)
+        writer.flush()
+    os._exit(1)
+
+
+def _call_writer(method: str, *args: Any) -> Any:
+    return getattr(_worker.writer, method)(*args)
+
+
 class Recorder:
     """
-    Reads answers in a process, because that would delay the events of other answers, and stores them in a thread.
+    Reads and stores answers in a separate process, because that would delay the events of other answers.
 
-    Failures are counted, logged once, and never raised.
+    If the proxy is killed, the process stores what it has read. Failures are counted and logged once; only `close`
+    raises one.
 
     Args:
         reader (`ResponseReader`): Turns responses into traces.
-        store (`CorrectionStore`): Where the traces go.
+        store (`CorrectionStore`): Where the traces go. The process opens it again.
         counts (`ProxyCounts`): Counts the results.
-        in_process (`bool`, *optional*, defaults to `True`): Whether a separate process reads the answers.
+        in_process (`bool`, *optional*, defaults to `True`): Use a process, not a thread.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
     """
 
@@ -195,136 +247,74 @@ class Recorder:
     ) -> None:
         self.num_logprobs = reader.num_logprobs
         self.counts = counts
-        self._reader = reader
-        self._store = store
-        self._in_process = in_process
-        self._pool: ProcessPoolExecutor | None = None
         self._clock = clock
-        self._queue: queue.Queue[Recording | None] = queue.Queue(MAX_WAITING_ANSWERS)
+        args = (reader, store)
+        self._start: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, initializer=_start_thread, initargs=args)
+        if in_process:
+            context = multiprocessing.get_context("spawn")
+            self._start = partial(ProcessPoolExecutor, 1, context, initializer=_start_process, initargs=args)
+        self._executor: Executor = self._start()
         self._bytes_put = 0  # by the event loop
-        self._bytes_done = 0  # by the thread
-        self._is_failing = False  # the last write failed
+        self._bytes_done = 0  # by the thread of the executor
+        self._is_failing = False  # the store cannot be written
         self._retry_at = -float("inf")
-        self._has_unflushed = False
         self._has_warned = False  # of an internal error
-        self._thread = threading.Thread(target=self._run, name="osd_hf-recorder", daemon=True)
-        self._thread.start()
 
     @property
     def is_ready(self) -> bool:
         """Whether an answer would be recorded now."""
-        is_paused = self._is_failing and self._clock() < self._retry_at
-        return not (is_paused or self._queue.full() or self._bytes_put - self._bytes_done >= MAX_WAITING_BYTES)
+        return self._clock() >= self._retry_at and self._bytes_put - self._bytes_done < MAX_WAITING_BYTES
 
     def put(self, recording: Recording) -> None:
         """Store a complete answer soon, or drop it if too many wait."""
-        size = recording.num_bytes
-        if self._queue.full() or self._bytes_put - self._bytes_done + size > MAX_WAITING_BYTES:
+        if self._bytes_put - self._bytes_done + recording.num_bytes > MAX_WAITING_BYTES:
             self.counts.drop()
             return
-        self._bytes_put += size
-        self._queue.put(recording)
-
-    def wait(self) -> None:
-        """Wait until all answers that were put have been stored or dropped."""
-        self._queue.join()
-
-    def close(self) -> None:
-        """Store all waiting answers, flush the store, and end the process."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                recording = self._queue.get(timeout=FLUSH_SECONDS)
-            except queue.Empty:
-                self._flush()
-                continue
-            if recording is None:
-                self._retry_at = -float("inf")
-                self._flush()
-                if self._pool is not None:
-                    self._pool.shutdown()
-                return
-            try:
-                self._write(recording)
-            except Exception as error:  # noqa: BLE001  # an internal error must not cost an answer
-                self.counts.leave_out("it cannot be read because of an internal error")
-                if not self._has_warned:
-                    logger.warning("An answer cannot be collected: %s. Clients are served all the same.", error)
-                self._has_warned = True
-            finally:
-                self._bytes_done += recording.num_bytes
-                self._queue.task_done()
-
-    def _write(self, recording: Recording) -> None:
-        if self._is_failing and not self._flush():
-            self.counts.drop()
-            return
-        upstream = recording.upstream
+        self._bytes_put += recording.num_bytes
+        answer = (recording.pieces, recording.is_stream, recording.request, recording.domain)
         try:
-            traces = self._read(recording)
+            future = self._executor.submit(_call_writer, "write", *answer)
+        except BrokenExecutor:  # the process was killed
+            self._executor = self._start()
+            future = self._executor.submit(_call_writer, "write", *answer)
+        future.add_done_callback(partial(self._count, recording))
+
+    def _count(self, recording: Recording, future: Future[tuple[int, int, str | None]]) -> None:
+        """Count the result of an answer, in the thread of the executor."""
+        self._bytes_done += recording.num_bytes
+        try:
+            num_traces, num_tokens, failure = future.result()
         except DataError as error:
             self.counts.leave_out(str(error))
-            if upstream is not None:
-                upstream.answer_was_unreadable(str(error))
+            recording.upstream.answer_was_unreadable(str(error))
             return
-        if upstream is not None:
-            upstream.answer_was_read()
-        self._has_unflushed = True
-        for trace in traces:
-            try:
-                self._store.append(trace)
-            except StoreError as error:  # the store keeps the trace in memory and writes it later
-                self._fail(error)
-        self.counts.collected += len(traces)
-        self.counts.tokens += sum(map(len, traces))
+        except Exception as error:  # noqa: BLE001  # an internal error must not cost an answer
+            self.counts.leave_out("it cannot be read because of an internal error")
+            if not self._has_warned:
+                logger.warning("An answer cannot be collected: %s. Clients are served all the same.", error)
+            self._has_warned = True
+            return
+        self.counts.collected += num_traces
+        self.counts.tokens += num_tokens
+        if num_traces:
+            recording.upstream.answer_was_read()
+        else:
+            self.counts.drop()
+        if failure is not None:
+            self._retry_at = self._clock() + RETRY_SECONDS
+            if not self._is_failing:
+                logger.warning("Answers cannot be stored now, and are dropped: %s.", failure)
+        self._is_failing = failure is not None
 
-    def _read(self, recording: Recording) -> list[Trace]:
-        answer = (self._reader, recording.pieces, recording.is_stream, recording.request, recording.domain)
-        if not self._in_process:
-            return read_answer(*answer)
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    def wait(self) -> None:
+        """Wait until all answers that were put have been counted."""
+        self._executor.submit(int).result()
+
+    def close(self) -> None:
+        """Store all waiting answers, and end the process; raises StoreError."""
         try:
-            return self._pool.submit(read_answer, *answer).result()
-        except BrokenProcessPool:
-            self._pool = None  # the next answer starts another process
-            raise
-
-    def _flush(self) -> bool:
-        """Flush the store unless that has just failed; returns whether everything is written."""
-        if self._is_failing and self._clock() < self._retry_at:
-            return False
-        try:
-            if self._has_unflushed:
-                self._store.flush()
-        except Exception as error:  # noqa: BLE001  # the thread continues after any failure
-            self._fail(error)
-            return False
-        self._has_unflushed = False
-        self._is_failing = False
-        return True
-
-    def _fail(self, error: Exception) -> None:
-        if not self._is_failing:
-            logger.warning("Answers cannot be stored now, and are dropped: %s.", first_line(error))
-        self._is_failing = True
-        self._retry_at = self._clock() + RETRY_SECONDS
-
-
-def _start_worker() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the proxy ends this process
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
-    threading.Thread(target=_end_with_parent, name="osd_hf-end-with-parent", daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+            self._executor.submit(_call_writer, "close").result()
+        except BrokenExecutor as error:
+            logger.warning("The process that stores answers was killed: %s", error)
+        finally:
+            self._executor.shutdown()

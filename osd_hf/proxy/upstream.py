@@ -11,12 +11,10 @@ import httpx2
 from osd_hf.engines.completions import parse_address
 from osd_hf.errors import ConfigError
 
-__all__ = ["Headers", "Upstream"]
-
 # An answer may take as long as its client waits, so only connecting has a timeout.
 TIMEOUT = {"connect": 10.0, "read": None, "write": None, "pool": None}
-# Less than the 5 s of engines behind uvicorn, which would close a connection while a request is sent on it.
-KEEP_ALIVE_SECONDS = 2.0
+KEEP_ALIVE_SECONDS = 2.0  # less than the 5 s of engines behind uvicorn
+CONNECTION_LOST = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
 AVOID_SECONDS = 5.0  # after a failure
 PAUSE_SECONDS = 600.0  # of recording
 MAX_UNREADABLE = 8  # unreadable answers in a row after which recording pauses
@@ -34,10 +32,6 @@ class Upstream:
         transport (`httpx2.AsyncBaseTransport`, *optional*): Sends the requests; over the network by default.
         clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
 
-    Attributes:
-        name (`str`): The address without `/v1`.
-        open_requests (`int`): Number of requests that the engine is answering.
-
     Raises:
         ServerError: the URL is not an address.
         ConfigError: the URL contains a user, but the proxy passes on the keys of its clients.
@@ -53,7 +47,7 @@ class Upstream:
         self.name = str(address).rstrip("/").removesuffix("/v1")
         if user or password:
             raise ConfigError(f"{self.name} is given with a user; the proxy passes on the keys of its clients alone.")
-        self.open_requests = 0
+        self.open_requests = 0  # that the engine is answering
         self._url = httpx2.URL(self.name)
         self._prefix = self._url.raw_path.rstrip(b"/")
         limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
@@ -65,10 +59,27 @@ class Upstream:
         self._num_unreadable = 0
 
     async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> httpx2.Response:
-        """Send a request and return the response with an unread body; raises httpx2.TransportError."""
-        extensions = {"target": self._prefix + target, "timeout": TIMEOUT}  # the path and query exactly as sent
+        """
+        Send a request and return the response with an unread body; raises httpx2.TransportError.
+
+        An engine may close a connection that was kept alive while a request is sent on it. Then the request is sent
+        again on a new connection.
+        """
+        is_new_connection = False
+
+        async def trace(event: str, info: object) -> None:
+            nonlocal is_new_connection
+            is_new_connection = is_new_connection or event.startswith("connection.connect_tcp")
+
+        # The target is the path and query exactly as sent.
+        extensions = {"target": self._prefix + target, "timeout": TIMEOUT, "trace": trace}
         request = httpx2.Request(method, self._url, headers=headers, content=body, extensions=extensions)
-        return await self._transport.handle_async_request(request)
+        try:
+            return await self._transport.handle_async_request(request)
+        except CONNECTION_LOST:
+            if is_new_connection:
+                raise
+            return await self._transport.handle_async_request(request)
 
     async def close(self) -> None:
         """Close the connections."""
