@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 COUNTS = {
     "requests": 12, "collected": 9, "left_out": {"it was sampled": 2, 'of "another" model': 1}, "dropped": 0,
-    "engine_errors": 1, "retries": 3, "bytes": 4096, "tokens": 300, "seconds_added": 0.5,
+    "engine_errors": 1, "retries": 3, "bytes": 4096, "tokens": 300,
 }  # fmt: skip
 
 

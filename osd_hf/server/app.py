@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from starlette.applications import Starlette
@@ -40,8 +40,6 @@ from osd_hf.server.openai_api import (
 )
 from osd_hf.utils.streaming import Rounds, Stop
 
-__all__ = ["Job", "Service", "make_app"]
-
 MAX_BODY_BYTES = 8 << 20
 MAX_DOMAINS = 64  # labels with statistics of their own, because clients choose them
 MAX_DOMAIN_CHARACTERS = 64
@@ -56,7 +54,6 @@ def _stopping_error() -> ApiError:
 
 
 def client_left_error() -> ApiError:
-    """Return the error for a client that has left; it is not read."""
     return ApiError(499, "The client has left.")
 
 
@@ -115,7 +112,6 @@ class Service:
         self.reader: RequestReader | None = None
         self.is_stopping = False
         self.jobs: set[Job] = set()  # that wait, and the one that is answered or learned from
-        self.num_reading = 0  # requests with a body that is being read
         self._template_kwargs = chat_template_kwargs
         self._max_new_tokens = max_new_tokens
         self._domains: set[str] = set()
@@ -133,8 +129,8 @@ class Service:
         self.assistant = assistant
 
     @property
-    def state(self) -> str:
-        """`"loading"`, `"ready"` or `"stopping"`."""
+    def state(self) -> Literal["loading", "ready", "stopping"]:
+        """The state for clients."""
         return "stopping" if self.is_stopping else "loading" if self.assistant is None else "ready"
 
     def check(self) -> None:
@@ -143,7 +139,7 @@ class Service:
             raise ApiError(503, "The model is being loaded. Try again a little later.", code="loading")
         if self.state == "stopping":
             raise _stopping_error()
-        if self.num_reading + sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
+        if sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
             raise ApiError(503, f"{self.max_queue} requests are waiting. Try again a little later.", code="queue_full")
 
     def begin(self, request: CompletionRequest, *, learn: bool, domain: str | None) -> Job:
@@ -280,14 +276,10 @@ class _Endpoints:
             refuse(LEARN_HEADER, "must be true or false", learn)
         if domain is not None and not (domain.isprintable() and len(domain) <= MAX_DOMAIN_CHARACTERS):
             refuse(DOMAIN_HEADER, f"must have at most {MAX_DOMAIN_CHARACTERS} characters", domain)
-        self.service.check()
         reader = self.service.reader
         assert reader is not None
-        self.service.num_reading += 1
-        try:  # in a thread, because long prompts take time
-            completion_request = await run_in_threadpool(lambda: read(reader, _parse(body)))
-        finally:
-            self.service.num_reading -= 1
+        # In a thread, because long prompts take time.
+        completion_request = await run_in_threadpool(lambda: read(reader, _parse(body)))
         job = self.service.begin(completion_request, learn=learn == "true", domain=domain)
         watch, is_streaming = asyncio.create_task(_watch(request, job)), False
         try:
@@ -317,10 +309,13 @@ class _Endpoints:
 
 async def _read_body(request: Request) -> bytearray:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"The body has more than {MAX_BODY_BYTES:,} bytes.", code="body_too_large")
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"The body has more than {MAX_BODY_BYTES:,} bytes.", code="body_too_large")
+    except ClientDisconnect:
+        raise client_left_error() from None
     return body
 
 
@@ -362,7 +357,6 @@ def make_app(
     Return the application of a service.
 
     Args:
-        service (`Service`): Answers the requests; it may still be loading.
         api_key (`str`, *optional*): Key that clients must send for everything under `/v1`.
         hosts (`Sequence[str]`, *optional*):
             Allowed values of the header `host`; any by default. Without a key, they keep out web pages with a
@@ -380,9 +374,6 @@ def make_app(
         message = f"{request.method} {request.url.path}: {error.detail}."
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
 
-    def on_disconnect(_: Request, error: Exception) -> Response:
-        return JSONResponse(client_left_error().body, client_left_error().status)
-
     def on_failure(_: Request, error: Exception) -> Response:
         return JSONResponse(ApiError(500, f"The request failed ({type(error).__name__}).").body, 500)
 
@@ -397,10 +388,5 @@ def make_app(
             *routes,
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)] if hosts else [],
-        exception_handlers={
-            ApiError: on_api_error,
-            HTTPException: on_http_error,
-            ClientDisconnect: on_disconnect,
-            Exception: on_failure,
-        },
+        exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_failure},
     )

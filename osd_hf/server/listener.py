@@ -15,8 +15,6 @@ import uvicorn
 
 from osd_hf.errors import ConfigError
 
-__all__ = ["Listener"]
-
 
 class Listener:
     """
@@ -24,15 +22,12 @@ class Listener:
 
     Raises:
         ConfigError: the address cannot be bound.
-
-    Attributes:
-        address (`str`): The URL.
-        is_local (`bool`): Whether only this machine can connect.
     """
 
     def __init__(self, host: str, port: int) -> None:
         try:
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            # Whether only this machine can connect.
             self.is_local = ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback
             self._socket = socket.create_server((str(place[0]), int(place[1])), family=family)
             # Also for accepted connections: otherwise the first event of a stream waits 40 ms until its client
@@ -58,13 +53,8 @@ class Listener:
         """
         Serve an ASGI application until SIGTERM, SIGINT or [`~Listener.stop`].
 
-        Then no connections are accepted, running requests have some seconds to finish, and are canceled after that. A
-        second signal cancels them immediately. Signals are only handled in the main thread.
-
-        Args:
-            shutdown_seconds (`float`): Time for running requests.
-            on_start, on_stop (`Callable[[], object]`, *optional*):
-                Called in the event loop when the address answers, and when stopping begins.
+        Then no connections are accepted, and running requests are canceled after some seconds, or at a second signal.
+        `on_start` and `on_stop` are called in the event loop when the address answers, and when stopping begins.
         """
         config = uvicorn.Config(
             app,
@@ -86,10 +76,6 @@ class Listener:
         self._is_stopped = True
         if self._server is not None:
             self._server.should_exit = True
-
-    def close(self) -> None:
-        """Release the address without serving."""
-        self._socket.close()
 
 
 class _Server(uvicorn.Server):

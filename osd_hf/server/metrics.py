@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # an extra
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
-__all__ = ["assistant_metrics", "learner_metrics", "metrics_route", "proxy_metrics", "serve_metrics"]
-
 NO_DOMAIN = "(none)"  # of requests without a label
 RECENT_REQUESTS = 128  # of a learner, for its acceptance
 OUTCOMES = ("promoted", "kept back", "dropped", "rolled back")
@@ -35,7 +33,6 @@ PROXY_COUNTS = {
     "retries": "Requests that were sent again, to another engine or without what was added.",
     "bytes": "Bytes of the answers that were passed on.",
     "tokens": "Tokens of the answers that were kept.",
-    "seconds_added": "Time to read requests, and to take out of answers what was asked for.",
 }
 
 
@@ -43,15 +40,7 @@ PROXY_COUNTS = {
 
 
 def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
-    """
-    Return the `starlette.routing.Route` that answers scrapes in a thread.
-
-    Args:
-        sources (`Callable[[], Iterable[Metric]]`): Functions such as `partial(assistant_metrics, assistant)`.
-
-    Raises:
-        ConfigError: the extra `serve` is not installed.
-    """
+    """Return the `starlette.routing.Route` that answers scrapes with the figures of functions; raises ConfigError."""
     registry = _registry(sources)
     from prometheus_client.exposition import choose_encoder
     from starlette.requests import Request
@@ -144,7 +133,7 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
     yield _gauge("osd_hf_learning_failing", help, [((why,), error is not None)], "error")
 
 
-def proxy_metrics(counts: Mapping[str, float | Mapping[str, float]]) -> Iterator[Metric]:
+def proxy_metrics(counts: Mapping[str, int | Mapping[str, int]]) -> Iterator[Metric]:
     """Yield the counts of a proxy: numbers by name, or by name and reason."""
     for name, count in counts.items():
         if isinstance(count, Mapping):
@@ -204,7 +193,6 @@ def _gauge(name: str, help: str, samples: Samples, *labels: str) -> Any:
 
 
 def _filled(family: Any, samples: Samples) -> Any:
-    """Add the known samples to a family."""
     for key, value in samples:
         if value is not None and not math.isnan(value):
             family.add_metric(key, float(value))

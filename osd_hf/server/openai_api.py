@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import reprlib
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,8 +18,6 @@ from osd_hf.errors import ConfigError
 from osd_hf.models import eos_ids, prompt_room, vocab_size_of
 from osd_hf.prompts import RowError, chat_message, is_text, render_chat
 from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
-
-__all__ = ["Answer", "ApiError", "CompletionRequest", "RequestReader", "StopText", "check_model", "refuse", "shorten"]
 
 MAX_LOGPROBS = 20  # alternatives per token
 MAX_LOGIT_BYTES = 1 << 30  # of the rows of one answer with log-probs
@@ -85,14 +82,8 @@ def check_model(requested: Any, name: str) -> None:
 
 def shorten(value: Any) -> str:
     """Return a value of a client in at most 100 characters."""
-    text = _SHORT_REPR.repr(value)
+    text = repr(value)
     return f"{text[:97]}..." if len(text) > 100 else text
-
-
-_SHORT_REPR = reprlib.Repr()
-_SHORT_REPR.maxlevel = 3
-_SHORT_REPR.maxstring = 100
-_SHORT_REPR.maxother = 100
 
 
 # --- requests -------------------------------------------------------------------------------------------------------
@@ -159,8 +150,7 @@ class RequestReader:
             logprobs = _integer(body, "top_logprobs", 0, MAX_LOGPROBS) or 0
         elif body.get("top_logprobs") not in (None, 0):
             refuse("top_logprobs", "needs `logprobs: true`", body["top_logprobs"])
-        name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        return self._request(body, prompt_ids, name, self._max_new_tokens, logprobs, is_chat=True)
+        return self._request(body, prompt_ids, logprobs, is_chat=True)
 
     def completion(self, body: Mapping[str, Any]) -> CompletionRequest:
         """Read the body of a request to `/v1/completions`; raises ApiError."""
@@ -175,9 +165,7 @@ class RequestReader:
             refuse("prompt", rule, body.get("prompt"))
         if outside := [token for token in prompt if not 0 <= token < self._vocab_size]:
             refuse("prompt", f"must hold token ids from 0 to {self._vocab_size - 1}", outside[0])
-        default_length = self._max_new_tokens if "max_tokens" in body else DEFAULT_COMPLETION_TOKENS
-        logprobs = _integer(body, "logprobs", 0, MAX_LOGPROBS)
-        return self._request(body, prompt, "max_tokens", default_length, logprobs, is_chat=False)
+        return self._request(body, prompt, _integer(body, "logprobs", 0, MAX_LOGPROBS), is_chat=False)
 
     def _check_parameters(self, body: Mapping[str, Any]) -> None:
         if body.get("model"):  # some clients send an empty name
@@ -214,14 +202,7 @@ class RequestReader:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _request(
-        self,
-        body: Mapping[str, Any],
-        prompt_ids: list[int],
-        length_name: str,
-        default_length: int,
-        logprobs: int | None,
-        *,
-        is_chat: bool,
+        self, body: Mapping[str, Any], prompt_ids: list[int], logprobs: int | None, *, is_chat: bool
     ) -> CompletionRequest:
         stream = _flag(body, "stream")
         options = body.get("stream_options")
@@ -232,7 +213,10 @@ class RequestReader:
             refuse("logprobs", rule, body["logprobs"], "unsupported_parameter")
         if not prompt_ids:
             raise ApiError(400, "The prompt is empty.", param="messages" if is_chat else "prompt")
+        is_newer_name = is_chat and body.get("max_completion_tokens") is not None
+        length_name = "max_completion_tokens" if is_newer_name else "max_tokens"
         length = None if body.get(length_name) == NO_LIMIT else _integer(body, length_name, 1)
+        default_length = self._max_new_tokens if is_chat or "max_tokens" in body else DEFAULT_COMPLETION_TOKENS
         max_new_tokens = self._answer_length(len(prompt_ids), length, default_length, length_name)
         if logprobs is not None and max_new_tokens * self._vocab_size * 4 > MAX_LOGIT_BYTES:
             possible = MAX_LOGIT_BYTES // (4 * self._vocab_size)
