@@ -42,7 +42,6 @@ class FakeVLLM:
         alphas: acceptance of each draft, by the digest of its weights; of others, and of `None`, what it began with.
         digest: of the weights that were loaded into it last.
         loads: paths that were loaded.
-        told: bodies that a hook got, under any other path.
         is_down, is_unhealthy, has_extension: what it is like.
         spoils: its loads read other weights than there are.
     """
@@ -52,7 +51,6 @@ class FakeVLLM:
         self.rng = np.random.default_rng(seed)
         self.digest: str | None = None
         self.loads: list[str] = []
-        self.told: list[Any] = []
         self.is_down = self.is_unhealthy = self.spoils = False
         self.has_extension = True
         self.resets = 0
@@ -99,16 +97,13 @@ class FakeVLLM:
             return httpx2.Response(200, text=self.metrics())
         if path == "/health":
             return httpx2.Response(503 if self.is_unhealthy else 200)
-        body = json.loads(request.read() or b"null")
         if path == "/collective_rpc":
-            return self.call(body) if self.has_extension else httpx2.Response(404)
-        if path == "/reset_prefix_cache":
-            assert request.url.params["reset_running_requests"] == "true"
-            assert request.extensions["timeout"]["read"] <= 10  # however long a load may take
-            self.resets += 1
-            return httpx2.Response(200, json={"success": True})
-        self.told.append(body)
-        return httpx2.Response(204)
+            return self.call(json.loads(request.read())) if self.has_extension else httpx2.Response(404)
+        assert path == "/reset_prefix_cache"
+        assert request.url.params["reset_running_requests"] == "true"
+        assert request.extensions["timeout"]["read"] <= 10  # however long a load may take
+        self.resets += 1
+        return httpx2.Response(200, json={"success": True})
 
     def call(self, body: Mapping[str, Any]) -> httpx2.Response:
         """A call of the worker extension."""

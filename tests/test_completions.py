@@ -190,11 +190,10 @@ NOW = 1.7e9
 
 @pytest.mark.parametrize(
     "created, believed",
-    [(NOW, True), (NOW - 86_400 * 400, True), (NOW + 30, True), (NOW + 86_400, False), (NOW * 1000, False),
-     (0, False), (7, False), (-NOW, False), (float("nan"), False), (float("inf"), False), (10**400, False),
-     (True, False), ("1700000000", False)],
+    [(NOW, True), (NOW - 86_400 * 400, True), (NOW + 30, True), (NOW * 1000, False), (0, False), (-NOW, False),
+     (float("nan"), False), (10**400, False), ("1700000000", False)],
 )  # fmt: skip
-def test_a_servers_time_far_from_ours_is_not_believed(good: Any, created: Any, believed: bool) -> None:
+def test_a_servers_time_that_cannot_be_is_not_believed(good: Any, created: Any, believed: bool) -> None:
     asked, response = good
     reader = ResponseReader(models.VOCAB, KEPT, clock=lambda: NOW)
     (trace,) = reader.traces({**response, "created": created}, asked)
@@ -441,7 +440,6 @@ def chat_by_text(asked: Any, response: Any) -> None:
 
 REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
     (lambda asked, response: response.update(choices=[]), "the response has no choices"),
-    (lambda asked, response: response.update(choices=["text"]), "a choice is no object"),
     (of_choice(finish_reason=None), "a piece of a stream, or was cut off; log complete responses"),
     (without_prompt, "no token ids of the prompt; ask with `return_token_ids=true`"),
     (of_choice(prompt_token_ids=[3, 64]), "the prompt has the id 64, the target's vocabulary ends at 64"),
@@ -450,8 +448,6 @@ REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
     (cut_short, "the token ids are others than those of the log-probs"),
     (of_choice(logprobs=None), "there are no log-probs; ask for `logprobs=8`"),
     (of_logprobs(top_logprobs=None), "there are no log-probs of the most probable tokens"),
-    (of_logprobs(token_logprobs=[-1.0]), "tokens and log-probs differ in number"),
-    (of_position(lambda p: p["top_logprobs"].__setitem__(2, None)), "a position has no log-probs"),
     (of_position(lambda p: p["top_logprobs"][1].popitem()), "a position has 7 log-probs, 8 are kept"),
     (of_position(lambda p: p["tokens"].__setitem__(0, " a")), "ask with `return_tokens_as_token_ids=true`"),
     (rename("token_id:64"), "the log-probs name the id 64, the vocabulary ends at 64"),
@@ -502,6 +498,9 @@ def test_settings_that_change_nothing_are_accepted(good: Any, recorded: list[Tra
 
 OF_OTHER_KINDS: list[tuple[str, Callable[[Any, Any], None]]] = [
     ("no choices at all", lambda asked, response: response.pop("choices") and None),
+    ("a choice that is no object", lambda asked, response: response.update(choices=["text"])),
+    ("a token without a log-prob", of_logprobs(token_logprobs=[-1.0])),
+    ("a position without log-probs", of_position(lambda p: p["top_logprobs"].__setitem__(2, None))),
     ("an id that is no number", rename("token_id:a")),
     ("an id beyond 64 bits", rename(f"token_id:{1 << 70}")),
     ("a chat's entry without a log-prob", of_logprobs(content=[{"token": "token_id:5"}])),

@@ -196,7 +196,8 @@ def test_a_version_that_is_accepted_less_is_taken_back_everywhere_and_not_deploy
     start = weights_digest(versions.path / "v000000")
     assert [engine.digest for engine in engines] == [start, start]
     # What they did before it is what the next version is compared with.
-    assert all(sum(window.requests for window in engine.windows) >= 200 for engine in deployer.engines)
+    before = [engine.windows_of(versions.version(0)) for engine in deployer.engines]
+    assert all(sum(window.requests for window in each) >= 200 for each in before)
     assert versions.latest == versions.path / "v000000"
     told = json.loads((poisoned / REJECTED).read_text())
     assert (told["version"], told["serving"], told["outcome"]) == (1, 0, "rolled back")
@@ -259,7 +260,7 @@ def test_an_engine_that_cannot_reload_is_told_of(
     vars(engine).update(change)
     deployer, _ = make(engine)
     with pytest.raises(ServerError, match=said) as raised:
-        deployer.engines[0].load(versions.newest(), None, is_new=True)
+        deployer.engines[0].load(versions.newest())
     assert "secret" not in str(raised.value)
 
 
@@ -277,7 +278,7 @@ def test_an_engine_that_starts_anew_gets_the_version_again(make: Any, versions: 
     engine.is_down = False  # it was away for a moment, and has it still
     drive(deployer, engine, requests=20)
     assert engine.loads == ["v000001"] * 2
-    windows = deployer.engines[0].windows
+    windows = deployer.engines[0].windows_of(versions.version(1))
     assert all(window.requests >= 10 and min(window) >= 0 for window in windows)
     drive(deployer, engine, requests=WATCH)
     assert [decision.outcome for decision in deployer.decisions] == ["promoted"]
@@ -295,11 +296,11 @@ def test_another_process_compares_with_what_was_counted_before_it(
     if not is_killed:
         drive(deployer, engine, requests=50)
         deployer.close()
-    counted = list(deployer.engines[0].windows)
+    counted = deployer.engines[0].windows_of(versions.version(1))
     poisoned = versions.publish(weights(2.0), {})
     engine.alphas[weights_digest(poisoned)] = 0.2
     again, _ = make(engine)
-    assert list(again.engines[0].windows) == counted
+    assert again.engines[0].windows_of(versions.version(1)) == counted
     drive(again, engine, requests=WATCH)
     assert [(each.outcome, each.serving) for each in again.decisions] == [("rolled back", 1)]
 
@@ -459,7 +460,7 @@ def test_a_restart_that_fails_is_told_of(
     engine.is_unhealthy = is_unhealthy
     deployer, now = make(engine, ways=[f"restart={engine.url} {command}"])
     with pytest.raises(ServerError, match=said):
-        deployer.engines[0].load(versions.newest(), None, is_new=True)
+        deployer.engines[0].load(versions.newest())
     assert now.now == (50 if is_unhealthy else 0)
 
 
@@ -469,20 +470,6 @@ def test_a_command_that_takes_too_long_is_ended() -> None:
         run_command("sleep 100", 0.01)
 
 
-def test_a_hook_is_told(make: Any, versions: VersionFolder) -> None:
-    engine, hook = FakeVLLM("http://one:8000"), FakeVLLM("https://hooks")
-    deployer, _ = make(engine, hook, ways=["webhook=http://user:secret@one:8000 https://hooks/draft"])
-    folder = versions.publish(weights(1.0), {})
-    deployer.look()
-    assert hook.told == [
-        {
-            "version": 1, "path": str(folder), "digest": weights_digest(folder), "previous": 0,
-            "engine": "http://one:8000",
-        }
-    ]  # fmt: skip
-    assert "secret" not in (versions.path / "deploy.jsonl").read_text()
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -490,17 +477,14 @@ def test_a_hook_is_told(make: Any, versions: VersionFolder) -> None:
         ("reload=one:8000", "is no address"),
         ("reload=http://user:secret@one:8000 now", r"reload=http://\*\*\*@one:8000 takes no 'now'"),
         ("restart=http://one:8000", "needs a command"),
-        ("webhook=http://one:8000", "needs the hook's address"),
-        ("webhook=http://one:8000 nowhere", "nowhere is no address"),
     ],
 )
 def test_a_way_that_is_none_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         DeployMethod.parse(text)
     assert "secret" not in str(raised.value)
-    assert DeployMethod.parse("a:b:restart=http://one:8000 run reload=x") == DeployMethod(
-        "restart", "http://one:8000", "run reload=x", "a:b"
-    )
+    expected = DeployMethod("http://one:8000", "run reload=x", "a:b")
+    assert DeployMethod.parse("a:b:restart=http://one:8000 run reload=x") == expected
 
 
 # --- the extension --------------------------------------------------------------------------------------------------

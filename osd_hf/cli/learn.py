@@ -208,9 +208,11 @@ class LearnSettings(CollectSettings, StoreSettings, Loading):
     metrics_port: int | None = flag("port for Prometheus metrics", None, metavar="PORT")
     metrics_host: str = flag("address of the metrics", "127.0.0.1", needs="metrics_port")
     report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
-    deploy: list[str] | None = flag("engines that get the versions: reload=URL, 'restart=URL COMMAND', or "
-                                    "'webhook=URL HOOK', after LABEL: with --by-domain", None,
-                                    metavar="WAY=URL")  # fmt: skip
+    deploy: list[str] | None = flag(
+        "engines that get the versions: reload=URL or 'restart=URL COMMAND', after LABEL: with --by-domain",
+        None,
+        metavar="WAY=URL",
+    )
     watch_requests: int = flag(
         "requests after which a deployed version is compared with the one before", 200,
         minimum=MIN_WATCHED_REQUESTS, needs="deploy", metavar="N",
@@ -239,7 +241,7 @@ class LearnSettings(CollectSettings, StoreSettings, Loading):
         for way in map(DeployMethod.parse, self.deploy or ()):
             if (way.domain is not None) != self.by_domain:
                 rule = "LABEL: goes before the way with --by-domain" if self.by_domain else "is for --by-domain"
-                raise ConfigError(f"--deploy {way.domain or way.kind}: {rule}.")
+                raise ConfigError(f"--deploy {way.domain or way.engine_name}: {rule}.")
             if way.domain is not None and folder_name(way.domain) is None:
                 raise ConfigError(f"--deploy {way.domain[:40]}...: the label is too long for the name of a folder.")
             if any(way.engine_name == other.engine_name for those in found.values() for other in those):
@@ -423,10 +425,7 @@ def _deploying(
             )  # fmt: skip
             deployers.append(deployer)
             if deployer.serving is None:
-                try:
-                    learner.publish_start(domain)
-                except StateError as error:  # the disk; publishing is tried again
-                    print(f"osd-hf: warning: {error}", file=sys.stderr)
+                learner.publish_start(domain)
         except BaseException:
             learner.versions.close()
             raise

@@ -26,8 +26,6 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.disk import FileLock, hold_lock, write_whole
 
-__all__ = ["CollectionReport", "LogReader", "collect", "collect_log"]
-
 MAX_FAILURES = 8  # requests that fail in a row before the collection ends
 MAX_REASONS = 256  # counted separately, because servers may give a different reason each time
 POLL_SECONDS = 0.2  # between two checks of `stop`
@@ -89,13 +87,12 @@ def collect(
     Send prompts to a server, `concurrency` at a time, and store the answers.
 
     A prompt with an answer that is refused or cannot be learned from is counted and left out. The collection ends with
-    the reason if that happens eight times in a row, or to all prompts.
+    the reason if that happens eight times in a row, or to all prompts, and when `stop` is set.
 
     Args:
         prompts (`Sequence[tuple[Prompt, list[int]]]`): Prompts with their token ids.
         report (`CollectionReport`, *optional*): Filled with counts, also if an error ends the collection.
         on_request (`Callable[[Trace], object]`, *optional*): Called for each stored trace.
-        stop (`threading.Event`, *optional*): Ends the collection.
         max_new_tokens (`int`), settings (`Any`): Passed to [`~CompletionClient.complete`].
 
     Raises:
@@ -186,9 +183,8 @@ class LogReader:
     def __init__(self, path: Path, position_file: Path | None = None) -> None:
         self.path = path
         self.position_file = position_file
-        self._offset = 0  # the end of the last accepted line
-        self._next_offset = 0  # the end of the last line that `lines` gave
-        self._head = b""
+        self._offset = 0  # the end of the last processed line
+        self._head = b""  # the first bytes before it, to recognize the file
         self._rest = b""  # the line without an end
         self._has_seen_rotation = False
         self._lock: FileLock | None = None
@@ -214,14 +210,13 @@ class LogReader:
         return bool(self._rest.strip())
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the new lines, without their ends."""
+        """Yield the new lines, without their ends. A line counts as processed when the next one is taken."""
         yield from self._whole_lines()
         if not self._is_rotated():
             return
         if not self._has_seen_rotation:  # a program may still write to the old file until the next call
             self._has_seen_rotation = True
             return
-        yield from self._whole_lines()
         if self.has_rest:
             yield self._rest
         try:
@@ -230,22 +225,17 @@ class LogReader:
             return
         self._file.close()
         self._file = file
-        self._offset = self._next_offset = 0
+        self._offset = 0
         self._head = b""
         self._has_seen_rotation = False
         yield from self._whole_lines()
 
-    def accept(self) -> None:
-        """Mark the last line as processed. This also happens when the next one is read."""
-        self._offset = self._next_offset
-
     def commit(self) -> None:
-        """Write the position after the last accepted line; raises StoreError."""
+        """Write the position after the last processed line; raises StoreError."""
         if self.position_file is None:
             return
-        head = self._read_head()
-        digest = hashlib.sha256(head).hexdigest()
-        position = {"head_bytes": len(head), "head_sha256": digest, "offset": self._offset}
+        digest = hashlib.sha256(self._head).hexdigest()
+        position = {"head_bytes": len(self._head), "head_sha256": digest, "offset": self._offset}
         with store_errors("write", self.position_file):
             write_whole(self.position_file, json.dumps(position).encode())
 
@@ -265,16 +255,14 @@ class LogReader:
         )
         try:
             position = json.loads(self.position_file.read_text())
-            size, digest = int(position["head_bytes"]), str(position["head_sha256"])
             offset = int(position["offset"])
+            head = self._file.read(int(position["head_bytes"]))
+            digest = str(position["head_sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             return  # reading a line twice is better than losing one
-        if size < 0 or offset < 0:
-            return
-        head = self._file.read(size)
         if hashlib.sha256(head).hexdigest() == digest and offset <= os.fstat(self._file.fileno()).st_size:
             self._head = head
-            self._offset = self._next_offset = offset
+            self._offset = offset
         else:
             logger.warning(
                 "%s is another file than the one that was read before: it is read from its start, and what the other "
@@ -284,29 +272,22 @@ class LogReader:
             )
 
     def _whole_lines(self) -> Iterator[bytes]:
-        if os.fstat(self._file.fileno()).st_size < self._offset or self._read_head(len(self._head)) != self._head:
-            self._offset = 0  # the log was truncated, and may have grown since
-        self._next_offset = self._offset
+        self._file.seek(0)
+        is_same = self._file.read(len(self._head)) == self._head
+        if not is_same or os.fstat(self._file.fileno()).st_size < self._offset:  # the log was truncated
+            self._offset = 0
+            self._head = b""
         self._file.seek(self._offset)
         buffer = io.BufferedReader(self._file)
         try:
             while (line := buffer.readline()).endswith(b"\n"):
-                self._next_offset = self._offset + len(line)
                 yield line[:-1]
-                self.accept()
+                self._offset += len(line)
+                self._head += line[: HEAD_BYTES - len(self._head)]
             self._rest = line
         finally:
             with contextlib.suppress(ValueError):  # the log was closed
                 buffer.detach()
-        self._head = self._read_head()
-
-    def _read_head(self, size: int | None = None) -> bytes:
-        """Read the start of the accepted part, and restore the position of the file."""
-        position = self._file.tell()
-        self._file.seek(0)
-        head = self._file.read(min(HEAD_BYTES, self._offset) if size is None else size)
-        self._file.seek(position)
-        return head
 
     def _is_rotated(self) -> bool:
         try:
@@ -330,6 +311,12 @@ def collect_log(
     start, num_unflushed = time.perf_counter(), 0
     try:
         for line in log.lines():
+            if num_unflushed >= store.flush_every:
+                store.flush()
+                log.commit()
+                num_unflushed = 0
+            if stop is not None and stop.is_set():
+                break
             try:
                 traces = _traces_of_line(line, reader, domain) if line.strip() else []
             except DataError as error:
@@ -337,13 +324,6 @@ def collect_log(
             else:
                 report.keep(store, traces, on_request)
                 num_unflushed += len(traces)
-            log.accept()
-            if num_unflushed >= store.flush_every:
-                store.flush()
-                log.commit()
-                num_unflushed = 0
-            if stop is not None and stop.is_set():
-                break
     finally:
         report.seconds += time.perf_counter() - start
         store.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import os
@@ -19,11 +20,6 @@ import numpy as np
 from osd_hf.errors import ConfigError, DataError, ServerError, first_line, shown_address, without_credentials
 from osd_hf.trace import Trace, ids_dtype
 
-__all__ = [
-    "CompletionClient", "RequestRefusedError", "ResponseReader", "changed_sampling", "environment_key",
-    "parse_address", "unwrap_line", "vllm_counters",
-]  # fmt: skip
-
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 600.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 15.0  # between two attempts
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
@@ -36,8 +32,7 @@ GREEDY = {
 }  # fmt: skip
 ID_PREFIX = "token_id:"  # of tokens that vLLM names by their ids
 TOLERANCE = 1e-3  # of the sum of probabilities, and between two equal log-probs
-# A server's time is used if it is at most ten years old (logs) and at most a minute ahead (clocks differ).
-MAX_AGE_SECONDS, MAX_AHEAD_SECONDS = 10 * 365 * 86_400.0, 60.0
+MAX_AHEAD_SECONDS = 60.0  # of a server's clock
 # Settings of vLLM, SGLang and llama.cpp that change which tokens the target would choose, with their neutral values.
 CHANGING_SETTINGS: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,),
@@ -113,18 +108,6 @@ def _is_this_machine(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
-def _remover_of(*secrets: str) -> Callable[[str], str]:
-    """Return a function that removes secrets from a text, because attributes of a client would show them."""
-    known = sorted(filter(None, secrets), key=len, reverse=True)
-
-    def remove(text: str) -> str:
-        for secret in known:
-            text = text.replace(secret, "***")
-        return without_credentials(text)
-
-    return remove
-
-
 # --- the client -----------------------------------------------------------------------------------------------------
 
 
@@ -167,21 +150,25 @@ class CompletionClient:
         self._shown_url = self.url.replace("//", "//***@", 1) if user or password else self.url
         self._closed = threading.Event()
         key = (api_key or "").strip()
-        self._remove_secrets = _remover_of(key, password)
         if key and (user or password):
             raise ConfigError(f"There are both a key and a password for {self._shown_url}. Give one of them.")
+        secret = key or password
+
+        def remove_secrets(text: str) -> str:  # not an attribute, which would show the secret
+            return without_credentials(text.replace(secret, "***") if secret else text)
+
+        self._remove_secrets = remove_secrets
         is_here = _is_this_machine(address.host)
         if (key or user or password) and address.scheme != "https" and not (is_here or allow_plain_http):
             raise ConfigError(
                 f"A key or a password would go to {self._shown_url} over plain HTTP, where others can read it. Take "
                 "an https address or a tunnel, or accept it with `allow_plain_http=True` (--allow-plain-http)."
             )
-        host = f"[{address.host}]" if ":" in address.host else address.host
         try:
             self._http = httpx2.Client(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 auth=httpx2.BasicAuth(user, password) if user or password else None,
-                mounts={f"all://{host}": None} if is_here else None,  # without a proxy of the environment
+                trust_env=not is_here,  # no proxy of the environment
                 timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
                 limits=httpx2.Limits(max_connections=None),
                 follow_redirects=False,
@@ -234,14 +221,12 @@ class CompletionClient:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         response = self._send(method, self.url + path, body)
-        try:
-            parsed, found = response.json(), "no JSON object"
-        except ValueError:
-            parsed, found = None, "something else than JSON"
-        if not isinstance(parsed, dict):
-            text = self._remove_secrets(response.text)[:80]
-            raise ServerError(f"{self._shown_url} answered with {found}: {text!r}.")
-        return parsed
+        with contextlib.suppress(ValueError):
+            parsed = response.json()
+            if isinstance(parsed, dict):
+                return parsed
+        text = self._remove_secrets(response.text)[:80]
+        raise ServerError(f"{self._shown_url} answered with no JSON object: {text!r}.")
 
     def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> httpx2.Response:
         """Send a request until it succeeds, is refused, or the time is over."""
@@ -338,7 +323,7 @@ class ResponseReader:
 
     Args:
         vocab_size (`int`): Width of the target's logits.
-        num_logprobs (`int`): Number of log-probs per position that are kept (K); responses must have at least K.
+        num_logprobs (`int`): Log-probs per position that are kept; responses must have at least as many.
         eos_token_ids (`Sequence[int]`, *optional*): Ids that end an answer, in addition to the last id of a response.
         target_version (`str`, *optional*): Version of the target; by default the model name in each response.
     """
@@ -353,13 +338,9 @@ class ResponseReader:
         self, response: Mapping[str, Any], request: Mapping[str, Any] | None = None, *, domain: str | None = None
     ) -> list[Trace]:
         """
-        Return one trace per choice, without rounds.
+        Return one trace per choice of a response, without rounds.
 
-        Args:
-            response (`Mapping[str, Any]`): Body of a response with token ids and log-probs.
-            request (`Mapping[str, Any]`, *optional*):
-                Body of the request. Without it, an answer of most probable tokens counts as greedy.
-            domain (`str`, *optional*): Label of the traces.
+        Without the request, an answer of most probable tokens counts as greedy.
 
         Raises:
             DataError: something is missing or invalid; the message says how to ask for it.
@@ -378,8 +359,6 @@ class ResponseReader:
     def _trace(
         self, choice: Any, response: Mapping[str, Any], request: Mapping[str, Any], domain: str | None
     ) -> Trace:
-        if not isinstance(choice, Mapping):
-            raise DataError("a choice is no object")
         if choice.get("finish_reason") is None or "delta" in choice:
             raise DataError("it is a piece of a stream, or was cut off; log complete responses")
         prompt = self._ids(_prompt_ids(choice, response, request), "prompt")
@@ -402,7 +381,10 @@ class ResponseReader:
                 "a greedy answer has tokens that are not the most probable ones; the server reshapes its rows (vLLM: "
                 "serve with --generation-config vllm --logprobs-mode raw_logprobs)"
             )
-        name = response.get("model")
+        name, now = response.get("model"), self.clock()
+        created: Any = response.get("created")
+        if type(created) not in (int, float) or not 0 < created <= now + MAX_AHEAD_SECONDS:
+            created = now
         return Trace(
             prompt_ids=prompt,
             completion_ids=completion,
@@ -411,16 +393,9 @@ class ResponseReader:
             vocab_size=self.vocab_size,
             domain=domain,
             sampling=self._sampling(choice, request, completion, is_greedy),
-            created_at_seconds=self._plausible_time(response.get("created")),
+            created_at_seconds=float(created),
             target=self.target_version or (name if isinstance(name, str) and name else None),
         )
-
-    def _plausible_time(self, created: Any) -> float:
-        """Return the server's time of an answer, or the present time if that is missing or wrong."""
-        now = self.clock()
-        is_number = type(created) in (int, float)
-        is_plausible = is_number and now - MAX_AGE_SECONDS <= created <= now + MAX_AHEAD_SECONDS
-        return float(created) if is_plausible else now
 
     def _ids(self, values: Any, what: str) -> Any:
         if not isinstance(values, list) or not all(type(v) is int for v in values):
@@ -510,11 +485,7 @@ def _positions(logprobs: Mapping[str, Any]) -> Iterator[tuple[int, float, list[t
     tokens, values, tops = (logprobs.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
     if not (isinstance(tokens, list) and isinstance(values, list) and isinstance(tops, list)):
         raise DataError("there are no log-probs of the most probable tokens")
-    if not len(tokens) == len(values) == len(tops):
-        raise DataError("tokens and log-probs differ in number")
     for token, value, top in zip(tokens, values, tops, strict=True):
-        if value is None or top is None:
-            raise DataError("a position has no log-probs")
         yield _id({"token": token}), float(value), [(_id({"token": t}), float(v)) for t, v in top.items()]
 
 

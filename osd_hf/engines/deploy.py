@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -30,28 +29,24 @@ from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
 from osd_hf.learning.gate import GateDecision
 from osd_hf.utils.report import json_text
 
-__all__ = [
-    "MIN_WATCHED_REQUESTS", "DeployMethod", "Deployer", "DraftCounts", "Engine", "compare_windows", "read_counts",
-]  # fmt: skip
-
 WINDOW_REQUESTS = 10  # requests that are counted together, because the tokens of an answer are not independent
 MIN_WINDOWS = 3  # with a version before it is judged
 MIN_WATCHED_REQUESTS = MIN_WINDOWS * WINDOW_REQUESTS
-HISTORY_FACTOR = 2  # a version is compared with this many times the requests of a watch
+HISTORY_FACTOR = 2  # a version is compared with about this many times the requests of a watch
 LIMIT_STANDARD_ERRORS = 2.6  # at the end of a watch, for many windows; see `compare_windows`
 CONNECT_SECONDS = 10.0
 QUICK_SECONDS = 10.0  # timeout of requests that an engine answers immediately
 RESET_SECONDS = 30.0
 RETRY_SECONDS = 30.0
 PAUSE_SECONDS = 1.0  # between two attempts at an engine that is not ready
-IDLE_SECONDS = 600.0  # without a request, after which the roll-out does not wait for an engine's counters
 MIN_POLL_SECONDS = 0.1
 MAX_LOAD_FAILURES = 3  # of a new version in an engine that had another one, after which it is rolled back
-METHOD = re.compile(r"(?:([^=]+?):)?(reload|restart|webhook)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
+METHOD = re.compile(r"(?:([^=]+?):)?(reload|restart)=(\S+)(?:\s+(\S.*))?", re.DOTALL)
 EXTENSION_HINT = (
     " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload; its log "
     "has more."
 )
+START = ""  # in place of a digest: what an engine has begun with
 DRAFTS, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens"
 
 logger = logging.getLogger(__name__)
@@ -141,15 +136,13 @@ class DeployMethod:
     How versions are loaded into one engine.
 
     Args:
-        kind (`str`): `"reload"`, `"restart"` or `"webhook"`.
         url (`str`): Address of the engine, with its `/metrics`.
-        argument (`str`): The command of a restart, or the address of a webhook.
+        command (`str`, *optional*): Restarts the engine with a version. Without one, the engine reloads its weights.
         domain (`str`, *optional*): The domain of the versions.
     """
 
-    kind: str
     url: str
-    argument: str = ""
+    command: str | None = None
     domain: str | None = None
 
     @property
@@ -159,32 +152,20 @@ class DeployMethod:
 
     @classmethod
     def parse(cls, text: str) -> DeployMethod:
-        """
-        Parse `[DOMAIN:]reload=URL`, `[DOMAIN:]restart=URL COMMAND` or `[DOMAIN:]webhook=URL HOOK`.
-
-        Raises:
-            ConfigError: the text has another form.
-        """
+        """Parse `[DOMAIN:]reload=URL` or `[DOMAIN:]restart=URL COMMAND`; raises ConfigError."""
         found = METHOD.fullmatch(text.strip())
         if found is None:
-            raise ConfigError(
-                f"--deploy takes reload=URL, 'restart=URL COMMAND' or 'webhook=URL HOOK', got {text.strip()!r}."
-            )
-        domain, kind, url, argument = found.groups()
-        needed = {"reload": "", "restart": "a command that starts it with {version}", "webhook": "the hook's address"}
-        if bool(argument) != bool(needed[kind]):
-            rule = f"needs {needed[kind]} after the engine's address" if needed[kind] else f"takes no {argument!r}"
+            raise ConfigError(f"--deploy takes reload=URL or 'restart=URL COMMAND', got {text.strip()!r}.")
+        domain, kind, url, command = found.groups()
+        if (kind == "restart") != bool(command):
+            rule = "needs a command that starts it with {version} after the engine's address"
+            rule = f"takes no {command!r}" if command else rule
             raise ConfigError(f"--deploy {kind}={shown_address(url)} {rule}.")
         try:
-            for address in (url, argument) if kind == "webhook" else (url,):
-                parse_address(address)
+            parse_address(url)
         except ServerError as error:
             raise ConfigError(f"--deploy: {error}") from None
-        return cls(kind, url, argument or "", domain)
-
-
-class UnreachableError(ServerError):
-    """Nothing could be sent to an address, which says nothing about a version."""
+        return cls(url, command, domain)
 
 
 class Engine:
@@ -200,44 +181,50 @@ class Engine:
     ) -> None:
         self.method = method
         self.name = method.engine_name
-        self.digest: str | None = None  # of the version that was loaded last
-        self.windows: deque[DraftCounts] = deque()  # with that version
-        self.earlier_windows: list[DraftCounts] = []  # with the version before it
+        self.digest = START  # of the version that was loaded last
+        self.windows: dict[str, list[DraftCounts]] = {}  # the newest, by digest
         self.counts_drafts: bool | None = None  # unknown before the first answer
         self.is_away = False  # the last attempt to read the counters failed
         self.failed_digest: str | None = None  # of the version that could not be loaded
-        self.num_failures = 0  # loads in a row for which the engine was reached
+        self.num_failures = 0  # in a row
         self._watch_requests = watch_requests
         self._load_seconds = load_seconds
         self._stop = stop
         self._clock = clock
-        self._http = httpx2.Client(timeout=httpx2.Timeout(load_seconds, connect=CONNECT_SECONDS), trust_env=False)
+        _, user, password = parse_address(method.url)
+        self._http = httpx2.Client(
+            base_url=self.name,
+            auth=httpx2.BasicAuth(user, password) if user or password else None,
+            timeout=httpx2.Timeout(load_seconds, connect=CONNECT_SECONDS),
+            trust_env=False,
+        )
         self._retry_at = -math.inf
-        self._is_known = True  # the engine surely serves `digest`, or what it started with
+        self._is_known = True  # the engine surely serves `digest`
         self._window_start: DraftCounts | None = None
         self._has_own_history = True  # the counts since the engine's start are of what it serves
-        self._last_request_at = clock()
-        self._num_requests = 0.0
 
     def serves(self, version: PublishedVersion) -> bool:
         """Return whether the engine surely serves a version. It is assumed to start with version 0."""
-        return self._is_known and self.digest in (version.digest, None if version.number == 0 else version.digest)
+        return self._is_known and self.digest in _digests(version)
 
     def must_wait(self, version: PublishedVersion) -> bool:
         """Return whether a load would fail or comes too early after a failure."""
-        is_gone = self.is_away and self.method.kind == "reload"  # the other methods may start an engine
+        is_gone = self.is_away and self.method.command is None  # a command may start an engine
         return is_gone or (self.failed_digest == version.digest and self._clock() < self._retry_at)
 
     @property
     def has_baseline(self) -> bool:
         """Whether there are enough counts to compare a new version with, or never will be."""
-        num_requests = sum(window.requests for window in self.windows)
+        num_requests = sum(window.requests for window in self.windows.get(self.digest, ()))
         return self.counts_drafts is False or num_requests >= MIN_WATCHED_REQUESTS
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the engine can be reached and has had no request for long."""
-        return not self.is_away and self._clock() - self._last_request_at >= IDLE_SECONDS
+    def windows_of(self, version: PublishedVersion) -> list[DraftCounts]:
+        """Return the newest windows with a version."""
+        return [window for digest in _digests(version) for window in self.windows.get(digest, ())]
+
+    def forget_all_but(self, version: PublishedVersion) -> None:
+        """Remove the windows with other versions."""
+        self.windows = {digest: self.windows.get(digest, []) for digest in _digests(version)}
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
@@ -248,39 +235,33 @@ class Engine:
             self._may_have_restarted()
         if now is None:
             return
-        if now.requests != self._num_requests:
-            self._last_request_at = self._clock()
-            self._num_requests = now.requests
         if self._window_start is not None and min(now.since(self._window_start)) < 0:  # the engine has restarted
-            self._window_start = None
-            self._has_own_history = False
+            self._restart_counting()
             self._may_have_restarted()
         if self._is_known:
             self._add_counts(now)
 
     def _may_have_restarted(self) -> None:
-        if self.method.kind == "reload" and self.digest is not None:  # the other methods restore what was loaded
+        if self.method.command is None and self.digest != START:  # a command restores what was loaded
             self._is_known = False
 
     def _add_counts(self, now: DraftCounts) -> None:
+        windows = self.windows.setdefault(self.digest, [])
         if self._window_start is None:
             if self._has_own_history and now.requests:
-                self.windows.append(now.limited_to(self._watch_requests))
+                windows.append(now.limited_to(self._watch_requests))
             self._window_start = now
             self._has_own_history = False
         elif (window := now.since(self._window_start)).requests >= WINDOW_REQUESTS:
             self._window_start = now
-            self.windows.append(window)
-            needed = HISTORY_FACTOR * self._watch_requests
-            total = sum(window.requests for window in self.windows)
-            while len(self.windows) > MIN_WINDOWS and total - self.windows[0].requests >= needed:
-                total -= self.windows.popleft().requests
+            windows.append(window)
+            del windows[: -HISTORY_FACTOR * self._watch_requests // WINDOW_REQUESTS]
 
     def _read_counters(self) -> DraftCounts | None:
         """Return the counts; `None` if the engine is away, does not count drafts, or does not any more."""
         was_away, self.is_away = self.is_away, True
         try:
-            response = self._send("GET", self.method.url, "/metrics", timeout=QUICK_SECONDS)
+            response = self._http.get("/metrics", timeout=QUICK_SECONDS)
         except httpx2.HTTPError as error:
             reason = first_line(error)
         else:
@@ -300,22 +281,17 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another process needs to continue; ready for JSON."""
-        return {
-            "digest": self.digest,
-            "is_known": self._is_known,
-            "windows": list(self.windows),
-            "earlier_windows": self.earlier_windows,
-        }
+        return {"digest": self.digest, "is_known": self._is_known, "windows": self.windows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another process."""
-        # A reloaded engine may have restarted since; the other methods restore what was loaded last.
-        may_have_restarted = self.method.kind == "reload" and state["digest"] is not None
         self.digest = state["digest"]
-        self._is_known = state["is_known"] and not may_have_restarted
+        self._is_known = state["is_known"]
+        self._may_have_restarted()
         self._restart_counting()
-        self.windows = deque(DraftCounts(*window) for window in state["windows"])
-        self.earlier_windows = [DraftCounts(*window) for window in state["earlier_windows"]]
+        self.windows = {
+            digest: [DraftCounts(*window) for window in windows] for digest, windows in state["windows"].items()
+        }
 
     def _restart_counting(self) -> None:
         self._window_start = None
@@ -323,51 +299,37 @@ class Engine:
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, version: PublishedVersion, previous: PublishedVersion | None, *, is_new: bool) -> bool:
-        """
-        Load a version; returns whether the engine did not serve it before.
-
-        Args:
-            previous (`PublishedVersion`, *optional*): The version that serves elsewhere, for a webhook.
-            is_new (`bool`): Whether the version will be compared with the one before, or is that one.
-
-        Raises:
-            ServerError: the version was not loaded.
-        """
+    def load(self, version: PublishedVersion) -> bool:
+        """Load a version; returns whether the engine did not serve it before. Raises ServerError if that fails."""
         self._is_known = False  # a failed load may leave a mixture
         try:
-            load = {"reload": self._reload, "restart": self._restart, "webhook": self._call_webhook}[self.method.kind]
-            has_changed = load(version, previous)
-        except ServerError as error:
-            num_failures = self.num_failures if self.failed_digest == version.digest else 0
+            has_changed = self._reload(version) if self.method.command is None else self._restart(version)
+        except ServerError:
+            self.num_failures = self.num_failures + 1 if self.failed_digest == version.digest else 1
             self.failed_digest = version.digest
-            self.num_failures = num_failures + (not isinstance(error, UnreachableError))
             self._retry_at = self._clock() + RETRY_SECONDS
             self._restart_counting()
             raise
         self.failed_digest = None
         self.num_failures = 0
-        self._last_request_at = self._clock()
-        if self.digest != version.digest:
-            if is_new:
-                self.earlier_windows = list(self.windows)
-                self.windows = deque()
-            else:
-                self.windows = deque(self.earlier_windows)
-                self.earlier_windows = []
-        elif not has_changed:  # the engine had not restarted
-            self._is_known = True
+        self._is_known = True
+        if self.digest == version.digest and not has_changed:  # the engine had not restarted
             return False
         self.digest = version.digest
-        self._is_known = True
         self._restart_counting()
         self._window_start = self._read_counters()
         return True
 
-    def _reload(self, version: PublishedVersion, previous: PublishedVersion | None) -> bool:
+    def _reload(self, version: PublishedVersion) -> bool:
         body = {"method": "load_draft", "args": [str(version.path), version.digest]}
         try:
-            results = [dict(each) for each in self._post(self.method.url, "/collective_rpc", body)["results"]]
+            response = self._http.post("/collective_rpc", json=body)
+            if not response.is_success:
+                status = response.status_code
+                raise ServerError(f"{self.name} answered /collective_rpc with status {status}.{EXTENSION_HINT}")
+            results = [dict(each) for each in response.json()["results"]]
+        except httpx2.HTTPError as error:
+            raise ServerError(f"{self.name} cannot be reached: {first_line(error)}.") from error
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{self.name} has not said what it has loaded.{EXTENSION_HINT}") from error
         if failed := next((each["error"] for each in results if "error" in each), None):
@@ -386,62 +348,34 @@ class Engine:
         """Drop the draft's cached prompts, which old weights computed. They would cost acceptance, never an answer."""
         until, params = self._clock() + RESET_SECONDS, {"reset_running_requests": "true"}
         while True:
-            with contextlib.suppress(ServerError, AttributeError):
-                answer = self._post(self.method.url, "/reset_prefix_cache", timeout=QUICK_SECONDS, params=params)
-                if answer.get("success"):
+            with contextlib.suppress(httpx2.HTTPError, ValueError, AttributeError):
+                if self._http.post("/reset_prefix_cache", timeout=QUICK_SECONDS, params=params).json().get("success"):
                     return
             if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
                 logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
                 return
 
-    def _restart(self, version: PublishedVersion, previous: PublishedVersion | None) -> bool:
-        values = {"{version}": str(version.path), "{url}": self.name}
-        pattern = "|".join(map(re.escape, values))
-        command = re.sub(pattern, lambda found: shlex.quote(values[found[0]]), self.method.argument)
+    def _restart(self, version: PublishedVersion) -> bool:
+        assert self.method.command is not None
+        command = self.method.command.replace("{url}", shlex.quote(self.name))
+        command = command.replace("{version}", shlex.quote(str(version.path)))
         until = self._clock() + self._load_seconds
         run_command(command, self._load_seconds)
         while True:
             with contextlib.suppress(httpx2.HTTPError):
-                if self._send("GET", self.method.url, "/health", timeout=QUICK_SECONDS).status_code == 200:
+                if self._http.get("/health", timeout=QUICK_SECONDS).status_code == 200:
                     return True
             if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
                 raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
 
-    def _call_webhook(self, version: PublishedVersion, previous: PublishedVersion | None) -> bool:
-        body = {
-            "version": version.number,
-            "path": str(version.path),
-            "digest": version.digest,
-            "previous": None if previous is None else previous.number,
-            "engine": self.name,
-        }
-        self._post(self.method.argument, "", body)
-        return True
-
-    def _post(self, url: str, path: str, body: Any = None, **settings: Any) -> Any:
-        """Return the JSON of an answer, if it has any; raises ServerError."""
-        try:
-            response = self._send("POST", url, path, json=body, **settings)
-        except httpx2.HTTPError as error:
-            is_unreachable = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
-            kind = UnreachableError if is_unreachable else ServerError
-            raise kind(f"{shown_address(url)} cannot be reached: {first_line(error)}.") from error
-        if not response.is_success:
-            message = f"{shown_address(url)} answered {path} with status {response.status_code}"
-            raise ServerError(f"{message}.{EXTENSION_HINT if path else ''}")
-        with contextlib.suppress(ValueError):
-            return response.json()
-        return None
-
-    def _send(self, method: str, url: str, path: str, **settings: Any) -> httpx2.Response:
-        address, user, password = parse_address(url)
-        auth = httpx2.BasicAuth(user, password) if user or password else None
-        full = str(address).rstrip("/").removesuffix("/v1") + path if path else str(address)
-        return self._http.request(method, full, auth=auth, **settings)
-
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
+
+
+def _digests(version: PublishedVersion) -> tuple[str, ...]:
+    """Return the digests under which an engine has a version."""
+    return (START, version.digest) if version.number == 0 else (version.digest,)
 
 
 def run_command(command: str, seconds: float) -> None:
@@ -490,15 +424,10 @@ class Deployer:
             Number of requests after which a version is kept, if it is not clearly better or worse before; at least 30.
         load_seconds (`float`, *optional*, defaults to 600.0): Maximum time of a load into one engine.
         stop (`threading.Event`, *optional*): Ends [`~Deployer.run`] and waiting.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
 
     Raises:
         ConfigError: `watch_requests` is too small.
-
-    Attributes:
-        serving (`PublishedVersion`, *optional*): The version that engines should serve.
-        candidate (`PublishedVersion`, *optional*): The version that is being loaded or watched in its place.
-        decisions (`list[GateDecision]`): Decisions of this process, with numbers of published versions.
+        OSError: the journal cannot be read.
     """
 
     def __init__(
@@ -521,17 +450,15 @@ class Deployer:
         self.watch_requests = watch_requests
         self.stop = stop or threading.Event()
         self.engines = [Engine(method, watch_requests, load_seconds, self.stop, clock) for method in methods]
-        self.serving: PublishedVersion | None = None
-        self.candidate: PublishedVersion | None = None
-        self.decisions: list[GateDecision] = []
+        self.serving: PublishedVersion | None = None  # the version that engines should serve
+        self.candidate: PublishedVersion | None = None  # the version that is loaded or watched in its place
+        self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
         self._unwritten_lines: list[str] = []  # of the journal
         self._unwritten_rejections: list[GateDecision] = []
-        self._has_read_journal = False
         self._failure = ""
         self._lock = threading.Lock()
-        with contextlib.suppress(OSError):  # raised and logged at the first look
-            self._read_journal()
+        self._read_journal()
 
     def run(self, poll_seconds: float) -> None:
         """Call [`~Deployer.look`] regularly until stopped."""
@@ -542,8 +469,6 @@ class Deployer:
         """Read the counters, decide about the watched version, and load versions; may be called from any thread."""
         with self._lock:
             try:
-                if not self._has_read_journal:
-                    self._read_journal()
                 for engine in self.engines:
                     engine.look()
                 self._choose_candidate()
@@ -582,7 +507,7 @@ class Deployer:
         self.stop.set()
         if self._lock.acquire(blocking=False):  # otherwise a load is under way, and this does not wait for it
             with contextlib.suppress(OSError):
-                if self._has_read_journal and (version := self.candidate or self.serving) is not None:
+                if (version := self.candidate or self.serving) is not None:
                     self._note("closed", version)
                 self._write()
             self._lock.release()
@@ -634,18 +559,18 @@ class Deployer:
         if self.candidate is None or any(engine.failed_digest == self.candidate.digest for engine in self.engines):
             return False
         serving = [e for e in self.engines if e.digest == self.candidate.digest and e.counts_drafts is not False]
-        return sum(len(e.windows) for e in serving) >= MIN_WINDOWS or all(e.is_idle for e in serving)
+        return not serving or sum(len(e.windows_of(self.candidate)) for e in serving) >= MIN_WINDOWS
 
     def _load(self, engine: Engine, wanted: PublishedVersion) -> None:
         had_failed = engine.failed_digest == wanted.digest
         is_candidate, earlier = wanted is self.candidate, engine.digest
         try:
-            has_changed = engine.load(wanted, self.serving if is_candidate else None, is_new=is_candidate)
+            has_changed = engine.load(wanted)
         except ServerError as error:
             if not had_failed:
                 logger.warning("Version %d was not loaded, and is tried again: %s", wanted.number, error)
                 self._note("failed", wanted, engine=engine.name, error=str(error))
-            is_hopeless = engine.num_failures >= MAX_LOAD_FAILURES and earlier not in (None, wanted.digest)
+            is_hopeless = engine.num_failures >= MAX_LOAD_FAILURES and earlier not in (START, wanted.digest)
             if is_candidate and is_hopeless and self.serving is not None:
                 reason = f"{engine.name} has not loaded it {engine.num_failures} times: {first_line(error)}"
                 self._decide("rolled back", reason, 0, None)
@@ -662,10 +587,11 @@ class Deployer:
         if self.candidate is None:
             return
         engines = [engine for engine in self.engines if engine.digest == self.candidate.digest]
-        comparable = [engine for engine in engines if engine.earlier_windows and engine.windows]
-        num_requests = round(sum(window.requests for engine in engines for window in engine.windows))
-        before = [window for engine in comparable for window in engine.earlier_windows]
-        after = [window for engine in comparable for window in engine.windows]
+        sides = [(e.windows_of(self.serving) if self.serving else [], e.windows_of(self.candidate)) for e in engines]
+        num_requests = round(sum(window.requests for _, after in sides for window in after))
+        comparable = [(before, after) for before, after in sides if before and after]
+        before = [window for windows, _ in comparable for window in windows]
+        after = [window for _, windows in comparable for window in windows]
         change = compare_windows(before, after, self.watch_requests)
         if len(engines) == len(self.engines) and all(engine.counts_drafts is False for engine in engines):
             self._decide("promoted", "no engine counts what it drafts, so that nothing is watched", 0, None)
@@ -702,8 +628,8 @@ class Deployer:
             self._unwritten_rejections.append(decision)
         else:
             logger.info("Version %d stays: %s.", version.number, reason)
-            for engine in self.engines:
-                engine.earlier_windows = []
+        for engine in self.engines:
+            engine.forget_all_but(serving)
         self.serving = serving
         self.candidate = None
         self._note("kept" if outcome == "promoted" else outcome, version, **decision.to_dict())
@@ -734,18 +660,17 @@ class Deployer:
         except OSError as error:
             failure = error
         if self._unwritten_lines:
-            with (self.versions.path / JOURNAL).open("ab+") as file:
-                if file.seek(0, os.SEEK_END):
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # a full disk or a killed process left half a line
-                        file.write(b"\n")
-                file.write("".join(self._unwritten_lines).encode())
+            journal = self.versions.path / JOURNAL
+            # A full disk or a killed process may have left half a line.
+            is_torn = journal.is_file() and journal.read_bytes()[-1:] not in (b"", b"\n")
+            with journal.open("a", encoding="utf-8") as file:
+                file.write("\n" * is_torn + "".join(self._unwritten_lines))
             self._unwritten_lines.clear()
         if failure is not None:
             raise failure
 
     def _read_journal(self) -> None:
-        """Restore the state from the last complete line of the journal; raises OSError."""
+        """Restore the state from the last complete line of the journal."""
         journal = self.versions.path / JOURNAL
         lines = journal.read_text(errors="replace").splitlines() if journal.is_file() else []
         self._rejected_digests |= self.versions.rejected()
@@ -761,7 +686,6 @@ class Deployer:
             reason = "it was rolled back before"
             decision = GateDecision("rolled back", newest.number, serving.number, self.domain, reason)
             self._unwritten_rejections.append(decision)
-        self._has_read_journal = True
         self._pin()
 
     def _load_state(self, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,8 +39,6 @@ from osd_hf.target_version import target_version as version_of
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
-__all__ = ["StoreLearner"]
-
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -64,8 +61,7 @@ class StoreLearner:
         config (`OnlineConfig`): Settings; `num_assistant_tokens` must not be `None`.
         state (`Path`, *optional*): Folder of the session. An existing session is continued.
         domain (`str`, *optional*): Learn only from requests with this label.
-        by_domain (`bool`, *optional*, defaults to `False`):
-            Train one draft per label, with versions in subfolders.
+        by_domain (`bool`, *optional*, defaults to `False`): Train one draft per label, with versions in subfolders.
         peft_config (`peft.PeftConfig`, *optional*): Train adapters, which are merged in versions.
         target_version (`str`, *optional*):
             Learn only from requests of this target version. By default, learn from the version with the newest
@@ -82,12 +78,6 @@ class StoreLearner:
         ConfigError: no fixed number of draft tokens, or a `target` of another version.
         VocabularyMismatchError: a `target` with another vocabulary size.
         StateError: the session belongs to another draft.
-
-    Attributes:
-        skipped (`Counter[str]`): Requests of this run that do not fit, by reason.
-        learned, frozen (`deque[AcceptanceStats]`), domains (`deque[str]`):
-            Acceptance of the serving version and of the initial draft on the newest requests of this run, and labels.
-        published (`list[dict]`): Facts of the versions that this run published.
     """
 
     def __init__(
@@ -124,11 +114,12 @@ class StoreLearner:
         self.domain = domain
         self.facts = facts or DraftFacts()
         self.repo_id = repo_id
-        self.skipped: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()  # requests of this run that do not fit, by reason
+        # Acceptance of the serving version and of the initial draft on the newest requests, and labels.
         self.learned: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
         self.frozen: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
         self.domains: deque[str | None] = deque(maxlen=MAX_RECENT)
-        self.published: list[dict[str, Any]] = []
+        self.published: list[dict[str, Any]] = []  # facts of the versions of this run
         self._draft = draft
         self._token = token
         self._private = private
@@ -147,7 +138,6 @@ class StoreLearner:
         self._unpublished: dict[str | None, GateDecision] = {}
         # The learner's version number and weights of published versions that may be rolled back to.
         self._served: dict[tuple[str | None, int], tuple[int, Snapshot]] = {}
-        self._unpublished_starts: list[str | None] = []  # drafts with a `v000000` that could not be written yet
         self._unpushed: Path | None = None
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
@@ -244,16 +234,14 @@ class StoreLearner:
 
     def _isolated(self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]) -> list[T | None]:
         """Apply `work` to the requests of each draft. Set aside those that it fails on, with the result `None`."""
-        groups: dict[str | None, list[int]] = {}
-        for place, trace in enumerate(traces):
-            groups.setdefault(self.learner.drafts.key(trace.domain), []).append(place)
-        outcomes: list[T | None] = [None] * len(traces)
-        for domain, places in groups.items():
+        groups: dict[str | None, list[Trace]] = {}
+        for trace in traces:
+            groups.setdefault(self.learner.drafts.key(trace.domain), []).append(trace)
+        outcomes: dict[Trace, T | None] = {}
+        for domain, group in groups.items():
             set_aside = self.learner.updater(domain).set_aside
-            found = finish(set_aside.isolate(work, [traces[place] for place in places], self._readable))
-            for place, outcome in zip(places, found, strict=True):
-                outcomes[place] = outcome
-        return outcomes
+            outcomes.update(zip(group, finish(set_aside.isolate(work, group, self._readable)), strict=True))
+        return [outcomes[trace] for trace in traces]
 
     def _count(self, trace: Trace) -> None:
         counts = self._counts.setdefault(self.learner.drafts.key(trace.domain), [0, 0])
@@ -357,13 +345,12 @@ class StoreLearner:
             StateError: a version cannot be written, or its files differ from the draft. Another call tries again.
         """
         self._follow_engines()
-        if not self._unpublished and self._unpushed is None and not self._unpublished_starts:
+        if not self._unpublished and self._unpushed is None:
             return False
         failure: StateError | None = None
-        waiting = [partial(self._start, domain) for domain in self._unpublished_starts]
-        for publish in (*waiting, *(partial(self._publish, decision) for decision in self._unpublished.values())):
+        for decision in list(self._unpublished.values()):
             try:
-                publish()
+                self._publish(decision)
             except (StateError, OSError) as error:
                 failure = StateError(f"Versions cannot be published: {first_line(error)}.")
         if self._unpushed is not None:
@@ -374,16 +361,9 @@ class StoreLearner:
         return True
 
     def publish_start(self, domain: str | None = None) -> None:
-        """Publish the initial draft as `v000000`, for rollbacks; raises StateError, and `publish` tries again."""
-        self._unpublished_starts.append(domain)
-        self._start(domain)
-
-    def _start(self, domain: str | None) -> None:
-        versions, facts = self.versions.of(domain), self._facts(domain, None)
-        if versions.version(0) is None:
-            draft = self.learner.drafts.base
-            versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
-        self._unpublished_starts.remove(domain)
+        """Publish the initial draft as `v000000`, for rollbacks; raises StateError."""
+        versions, facts, draft = self.versions.of(domain), self._facts(domain, None), self.learner.drafts.base
+        versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
 
     def _publish(self, decision: GateDecision) -> None:
         self._published_at = self._clock()

@@ -21,11 +21,6 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.utils.disk import hold_lock, sync_folder, sync_tree
 from osd_hf.utils.report import make_folder, write_report
 
-__all__ = [
-    "FACTS", "JOURNAL", "LATEST", "PLOT", "REJECTED", "PublishedVersion", "VersionFolder", "folder_name",
-    "latest_version",
-]  # fmt: skip
-
 LATEST = "latest"
 FACTS = "version.json"
 REJECTED = "REJECTED.json"
@@ -77,9 +72,6 @@ class VersionFolder:
 
     Raises:
         ConfigError: the folder cannot be written, another process publishes there, or `latest` is not a link.
-
-    Attributes:
-        pinned (`frozenset[int]`): Numbers of versions that are kept as well.
     """
 
     def __init__(self, path: Path, *, keep: int = 5) -> None:
@@ -87,7 +79,7 @@ class VersionFolder:
             raise ConfigError(f"At least {MIN_KEPT} versions are kept, because one may just be read, got {keep}.")
         self.path = path.expanduser().absolute()
         self.keep = keep
-        self.pinned: frozenset[int] = frozenset()
+        self.pinned: frozenset[int] = frozenset()  # numbers of versions that are kept as well
         self._rejections: list[GateDecision] = []
         self._unfinished: dict[GateDecision, int] = {}  # unfinished rejections, and the newest version at their time
         self._domains: dict[str, VersionFolder] = {}
