@@ -170,6 +170,7 @@ class World:
 
     def __init__(self, folder: Path, seconds: float, learns: bool) -> None:
         self.folder, self.seconds, self.learns = folder, seconds, learns
+        self.clients = CLIENTS if learns else 2
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -267,7 +268,7 @@ class World:
                 await clients.ask(body, leave)
         async with httpx2.AsyncClient() as direct:
             busy = (await direct.get(f"{self.url}/busy")).json()["busy"]
-        clients.seen[f"{busy} answered by the engine afterwards, of {CLIENTS} clients that stay"] += 1
+        clients.seen[f"{busy} answered by the engine afterwards, of {self.clients} clients that stay"] += 1
 
     async def large_bodies(self, clients: Clients) -> None:
         """Send four requests of 10 MB at a time."""
@@ -296,7 +297,7 @@ class World:
 async def chaos(world: World) -> tuple[list[dict[str, Any]], Clients]:
     """Return the outcomes during each failure and for `world.seconds` after it, or until complete answers return."""
     clients, table = Clients(world.front, make_engine()), list[dict[str, Any]]()
-    asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(CLIENTS)]
+    asking = [asyncio.ensure_future(clients.keep_asking()) for _ in range(world.clients)]
     faults = [world.nothing, world.engine_dies]
     if world.learns:
         faults += [world.learner_dies, world.reading_dies, world.disk_is_full, world.store_is_away]

@@ -31,7 +31,7 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 MAX_WORKERS = 8  # each loads torch and the bundled pair
 # The longest files, longest first. They start first, so that no worker waits for one at the end.
 LONG_FILES = (
-    "browser verification generation_config lossless recipes app_strangers hook store_learning faults draft_forward "
+    "browser forward generation_config lossless recipes app_strangers hook store_learning faults "
     "learner offline batches hub server proxy experiments replay memory_plan models text draft_vocabulary docs "
     "assistant benchmark drafting serving"
 ).split()

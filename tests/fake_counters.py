@@ -16,13 +16,8 @@ POSITION = 'accepted_tokens_per_pos_total{{engine="0",position="{}"}}'
 
 @torch.no_grad()
 def rounds(draft: Any, prompt: Sequence[int], told: Sequence[int], length: int, k: int) -> list[int]:
-    """
-    Accepted tokens of each round of an answer, as vLLM drafts: the first token comes with the prompt, and k tokens are
-    drafted in the last round as well, those after the end of the answer included.
-
-    Args:
-        told: what the target says, the answer of `length` tokens and at least k more.
-    """
+    """Return the accepted tokens of each round of an answer, as vLLM drafts. The first token comes with the prompt,
+    and the last round drafts k tokens, too. `told` is the answer of `length` tokens and at least k more."""
     ids = torch.tensor([[*prompt, *told]])
     said = draft(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].argmax(-1).tolist()
     begins, found = 1, []
@@ -36,25 +31,16 @@ def rounds(draft: Any, prompt: Sequence[int], told: Sequence[int], length: int, 
 
 
 class CountingEngine(FakeEngine):
-    """
-    One that serves a model and drafts with another; it remembers its answers.
-
-    Attributes:
-        draft: what it drafts with; `None`: it has no draft.
-        k: tokens that a round drafts; the counters know as many.
-        is_idle: whether it has a draft that it does not use.
-        most_tokens: what it says its longest sequence is.
-    """
+    """An engine that serves a model and drafts k tokens a round with another model, if it has one and is not idle."""
 
     def __init__(self, model: Any, draft: Any, k: int) -> None:
         super().__init__(model)
         self.k, self._bodies = k, dict[str, Any]()
         self.set(draft)
 
-    def set(self, draft: Any, *, k: int | None = None) -> None:
+    def set(self, draft: Any) -> None:
         """Begin to draft with this, and to count from zero."""
-        self.draft, self.k, self.is_idle = draft, k or self.k, False
-        self.most_tokens: int | None = None
+        self.draft, self.is_idle = draft, False
         self.number = self.tokens = self.steps = 0
         names = ["drafts_total", "draft_tokens_total", *(POSITION.format(i) for i in range(self.k))]
         self.counts = dict.fromkeys(names, 0.0)
@@ -107,13 +93,9 @@ def counting_engine(model: Any, draft: Any = None, k: int = 3) -> Iterator[Count
             if self.path == "/metrics":
                 self.give(engine.metrics().encode())
             else:
-                model = {"id": "tiny", "object": "model", "max_model_len": engine.most_tokens}
-                self.give(json.dumps({"data": [model]}).encode())
+                self.give(json.dumps({"data": [{"id": "tiny", "object": "model"}]}).encode())
 
         def decide(self, body: dict[str, Any], is_busy: bool) -> None:
-            if engine.most_tokens is not None and len(body["prompt"]) + body["max_tokens"] > engine.most_tokens:
-                self.refuse(400, "This model's maximum context length is smaller.")
-                return
             given = engine.body(body)
             engine.count(body)
             self.give(json.dumps(given).encode())

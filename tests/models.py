@@ -16,36 +16,29 @@ from tokenizers.models import BPE
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     BartConfig,
-    BartForConditionalGeneration,
     BloomConfig,
     DynamicCache,
     FalconConfig,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GenerationMixin,
     GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoConfig,
     GPTNeoXConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
     MixtralConfig,
     OPTConfig,
-    OPTForCausalLM,
     PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    Qwen3ForCausalLM,
     StoppingCriteria,
     T5Config,
-    T5ForConditionalGeneration,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -54,95 +47,46 @@ from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
 VOCAB = 64
 WINDOW = 8  # of the sliding models; answers in tests are longer
 
-_LLAMA: dict[str, Any] = {
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+_SIZES: dict[str, Any] = {
     "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
 }
-_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def _llama(**changes: Any) -> Any:
-    return LlamaForCausalLM(LlamaConfig(**{**_LLAMA, **_IDS, **changes}))
-
-
-def _qwen3(**changes: Any) -> Any:
-    return Qwen3ForCausalLM(Qwen3Config(**{**_LLAMA, **_IDS, "head_dim": 8, **changes}))
-
-
-def _mistral(**changes: Any) -> Any:
-    return MistralForCausalLM(MistralConfig(**{**_LLAMA, **_IDS, "sliding_window": WINDOW, **changes}))
-
-
-def _gemma3(**changes: Any) -> Any:
-    layers = ["sliding_attention", "full_attention"]
-    own = {"head_dim": 8, "sliding_window": WINDOW, "layer_types": layers, "query_pre_attn_scalar": 8}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**{**_LLAMA, **_IDS, **own, **changes}))
-
-
-def _gpt2(**changes: Any) -> Any:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            **{
-                "n_embd": 32,
-                "n_layer": 2,
-                "n_head": 4,
-                "n_positions": 256,
-                "tie_word_embeddings": False,
-                **_IDS,
-                **changes,
-            }
-        )
-    )
-
-
-def _opt(**changes: Any) -> Any:
-    size = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    own = {"max_position_embeddings": 256, "word_embed_proj_dim": 32, "tie_word_embeddings": False}
-    return OPTForCausalLM(OPTConfig(**{**size, **own, **_IDS, **changes}))
-
-
-def _t5(**changes: Any) -> Any:
-    size = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "tie_word_embeddings": False}
-    return T5ForConditionalGeneration(T5Config(**{**size, **_IDS, "decoder_start_token_id": 0, **changes}))
-
-
-def _bart(**changes: Any) -> Any:
-    size = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in
-            (("layers", 2), ("ffn_dim", 48), ("attention_heads", 4))}  # fmt: skip
-    own = {
-        "d_model": 32,
-        "max_position_embeddings": 256,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": None,
-        "tie_word_embeddings": False,
-    }
-    return BartForConditionalGeneration(BartConfig(**{**size, **own, **_IDS, **changes}))
-
-
-_BUILDERS: dict[str, Callable[..., Any]] = {
-    "llama": _llama, "qwen3": _qwen3, "mistral": _mistral, "gemma3": _gemma3, "gpt2": _gpt2, "opt": _opt, "t5": _t5,
-    "bart": _bart,
+_LLAMA = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+_CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, _LLAMA),
+    "qwen3": (Qwen3Config, {**_LLAMA, "head_dim": 8}),
+    "mistral": (MistralConfig, {**_LLAMA, "sliding_window": WINDOW}),
+    "gemma3": (Gemma3TextConfig, {
+        **_LLAMA, "head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+    }),
+    "gpt2": (GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "opt": (OPTConfig, {**_SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "t5": (T5Config, {
+        "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
+    }),
+    "bart": (BartConfig, {
+        "d_model": 32, "max_position_embeddings": 256, "decoder_start_token_id": 2, "forced_eos_token_id": None,
+        "encoder_layers": 2, "encoder_ffn_dim": 48, "encoder_attention_heads": 4,
+        "decoder_layers": 2, "decoder_ffn_dim": 48, "decoder_attention_heads": 4,
+    }),
+    # Further ones, for tests of what depends on how a model counts positions.
+    "qwen2": (Qwen2Config, _LLAMA),
+    "gpt_neox": (GPTNeoXConfig, _LLAMA),
+    "phi": (PhiConfig, _LLAMA),
+    "mixtral": (MixtralConfig, {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": (GemmaConfig, {**_LLAMA, "head_dim": 8}),
+    "falcon": (FalconConfig, {**_LLAMA, "alibi": False, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "bloom": (BloomConfig, {**_LLAMA, "n_head": 4, "n_layer": 1}),
+    "gpt_neo": (GPTNeoConfig, {
+        **_LLAMA, "num_layers": 2, "num_heads": 4, "window_size": WINDOW,
+        "attention_types": [[["global", "local"], 1]],
+    }),
 }  # fmt: skip
-ARCHITECTURES = tuple(_BUILDERS)
-# Further ones, for tests of what depends on how a model counts positions.
-_MORE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "qwen2": (Qwen2Config, {}),
-    "gpt_neox": (GPTNeoXConfig, {}),
-    "phi": (PhiConfig, {}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gemma": (GemmaConfig, {"head_dim": 8}),
-    "falcon": (FalconConfig, {"alibi": False, "num_kv_heads": 2, "new_decoder_architecture": True}),
-    "bloom": (BloomConfig, {"n_head": 4, "n_layer": 1}),
-    "gpt_neo": (
-        GPTNeoConfig,
-        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
-    ),
-}
+ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma3", "gpt2", "opt", "t5", "bart")
 # What makes a model of one layer, which takes half the time, for tests that are not about layers. "gemma3" keeps one
 # layer of each kind, and "t5" both, as with one it says the same token at each step.
 SHALLOW: dict[str, dict[str, int]] = {
@@ -156,13 +100,10 @@ def build(architecture: str = "llama", seed: int = 0, *, vocab_size: int = VOCAB
     """A target. Weights are much larger than a fresh model's: its argmax is clear, and changes from token to token."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if architecture in _MORE:
-            make, own = _MORE[architecture]
-            model = AutoModelForCausalLM.from_config(
-                make(**{**_LLAMA, **_IDS, **own, "vocab_size": vocab_size, **changes})
-            )
-        else:
-            model = _BUILDERS[architecture](vocab_size=vocab_size, **changes)
+        kind, own = _CONFIGS[architecture]
+        config = kind(**{**own, **_IDS, "vocab_size": vocab_size, **changes})
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_config(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim > 1:
@@ -170,10 +111,14 @@ def build(architecture: str = "llama", seed: int = 0, *, vocab_size: int = VOCAB
                     quiet, loud = "EncDecAttention" in name, architecture == "bart" and "shared" in name
                     scale = 0.3 if quiet else 5.0 if loud else 1.5
                     parameter.normal_(0, scale / parameter.shape[-1] ** 0.5)
-    config = model.generation_config
-    config.eos_token_id = None
-    config.forced_eos_token_id = None
-    config.bos_token_id, config.pad_token_id = 1, 0
+    return without_end(model)
+
+
+def without_end(model: Any) -> Any:
+    """Let nothing end the model's answers."""
+    settings = model.generation_config
+    settings.eos_token_id = settings.forced_eos_token_id = None
+    settings.bos_token_id, settings.pad_token_id = 1, 0
     return model.eval()
 
 
@@ -186,9 +131,7 @@ def loud(model: Any, seed: int = 0) -> Any:
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5, generator=generator)
             elif not parameter.isfinite().all():  # left as it was allocated
                 parameter.fill_(0.1)
-    config = model.generation_config
-    config.eos_token_id, config.bos_token_id, config.pad_token_id = None, 1, 0
-    return model.eval()
+    return without_end(model)
 
 
 def draft_of(target: Any, noise: float = 0.06, seed: int = 1, k: int = 5) -> Any:

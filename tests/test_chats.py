@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import models
@@ -13,7 +12,6 @@ from test_lossless import transitions_fit
 
 from osd_hf import OnlineAssistant, Trace
 from osd_hf.decoding.forward import DraftForward
-from osd_hf.decoding.generator import MAX_CHATS
 
 NEW, MORE = 10, 4  # tokens of an answer, and of what is asked then
 UNREAD = 3  # tokens at the end of an answer that a draft has not read, at most
@@ -119,18 +117,17 @@ def test_another_version_reads_all_anew(fed: list[int]) -> None:
         assistant.update(1)
 
 
-def test_what_was_read_goes_with_the_callers_cache_and_of_so_many_chats_alone() -> None:
+def test_the_oldest_of_many_chats_are_forgotten_and_so_is_one_that_failed(fed: list[int]) -> None:
     assistant = models.assistant_of(*models.pair(num_hidden_layers=1))
-    assert assistant.drafting is not None
-    chats = assistant.drafting._chats
-    outputs = [turn(assistant, models.prompt(seed=seed), max_new_tokens=3)[0] for seed in range(MAX_CHATS + 2)]
-    assert [output.past_key_values in chats for output in outputs] == [False] * 2 + [True] * MAX_CHATS
-    del outputs[3:]
-    gc.collect()
-    assert len(chats) == 1
+    *_, failed, newest = outputs = [turn(assistant, models.prompt(30, seed=n), max_new_tokens=3)[0] for n in range(20)]
+    cache = failed.past_key_values
     with pytest.raises(ConnectionResetError):
-        turn(assistant, asked_on(outputs[2]), outputs[2].past_key_values, streamer=models.Streamer(leave))
-    assert len(chats) == 0
+        turn(assistant, asked_on(failed), cache, streamer=models.Streamer(leave))
+    cache.crop(30 - cache.get_seq_length())
+    for output, is_read in ((outputs[0], False), (failed, False), (newest, True)):
+        fed.clear()
+        turn(assistant, asked_on(output), output.past_key_values)
+        assert fed[0] <= MORE + UNREAD if is_read else fed[0] == 30 + 3 + MORE
 
 
 def test_sampled_turns_have_the_targets_distribution(fed: list[int]) -> None:

@@ -1,241 +1,157 @@
-"""How many tokens to draft, on a made-up machine: what each forward takes and what is accepted is given."""
+"""How many tokens are drafted with `"auto"`: acceptance is known, and only forwards take time."""
 
-import itertools
 import random
 from typing import Any
 
+import models
 import pytest
+import torch
 
-from osd_hf.decoding.draft_length import DRAFT, FixedPace, Pace, Pacer, RoundTime
-from osd_hf.speedup import expected_block_efficiency
+from osd_hf import OnlineAssistant, OnlineConfig, expected_block_efficiency
 
-TARGET = 1.0  # seconds of a forward
-PER_TOKEN = 0.02  # seconds that one more token in it takes
-SURE, UNSURE = 0.95, 0.15  # chances of tokens, where confidence tells
+POSITIONS, VOCAB = 2000, 16
+BAD_LUCK = 0.003  # share of forwards during which a busy machine does something else
 
 
-class World:
+class Clock(models.ForwardTime):
+    """Forwards take their time, and at random, fifty times as much."""
+
+    bad_luck = 0.0
+
+    def _pass(self, seconds: float, *_: Any) -> None:
+        self.now += seconds * (50 if random.random() < self.bad_luck else 1)
+
+
+def assistant_of(alpha: float, draft_seconds: float, *, tells: bool = False, hard: bool = False) -> OnlineAssistant:
     """
-    A machine, a target and a draft. A token is accepted with probability `alpha`; where confidence tells, `alpha` is
-    the mean of two kinds of tokens, and the draft knows which kind a token is; elsewhere what it says means nothing.
+    Return an assistant whose target's forward takes a second. At each position, a token is right with probability
+    `alpha`; in the second half of the positions, none is if that half is `hard`. The draft's confidence means nothing,
+    unless it `tells`.
     """
-
-    def __init__(self, alpha: float, draft: float, *, tells: bool = False, spikes: float = 0.0, seed: int = 0) -> None:
-        self.alpha = alpha
-        self.draft = draft
-        self.tells = tells
-        self.spikes = spikes
-        self.slow = 1.0
-        self.random = random.Random(seed)
-        self.emitted = 0
-        self.seconds = 0.0
-
-    def _takes(self, seconds: float) -> float:
-        taken = self.slow * seconds * self.random.uniform(0.9, 1.1)
-        if self.random.random() < self.spikes:
-            taken *= 50
-        else:
-            self.seconds += taken  # a spike is nobody's fault
-        return taken
-
-    def _token(self) -> tuple[float, bool]:
-        """What the draft says of a token, and whether the target will accept it."""
-        if not self.tells:
-            return self.random.random(), self.random.random() < self.alpha
-        share = (self.alpha - UNSURE) / (SURE - UNSURE)
-        chance = SURE if self.random.random() < share else UNSURE
-        return chance, self.random.random() < chance
-
-    def serve(self, pace: Pace, requests: int = 1, length: int = 100) -> None:
-        for _ in range(requests):
-            self._request(pace, length)
-
-    def _request(self, pace: Pace, length: int) -> None:
-        self.emitted += length
-        if pace.is_plain():
-            times = [self._takes(TARGET) for _ in range(length)]
-            pace.timed(RoundTime(seconds=sum(times) / length, rounds=length))
-            pace.ended()
-            return
-        left, before = length, None
-        while left > 0:
-            if before is not None:
-                pace.timed(before)
-            pace.begin()
-            tokens: list[tuple[float, bool]] = []
-            times: list[float] = []
-            while len(tokens) < left - 1 and pace.next(()) == DRAFT:
-                tokens.append(self._token())
-                times.append(self._takes(self.draft))
-                pace.drafted(1, tokens[-1][0])
-            verifying = self._takes(TARGET + PER_TOKEN * len(tokens))
-            accepted = sum(1 for _ in itertools.takewhile(lambda token: token[1], tokens))
-            # The first round reads the prompt.
-            seconds = None if before is None else sum(times) + verifying
-            before = RoundTime(len(tokens), len(times), sum(times), seconds)
-            pace.judged(accepted, [1] * (accepted + 1))
-            left -= accepted + 1
-        if before is not None:
-            pace.timed(before)
-        pace.ended()
-
-    def rate_of(self, serve: Any) -> float:
-        """Tokens a second while `serve` runs."""
-        emitted, seconds = self.emitted, self.seconds
-        serve()
-        return (self.emitted - emitted) / (self.seconds - seconds)
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (models.TableModel(models.TableConfig(VOCAB, POSITIONS)).eval() for _ in range(2))
+    tokens = torch.randint(VOCAB, (POSITIONS,), generator=generator)
+    is_right = torch.rand(POSITIONS, generator=generator) < alpha
+    if hard:
+        is_right[POSITIONS // 2 :] = False
+    strength = torch.where(is_right, 9.0, 2.0) if tells else torch.rand(POSITIONS, generator=generator) * 8 + 1
+    places = torch.arange(POSITIONS)
+    with torch.no_grad():
+        target.by_position[places, tokens] = 9.0
+        draft.by_position[places, (tokens + ~is_right) % VOCAB] = strength
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(candidates="draft", update_strategy="manual"))
+    set_costs(assistant, draft_seconds)
+    return assistant
 
 
-def rate(alpha: float, draft: float, k: int) -> float:
-    """Tokens a second by the cost model."""
-    return expected_block_efficiency(alpha, k) / (TARGET + k * (PER_TOKEN + draft))
+def set_costs(assistant: OnlineAssistant, draft_seconds: float) -> Clock:
+    assert assistant.drafting is not None
+    clock = assistant.drafting.clock = Clock({assistant.target: 1.0, assistant.draft: draft_seconds})
+    return clock
 
 
-def best_fixed(alpha: float, draft: float) -> int:
-    return max(range(33), key=lambda k: rate(alpha, draft, k))
-
-
-def settled(world: World, requests: int = 20) -> Pacer:
-    pacer = Pacer()
+def rate_of(assistant: OnlineAssistant, requests: int, length: int = 60, half: int = 0, **settings: Any) -> float:
+    """Serve requests that begin at any position; return the number of tokens per second."""
+    clock: Any = assistant.drafting.clock  # type: ignore[union-attr]
+    began = clock()
     for _ in range(requests):
-        world.serve(pacer.pace())
-    return pacer
+        start = random.randrange(4, POSITIONS // 2 - length) + half * POSITIONS // 2
+        ids = torch.ones(1, start, dtype=torch.long)
+        how = models.greedy(ids, max_new_tokens=length, learn=False, **settings)
+        assert assistant.generate(ids, **how).shape[1] == start + length
+    return float(requests * length / (clock() - began))
 
 
-# --- finding k ------------------------------------------------------------------------------------------------------
+def expected_rate(alpha: float, draft_seconds: float, k: int) -> float:
+    return expected_block_efficiency(alpha, k) / (1 + k * draft_seconds)
 
 
-@pytest.mark.parametrize("draft", [0.05, 0.15, 0.4])
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.85])
-def test_the_plan_is_the_best_fixed_k(alpha: float, draft: float) -> None:
-    world = World(alpha, draft)
-    pacer = settled(world)
-    best = best_fixed(alpha, draft)
-    found = []
-    for _ in range(20):
-        world.serve(pacer.pace())
-        found.append(pacer.plan().k)
-    middle = sorted(found)[len(found) // 2]
-    assert abs(middle - best) <= 1
-    assert rate(alpha, draft, middle) > 0.98 * rate(alpha, draft, best)
+@pytest.mark.parametrize(
+    ("alpha", "draft_seconds", "bad_luck"),
+    [(0.3, 0.05, 0.0), (0.5, 0.15, 0.0), (0.7, 0.4, 0.0), (0.85, 0.15, 0.0), (0.85, 0.15, BAD_LUCK)],
+)
+def test_the_plan_is_near_the_best_number(alpha: float, draft_seconds: float, bad_luck: float) -> None:
+    assistant = assistant_of(alpha, draft_seconds)
+    assistant.drafting.clock.bad_luck = bad_luck  # type: ignore[union-attr]
+    rate_of(assistant, 30)
+    plan = assistant.drafting_plan()
+    assert plan is not None
+    print(plan, [expected_rate(alpha, draft_seconds, k) for k in range(12)])
+    best = max(expected_rate(alpha, draft_seconds, k) for k in range(33))
+    assert expected_rate(alpha, draft_seconds, plan.k) > 0.95 * best
+    assert plan.alpha == pytest.approx(alpha, abs=0.1)
+    assert plan.draft_seconds == pytest.approx(draft_seconds, rel=0.3)
+    assert plan.plain_seconds == pytest.approx(1.0, rel=0.3)
 
 
-@pytest.mark.parametrize(("alpha", "draft"), [(0.6, 0.1), (0.75, 0.1), (0.75, 0.25)])
-def test_where_confidence_tells_rounds_end_by_it(alpha: float, draft: float) -> None:
-    world = World(alpha, draft, tells=True)
-    pacer = settled(world, 40)
-    measured = world.rate_of(lambda: [world.serve(pacer.pace()) for _ in range(60)])
-    fixed = {}
-    for k in range(1, 13):
-        other = World(alpha, draft, tells=True, seed=k)
-        fixed[k] = other.rate_of(lambda other=other, k=k: other.serve(FixedPace(k), 60))
-    best = max(fixed.values())
-    assert measured > 1.02 * best
+def test_rounds_end_by_the_drafts_confidence_where_it_tells() -> None:
+    assistant = assistant_of(0.7, 0.1, tells=True)
+    rate_of(assistant, 15)
+    ours = rate_of(assistant, 15)
+    fixed = [rate_of(assistant, 8, num_assistant_tokens=k) for k in range(1, 9)]
+    print(ours, fixed)
+    assert ours > 1.02 * max(fixed)
 
 
 def test_costs_are_followed() -> None:
-    world = World(0.75, 0.05)
-    pacer = settled(world)
-    cheap = pacer.plan()
-    world.draft = 0.6
-    for _ in range(60):
-        world.serve(pacer.pace())
-    dear = pacer.plan()
+    assistant = assistant_of(0.75, 0.05)
+    rate_of(assistant, 10)
+    cheap = assistant.drafting_plan()
+    set_costs(assistant, 0.6)
+    rate_of(assistant, 30)
+    dear = assistant.drafting_plan()
+    assert cheap is not None and dear is not None
+    print(cheap, dear)
     assert cheap.k - dear.k >= 3
-    assert abs(dear.k - best_fixed(0.75, 0.6)) <= 1
 
 
-@pytest.mark.parametrize("alpha", [0.5, 0.85])
-def test_a_busy_machine_does_not_spoil_the_costs(alpha: float) -> None:
-    world = World(alpha, 0.15, spikes=0.003)
-    pacer = settled(world, 40)
-    plan = pacer.plan()
-    assert rate(alpha, 0.15, plan.k) > 0.95 * rate(alpha, 0.15, best_fixed(alpha, 0.15))
-    assert plan.draft_seconds == pytest.approx(0.15, rel=0.3)
-    assert plan.plain_seconds == pytest.approx(TARGET, rel=0.3)
+@pytest.mark.parametrize(("alpha", "draft_seconds"), [(0.05, 0.3), (0.9, 3.0)])
+def test_a_draft_that_does_not_pay_costs_little(alpha: float, draft_seconds: float) -> None:
+    assistant = assistant_of(alpha, draft_seconds)
+    rate_of(assistant, 15)
+    plan = assistant.drafting_plan()
+    assert plan is not None and (plan.speculates, plan.k) == (False, 0)
+    found = rate_of(assistant, 60)
+    print(found)
+    assert found > 0.95
 
 
-# --- when speculation loses -----------------------------------------------------------------------------------------
+def test_speculation_returns_once_it_pays() -> None:
+    settings = {"num_assistant_tokens": "auto", "candidates": "draft", "optimizer": "adamw", "learning_rate": 0.3}
+    assistant = models.assistant_of(*(models.bigram(seed, sharpness=3.0) for seed in (0, 1)), **settings)
+    set_costs(assistant, 0.3)
 
+    def serve(requests: int) -> bool:
+        for start in range(requests):
+            ids = torch.tensor([[start % 5]])
+            assistant.generate(ids, **models.greedy(ids, max_new_tokens=60))
+        plan = assistant.drafting_plan()
+        assert plan is not None
+        print(plan)
+        return plan.speculates
 
-@pytest.mark.parametrize("length", [20, 100])
-@pytest.mark.parametrize(("alpha", "draft"), [(0.0, 0.1), (0.05, 0.3), (0.3, 0.9), (0.9, 3.0)])
-def test_a_draft_that_does_not_pay_costs_little(alpha: float, draft: float, length: int) -> None:
-    world = World(alpha, draft)
-    pacer = settled(world)
-    assert not pacer.plan().speculates
-    assert pacer.plan().k == 0
-    measured = world.rate_of(lambda: [world.serve(pacer.pace(), length=length) for _ in range(400)])
-    assert measured * TARGET > 0.97
-    assert not pacer.plan().speculates
-
-
-@pytest.mark.parametrize("length", [20, 100])
-def test_speculation_comes_back_once_it_pays(length: int) -> None:
-    world = World(0.05, 0.2)
-    pacer = settled(world)
-    for _ in range(50):
-        world.serve(pacer.pace(), length=length)
-    assert not pacer.plan().speculates
-    world.alpha = 0.85
-    requests = 0
-    while not pacer.plan().speculates and requests * length < 40_000:
-        pacer.draft_changed()
-        world.serve(pacer.pace(), length=length)
-        requests += 1
-    assert pacer.plan().speculates
-    for _ in range(4000 // length):
-        world.serve(pacer.pace(), length=length)
-    assert pacer.plan().alpha == pytest.approx(0.85, abs=0.1)
-    assert rate(0.85, 0.2, pacer.plan().k) > 0.95 * rate(0.85, 0.2, best_fixed(0.85, 0.2))
-
-
-# --- what is known --------------------------------------------------------------------------------------------------
-
-
-def test_costs_are_measured_in_the_first_rounds() -> None:
-    world = World(0.7, 0.2)
-    pacer = Pacer()
-    plan = pacer.plan()
-    assert plan.speculates
-    assert plan.draft_seconds is plan.plain_seconds is None
-    pace = pacer.pace()
-    assert not pace.is_plain()
-    world.serve(pace, length=60)
-    plan = pacer.plan()
-    assert plan.draft_seconds == pytest.approx(0.2, rel=0.2)
-    assert plan.plain_seconds == pytest.approx(TARGET, rel=0.2)
+    assert not serve(20)
+    assistant.update(20)
+    assert serve(20)
 
 
 def test_domains_share_costs_and_nothing_else() -> None:
-    pacer = Pacer()
-    easy, hard = World(0.9, 0.2), World(0.0, 0.2)
-    for _ in range(20):
-        easy.serve(pacer.pace("easy"))
-        hard.serve(pacer.pace("hard"))
-    assert pacer.plan("easy").speculates
-    assert pacer.plan("easy").alpha > 0.8
-    assert not pacer.plan("hard").speculates
-    assert pacer.plan("hard").alpha < 0.2
-    other = pacer.plan("other")
+    assistant = assistant_of(0.9, 0.2, hard=True)
+    for _ in range(12):
+        rate_of(assistant, 1, domain="easy")
+        rate_of(assistant, 1, half=1, domain="hard")
+    easy, hard, other = map(assistant.drafting_plan, ("easy", "hard", "other"))
+    assert easy is not None and hard is not None and other is not None
+    print(easy, hard, other)
+    assert easy.speculates and easy.alpha > 0.8
+    assert not hard.speculates and hard.alpha < 0.2
     assert other.examined < 10
     assert 0.4 < other.alpha < 0.8
-    assert other.draft_seconds == pacer.plan("easy").draft_seconds == pytest.approx(0.2, rel=0.2)
+    assert other.draft_seconds == easy.draft_seconds == pytest.approx(0.2, rel=0.2)
 
 
-# --- what once went wrong -------------------------------------------------------------------------------------------
-
-
-def test_a_token_takes_what_the_best_way_to_it_takes() -> None:
-    pacer = Pacer()
-    assert pacer.token_seconds(0.5) is None
-    for _ in range(40):
-        for k in (1, 2, 4, 8):  # 10 ms a plain round, 12 and 1 a drafted token otherwise
-            pacer.costs.add(RoundTime(seconds=0.010))
-            pacer.costs.add(RoundTime(k, k, 0.001 * k, 0.012 + 0.001 * k))
-    plain = pacer.token_seconds(0.0)
-    assert plain == pytest.approx(0.010, rel=0.05)
-    assert pacer.token_seconds(0.1) == plain  # drafting would lose
-    found = [pacer.token_seconds(alpha) for alpha in (0.5, 0.7, 0.9)]
-    best = [min((0.012 + 0.001 * k) / expected_block_efficiency(a, k) for k in range(1, 33)) for a in (0.5, 0.7, 0.9)]
-    assert found == pytest.approx(best, rel=0.05)
+def test_there_is_a_plan_with_auto_only() -> None:
+    assert models.assistant_of(*models.pair()).drafting_plan() is None
+    plan = assistant_of(0.7, 0.2).drafting_plan()
+    assert plan is not None
+    assert plan.speculates and plan.draft_seconds is plan.plain_seconds is None

@@ -1,12 +1,9 @@
-"""The draft vocabulary: which tokens are in use, and drafts that choose among these alone."""
+"""Drafts that choose among the tokens in use alone."""
 
-import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 from models import VOCAB
@@ -14,66 +11,9 @@ from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, 
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
-from osd_hf.decoding.generator import LeanDrafting
-from osd_hf.decoding.vocabulary import TrafficVocabulary
-from osd_hf.trace import bare_trace
-
-FULL = 1 << 14
 
 
-def request(emitted: Any, likely: Any = (), prompt: Any = (1,), vocab_size: int = FULL) -> Trace:
-    """One in which the target has emitted these tokens, and has found others likely at each position."""
-    emitted, others = np.asarray(emitted, np.int32), np.asarray(likely, np.uint16)
-    bare = bare_trace(prompt, emitted, vocab_size)
-    if not len(others):
-        return bare
-    rows = (len(emitted), len(others))
-    logits = np.broadcast_to(-0.1 * np.arange(len(others), dtype=np.float16), rows)
-    tail = np.full(len(emitted), -9.0, np.float32)
-    return replace(bare, top_ids=np.broadcast_to(others, rows), top_logits=logits, tail_logprob=tail)
-
-
-def traffic(low: int, high: int, requests: int, seed: int = 0) -> list[Trace]:
-    rng = np.random.default_rng(seed)
-    return [request(rng.integers(low, high, 100)) for _ in range(requests)]
-
-
-# --- which tokens ---------------------------------------------------------------------------------------------------
-
-
-def test_the_fewest_tokens_are_chosen_that_make_up_what_comes() -> None:
-    known = TrafficVocabulary()
-    sizes = []
-    for trace in traffic(10_000, 11_000, 100):
-        known.add(trace)
-        sizes.append(None if known.chosen is None else len(known.chosen))
-    assert sizes[:16] == [None] * 16  # a thousand tokens have not been seen yet
-    assert sizes[-1] == 2048
-    assert known.chosen is not None
-    assert set(range(10_000, 11_000)) < set(known.chosen.tolist())
-    assert known.chosen.tolist()[:100] == list(range(100))  # the rest are the most frequent of any text
-
-
-# --- the restricted draft -------------------------------------------------------------------------------------------
-
-SOME = np.array([2, 3, 5, 8, 13, 21, 34, 55])
-
-
-def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogCaptureFixture) -> None:
-    drafts = [models.build("bart"), models.bigram(0)]
-    with caplog.at_level(logging.WARNING):
-        for draft in drafts:
-            drafting = LeanDrafting(draft, "auto")
-            for _ in range(3):
-                drafting.restrict(SOME % draft.config.vocab_size)
-                assert drafting.token_ids is None
-    assert caplog.text.count("keeps its full vocabulary") == 2
-
-
-# --- serving --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies of tests are worth restricting, at once."""
     values = {"MIN_VOCAB_SIZE": 1, "SIZES": (VOCAB // 4, VOCAB // 2), "RANK_EVERY": 2, "MIN_EMITTED_TOKENS": 1,
@@ -98,7 +38,6 @@ def whole_heads(assistant: OnlineAssistant) -> list[int]:
     return rows
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "t5"])
 def test_greedy_answers_are_the_targets_and_what_is_drafted_is_in_use(architecture: str) -> None:
     target = models.build(architecture, **models.SHALLOW[architecture])
@@ -131,7 +70,6 @@ def test_greedy_answers_are_the_targets_and_what_is_drafted_is_in_use(architectu
     assert plan.vocab_size in (VOCAB // 4, VOCAB // 2)
 
 
-@pytest.mark.usefixtures("small")
 def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SIZES", (3,))
     monkeypatch.setattr(vocabulary, "MAX_LOSS", 1.0)
@@ -147,8 +85,7 @@ def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.Monke
     assert 0.2 < assistant.stats.alpha < 0.95
 
 
-@pytest.mark.usefixtures("small")
-def test_a_fixed_number_of_tokens_is_drafted_among_all(small: None) -> None:
+def test_a_fixed_number_of_tokens_is_drafted_among_all() -> None:
     target = models.build()
     assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
     for ids in models.prompts(4) * 3:
@@ -169,7 +106,13 @@ def served(assistant: OnlineAssistant, domain: str | None = None) -> list[int | 
     return sizes
 
 
-@pytest.mark.usefixtures("small")
+def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogCaptureFixture) -> None:
+    assistant = assistant_of(*models.pair("bart"), update_strategy="manual")
+    assert set(served(assistant)) == {None}
+    assert assistant.stats.accepted > 0
+    assert sum("vocabulary" in message for message in caplog.messages) == 1
+
+
 def test_each_domain_has_its_tokens_and_their_base_has_all() -> None:
     target = models.build()
     assistant = assistant_of(target, models.draft_of(target, noise=0.1), router=LabelRouter(), update_interval=2)
@@ -177,7 +120,6 @@ def test_each_domain_has_its_tokens_and_their_base_has_all() -> None:
     assert set(served(assistant)) == {None}
 
 
-@pytest.mark.usefixtures("small")
 def test_a_session_knows_the_tokens_in_use(tmp_path: Path) -> None:
     target = models.build()
     draft = models.draft_of(target)

@@ -383,10 +383,17 @@ def arguments_of(target: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma3"])
-def test_rounding_in_half_precision_is_no_cause(architecture: str, dtype: torch.dtype) -> None:
+def test_targets_in_half_precision_are_served_with_speculation(
+    architecture: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     for seed in range(3):
         target = models.build(architecture, seed).to(dtype)
-        assert limits_of(target, models.prompt(9), arguments_of(target)) == UNLIMITED
+        assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
+        for batch in (inputs(9), inputs(6, 4)):
+            before = assistant.stats.drafted
+            assistant.generate(**batch, do_sample=False, max_new_tokens=10)
+            assert assistant.stats.drafted > before
+    assert "speculation" not in caplog.text  # rounding is no reason to answer without it
 
 
 def test_a_probe_changes_nothing() -> None:

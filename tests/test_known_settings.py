@@ -81,12 +81,6 @@ def test_every_argument_and_mode_of_generate_is_known() -> None:
     assert unknown("MODES of this test", {mode.name for mode in GenerationMode}, MODES) == []
 
 
-def test_every_setting_that_a_trace_keeps_is_served() -> None:
-    from osd_hf.decoding.request import SAMPLING_FIELDS
-
-    assert set(SAMPLING_FIELDS) <= SERVED
-
-
 # --- the next minor release, modelled -------------------------------------------------------------------------------
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import pickle
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -30,28 +33,13 @@ def ask(generate: Callable[..., Any], ids: torch.Tensor, **kwargs: Any) -> list[
     return answer
 
 
-class Thread:
-    """A thread whose error is raised where it is joined; in a copy of the context where one is inherited."""
+POOL = ThreadPoolExecutor(16)
 
-    def __init__(self, work: Callable[[], Any], *, inherits: bool = False) -> None:
-        self.outcome: Any = None
-        self.error: BaseException | None = None
-        run = contextvars.copy_context().run if inherits else contextvars.Context().run
-        self.thread = threading.Thread(target=run, args=(self._run, work), daemon=True)
-        self.thread.start()
 
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self.outcome = work()
-        except BaseException as error:  # noqa: BLE001  # raised by `join`
-            self.error = error
-
-    def join(self) -> Any:
-        self.thread.join(LONG)
-        assert not self.thread.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.outcome
+def in_thread(work: Callable[[], Any], *, inherits: bool = False) -> Future[Any]:
+    """Run a function in another thread, with a copy of this thread's context where one is inherited."""
+    run = contextvars.copy_context().run if inherits else contextvars.Context().run
+    return POOL.submit(run, work)
 
 
 class Gate:
@@ -73,9 +61,9 @@ class Gate:
         pass
 
     @contextmanager
-    def held(self, thread: Thread) -> Iterator[None]:
+    def held(self, thread: Future[Any]) -> Iterator[None]:
         """Inside, the request of that thread stands at the gate; it is let on at the end."""
-        assert self.reached.wait(LONG) or thread.join()
+        assert self.reached.wait(LONG) or thread.result(LONG)
         try:
             yield
         finally:
@@ -101,34 +89,24 @@ def heard(kind: str, assistant: OnlineAssistant, traces: list[Trace]) -> int:
 
 @pytest.mark.parametrize("kind", LISTENERS)
 @pytest.mark.parametrize("piece", [PROMPT_SEEN, FIRST_ROUND_DONE])
-def test_an_unbound_request_goes_on_when_the_last_listener_leaves(kind: str, piece: int) -> None:
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_unbound_request_goes_on_when_a_listener_leaves_or_comes(kind: str, piece: int, leaves: bool) -> None:
     assistant = OnlineAssistant(*models.pair(), config=MANUAL)
     target, ids, gate = assistant.target, models.prompt(), Gate(piece)
     own = ask(target.generate, ids)
     traces: list[Trace] = []
     with ExitStack() as stack:
-        stack.enter_context(listening(kind, assistant, traces.append))
-        thread = Thread(lambda: ask(target.generate, ids, assistant_model=assistant.draft, streamer=gate))
-        with gate.held(thread):
-            stack.close()
-        assert thread.join() == own
-    assert heard(kind, assistant, traces) == 0
-
-
-@pytest.mark.parametrize("kind", LISTENERS)
-@pytest.mark.parametrize("piece", [PROMPT_SEEN, FIRST_ROUND_DONE])
-def test_an_unbound_request_goes_on_when_a_listener_comes(kind: str, piece: int) -> None:
-    assistant = OnlineAssistant(*models.pair(), config=MANUAL)
-    target, ids, gate = assistant.target, models.prompt(), Gate(piece)
-    own = ask(target.generate, ids)
-    traces: list[Trace] = []
-    thread = Thread(lambda: ask(target.generate, ids, assistant_model=assistant.draft, streamer=gate))
-    with ExitStack() as stack:
-        with gate.held(thread):
+        if leaves:
             stack.enter_context(listening(kind, assistant, traces.append))
-            assert ask(target.generate, ids, assistant_model=assistant.draft) == own
-        assert thread.join() == own
-    assert heard(kind, assistant, traces) == 1
+        thread = in_thread(lambda: ask(target.generate, ids, assistant_model=assistant.draft, streamer=gate))
+        with gate.held(thread):
+            if leaves:
+                stack.close()
+            else:
+                stack.enter_context(listening(kind, assistant, traces.append))
+                assert ask(target.generate, ids, assistant_model=assistant.draft) == own
+        assert thread.result(LONG) == own
+    assert heard(kind, assistant, traces) == (not leaves)
 
 
 # --- who outlives a block -------------------------------------------------------------------------------------------
@@ -153,11 +131,11 @@ def test_a_thread_that_outlives_the_block_is_answered_and_not_heard(
         if others_listen:
             stack.enter_context(capture_traces(target, lambda trace: None))
         with listening(kind, assistant, traces.append):
-            thread = Thread(serve, inherits=True)
+            thread = in_thread(serve, inherits=True)
             assert gate.reached.wait(LONG)
         with gate.held(thread):
             assert heard(kind, assistant, traces) == 1
-        assert thread.join() == [own] * 3
+        assert thread.result(LONG) == [own] * 3
     assert heard(kind, assistant, traces) == 1
 
 
@@ -172,9 +150,9 @@ def test_an_inner_block_that_has_ended_does_not_hide_the_outer_one() -> None:
 
     with assistant.attached(domain="outer"):
         with assistant.attached(domain="inner"):
-            thread = Thread(serve, inherits=True)
+            thread = in_thread(serve, inherits=True)
         ready.set()
-        assert thread.join() == ask(target.generate, ids)
+        assert thread.result(LONG) == ask(target.generate, ids)
     assert set(assistant.stats_by_domain) == {"outer"}
 
 
@@ -193,15 +171,14 @@ def test_requests_under_way_when_an_assistant_is_closed_are_answered_and_not_lea
         with assistant.attached():
             return [ask(target.generate, ids, assistant_model=assistant.draft, **s) for s in ({}, streamed, {})]
 
-    thread = Thread(serve)
+    thread = in_thread(serve)
     with gate.held(thread):
         assistant.close()
-        learned = [len(assistant.store or ()), assistant._learner.requests[None].requests_waiting]
-        assert learned == [1, 1]
-    assert thread.join() == [own] * 3
+        assert len(assistant.store or ()) == 1
+    assert thread.result(LONG) == [own] * 3
     with assistant.attached():
         assert ask(target.generate, ids, assistant_model=assistant.draft) == own
-    assert [len(assistant.store or ()), assistant._learner.requests[None].requests_waiting] == learned
+    assert len(assistant.store or ()) == 1
 
 
 # --- coming and leaving ---------------------------------------------------------------------------------------------
@@ -227,20 +204,16 @@ def test_blocks_may_be_left_in_another_order_than_entered() -> None:
 # --- all at once ----------------------------------------------------------------------------------------------------
 
 
-def storm(threads: int, requests: int, *, architecture: str = "llama", new_tokens: int = 6) -> dict[str, int]:
-    """
-    Serve `requests` requests from `threads` threads on one target: captured, attached, through the assistant and with
-    nobody listening, with deep copies and pickles of the target in between. Asserts that every answer is the target's
-    own and that nothing of a listener is left on the target; returns what was done, how often.
-    """
-    target, draft = models.pair(architecture)
+def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers() -> None:
+    """Requests are captured, attached, through the assistant, and with nobody listening, with copies of the target in
+    between. Nothing of a listener is left on the target."""
+    threads, requests, new_tokens = 8, 48, 6
+    target, draft = models.pair()
     cls, loop, attributes = type(target), GenerationMixin._assisted_decoding, set(vars(target))
-    assistant = OnlineAssistant(target, draft, config=MANUAL)
+    assistant = OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual"))  # past text as well
     prompts = models.prompts(12)
     own = [ask(target.generate, ids, max_new_tokens=new_tokens) for ids in prompts]
-    done: list[str] = []
-    delivered: list[tuple[str, int]] = []
-    begin = threading.Barrier(threads)
+    done, begin = Counter[str](), threading.Barrier(threads)
 
     def serve(worker: int) -> None:
         chance = random.Random(worker)
@@ -248,48 +221,33 @@ def storm(threads: int, requests: int, *, architecture: str = "llama", new_token
         begin.wait(LONG)
         for number in range(worker, requests, threads):
             pick = number % len(prompts)
-            ids, traces = prompts[pick], list[Trace]()
-            settings: dict[str, Any] = {"max_new_tokens": new_tokens}
+            ids, traces, settings = prompts[pick], list[Trace](), {"max_new_tokens": new_tokens}
             kind = chance.choice(["captured", "attached", "assistant", "both", "unbound", "alone"])
-            if kind == "captured":
-                with capture_traces(target, traces.append):
-                    answer = ask(target.generate, ids, assistant_model=mine, **settings)
-            elif kind == "attached":
-                with assistant.attached():
-                    answer = ask(target.generate, ids, assistant_model=assistant.draft, **settings)
-            elif kind == "assistant":
-                answer = ask(assistant.generate, ids, **settings)
-            elif kind == "both":
-                with capture_traces(target, traces.append):
-                    answer = ask(assistant.generate, ids, **settings)
-            elif kind == "unbound":
-                answer = ask(target.generate, ids, assistant_model=mine, **settings)
-            else:
-                answer = ask(target.generate, ids, **settings)
+            generate = assistant.generate if kind in ("assistant", "both") else target.generate
+            drafts = {"captured": mine, "unbound": mine, "attached": assistant.draft}
+            own_draft = {"assistant_model": drafts[kind]} if kind in drafts else {}
+            with ExitStack() as stack:
+                if kind in ("captured", "both"):
+                    stack.enter_context(capture_traces(target, traces.append))
+                elif kind == "attached":
+                    stack.enter_context(assistant.attached())
+                answer = ask(generate, ids, **settings, **own_draft)
             assert answer == own[pick], kind
             assert len(traces) == (kind in ("captured", "both"))
             for trace in traces:
                 assert trace.completion_ids.tolist() == own[pick][-new_tokens:]
-            done.append(kind)
-            delivered.extend((kind, len(t)) for t in traces)
+            done[kind] += 1
             if number % 5 == 0:
                 other = copy.deepcopy(target) if chance.random() < 0.5 else pickle.loads(pickle.dumps(target))
                 assert type(other) is cls
                 with capture_traces(other, traces.append):
                     assert ask(other.generate, ids, assistant_model=mine, **settings) == own[pick]
-                done.append("copied")
+                done["copied"] += 1
 
-    started = [Thread(lambda worker=worker: serve(worker)) for worker in range(threads)]  # type: ignore[misc]
-    for thread in started:
-        thread.join()
+    for thread in [in_thread(functools.partial(serve, worker)) for worker in range(threads)]:
+        thread.result(LONG)
     assert type(target) is cls
     assert set(vars(target)) == attributes
     assert GenerationMixin._assisted_decoding is loop
-    counts = {kind: done.count(kind) for kind in sorted(set(done))}
-    assert sum(counts.values()) - counts["copied"] == requests
-    assert assistant.stats.num_requests == counts["attached"] + counts["assistant"] + counts["both"]
-    return counts
-
-
-def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers() -> None:
-    print(storm(threads=8, requests=48))
+    assert done.total() - done["copied"] == requests
+    assert assistant.stats.num_requests == done["attached"] + done["assistant"] + done["both"]
