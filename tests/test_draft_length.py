@@ -73,10 +73,9 @@ def expected_rate(alpha: float, draft_seconds: float, k: int) -> float:
 def test_the_plan_is_near_the_best_number(alpha: float, draft_seconds: float, bad_luck: float) -> None:
     assistant = assistant_of(alpha, draft_seconds)
     assistant.drafting.clock.bad_luck = bad_luck  # type: ignore[union-attr]
-    rate_of(assistant, 30)
+    rate_of(assistant, 16)
     plan = assistant.drafting_plan()
     assert plan is not None
-    print(plan, [expected_rate(alpha, draft_seconds, k) for k in range(12)])
     best = max(expected_rate(alpha, draft_seconds, k) for k in range(33))
     assert expected_rate(alpha, draft_seconds, plan.k) > 0.95 * best
     assert plan.alpha == pytest.approx(alpha, abs=0.1)
@@ -86,10 +85,9 @@ def test_the_plan_is_near_the_best_number(alpha: float, draft_seconds: float, ba
 
 def test_rounds_end_by_the_drafts_confidence_where_it_tells() -> None:
     assistant = assistant_of(0.7, 0.1, tells=True)
-    rate_of(assistant, 15)
-    ours = rate_of(assistant, 15)
-    fixed = [rate_of(assistant, 8, num_assistant_tokens=k) for k in range(1, 9)]
-    print(ours, fixed)
+    rate_of(assistant, 12)
+    ours = rate_of(assistant, 10)
+    fixed = [rate_of(assistant, 5, num_assistant_tokens=k) for k in range(2, 7)]
     assert ours > 1.02 * max(fixed)
 
 
@@ -98,10 +96,9 @@ def test_costs_are_followed() -> None:
     rate_of(assistant, 10)
     cheap = assistant.drafting_plan()
     set_costs(assistant, 0.6)
-    rate_of(assistant, 30)
+    rate_of(assistant, 20)
     dear = assistant.drafting_plan()
     assert cheap is not None and dear is not None
-    print(cheap, dear)
     assert cheap.k - dear.k >= 3
 
 
@@ -111,14 +108,12 @@ def test_a_draft_that_does_not_pay_costs_little(alpha: float, draft_seconds: flo
     rate_of(assistant, 15)
     plan = assistant.drafting_plan()
     assert plan is not None and (plan.speculates, plan.k) == (False, 0)
-    found = rate_of(assistant, 60)
-    print(found)
-    assert found > 0.95
+    assert rate_of(assistant, 40) > 0.95
 
 
 def test_speculation_returns_once_it_pays() -> None:
     settings = {"num_assistant_tokens": "auto", "candidates": "draft", "optimizer": "adamw", "learning_rate": 0.3}
-    assistant = models.assistant_of(*(models.bigram(seed, sharpness=3.0) for seed in (0, 1)), **settings)
+    assistant = models.assistant_of(models.bigram(0, sharpness=3.0), models.bigram(0, sharpness=-3.0), **settings)
     set_costs(assistant, 0.3)
 
     def serve(requests: int) -> bool:
@@ -127,7 +122,6 @@ def test_speculation_returns_once_it_pays() -> None:
             assistant.generate(ids, **models.greedy(ids, max_new_tokens=60))
         plan = assistant.drafting_plan()
         assert plan is not None
-        print(plan)
         return plan.speculates
 
     assert not serve(20)
@@ -142,7 +136,6 @@ def test_domains_share_costs_and_nothing_else() -> None:
         rate_of(assistant, 1, half=1, domain="hard")
     easy, hard, other = map(assistant.drafting_plan, ("easy", "hard", "other"))
     assert easy is not None and hard is not None and other is not None
-    print(easy, hard, other)
     assert easy.speculates and easy.alpha > 0.8
     assert not hard.speculates and hard.alpha < 0.2
     assert other.examined < 10

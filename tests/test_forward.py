@@ -286,6 +286,8 @@ def test_requests_of_two_threads_do_not_meet(untraced: None, fed: list[int]) -> 
     target = models.build(num_hidden_layers=1)
     assistant = models.assistant_of(target, copy.deepcopy(target), **BOTH)
     prompts = models.prompts(2)
+    answer(assistant.generate, prompts[0])  # compiles
+    fed.clear()
     assert served_together(assistant, prompts) == [answer(target.generate, ids) for ids in prompts]
     assert assistant.stats.alpha == 1.0
     assert len(fed) > 4
