@@ -104,7 +104,7 @@ def exactness(device: str, sizes: Sizes) -> Found:
         with OnlineAssistant(target, draft, pair.tokenizer, config) as assistant:
             for number, text in enumerate(texts):
                 ids = encode_turn(pair.tokenizer, text)
-                alone, _ = answer_greedily(target, ids, sizes.new_tokens)
+                alone = answer_greedily(target, ids, sizes.new_tokens)
                 ours = assistant.generate(**asked(ids, device, sizes.new_tokens))[0, len(ids) :].tolist()
                 outcomes.append(compare_outputs(target, ids, alone, ours))
                 if outcomes[-1] != "identical":
@@ -201,9 +201,9 @@ def speed(device: str, sizes: Sizes) -> Found:
     named = {f"alpha {alpha:g}": group for alpha, group in groups.items()}
     systems = [System("target alone", "alone"), System("target compiled", "alone", compile_target=compiles), *lean]
     systems = systems if compiles else [systems[0], *lean]
-    report = benchmark(target, systems, named, max_new_tokens=sizes.new_tokens, watched_requests=1)
+    report = benchmark(target, systems, named, max_new_tokens=sizes.new_tokens, measure_costs=True)
     kept = ("tokens_per_second", "first_token_seconds", "alpha", "outputs", "peak_bytes", "times_alone", "predicted",
-            "round", "measured_over_predicted", "measured_over_predicted_wide")  # fmt: skip
+            "round_seconds")  # fmt: skip
     found: Found = {
         dataset: {
             s.name: {k: v for k, v in report.figures(s.name, dataset).items() if k in kept} for s in report.systems
@@ -211,7 +211,7 @@ def speed(device: str, sizes: Sizes) -> Found:
         for dataset in report.answers
     }
     drafts = ("eager draft", "default", "compiled draft")
-    eager, captured, compiled = (report.rounds_of(name).to_dict()["draft_seconds"] for name in drafts)
+    eager, captured, compiled = (report.figures(name)["round_seconds"] for name in drafts)
     differing = sum(a.outcome == "differing" for s in report.systems for a in report.answers_of(s.name))
     is_exact = sizes.dtype != torch.float32 or differing == 0
     return {"holds": is_exact and (compiled < captured < eager or not compiles), "differing": differing, **found}

@@ -48,7 +48,7 @@ ALONE, COMPILED, STOCK, OURS = "target alone", "target compiled", "stock as made
 KERNELS, LOOKUP = "our kernels, no drafting", "prompt lookup, our kernels"
 TEXT, DRAFT = "ours, past text alone", "ours, learned draft alone"
 SMOKE: dict[str, Any] = {
-    "datasets": ["finance"], "requests": 6, "live": 4, "later": 4, "timed": 2, "watched": 1, "max_new_tokens": 8,
+    "datasets": ["finance"], "requests": 6, "live": 4, "later": 4, "timed": 2, "max_new_tokens": 8,
     "layers": 1, "make_steps": 2, "compile": False, "threads": 1,
 }  # fmt: skip
 
@@ -163,7 +163,7 @@ def greedily(
         System(OURS, "lean", draft, "auto", earlier=traces, **compiled(args)),
     ]
     report = benchmark(
-        pair.target, systems, {name: asked}, max_new_tokens=args.max_new_tokens, watched_requests=args.watched,
+        pair.target, systems, {name: asked}, max_new_tokens=args.max_new_tokens, measure_costs=True,
         tokenizer=pair.tokenizer, show_progress=True,
     )  # fmt: skip
     return {system.name: report.figures(system.name) for system in systems}
@@ -312,7 +312,6 @@ def settings() -> argparse.Namespace:
     parser.add_argument("--live", type=int, default=40, help="of these, the first ones, served live")
     parser.add_argument("--later", type=int, default=40, help="per data set, that acceptance is measured on")
     parser.add_argument("--timed", type=int, default=16, help="of these, the first ones, answered by all systems")
-    parser.add_argument("--watched", type=int, default=4, help="of these, for the costs that the model goes by")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--make-seconds", type=float, default=MAKE_SECONDS, help="that making the draft may take")
     parser.add_argument("--make-steps", type=int, help="of its learning, at most")

@@ -12,7 +12,7 @@ import pytest
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from osd_hf import CorrectionStore, OnlineConfig, expected_speedup, replay
+from osd_hf import CorrectionStore, OnlineConfig, replay
 from osd_hf.cli.main import main, parse
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import LearnerError
@@ -57,11 +57,6 @@ def test_help_says_the_exit_codes(command, capsys):
         main([*command, "--help"])
     assert ended.value.code == 0
     assert "exit codes: 0 done; 1" in capsys.readouterr().out
-
-
-def test_the_commands_bring_in_no_plotting_library():
-    code = "import sys, osd_hf.cli; print([n for n in ('matplotlib', 'trl', 'gradio') if n in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_the_list_of_commands_loads_no_model_library():
@@ -124,11 +119,6 @@ def test_bad_input_of_run_is_one_line_and_exits_with_2(pair, rows, tmp_path, cap
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bundled_domain_must_exist(capsys):
-    assert main(["run", "--bundled", "--domain", "poetry"]) == 2
-    assert "--domain must be one of sql, math, python, finance, got poetry" in capsys.readouterr().err
-
-
 def test_the_papers_rule_can_be_changed_by_flags(pair, rows, tmp_path, capsys):
     arguments = run_arguments(pair, rows, tmp_path / "run")
     given = [part for item in arguments.items() for part in item]
@@ -138,20 +128,21 @@ def test_the_papers_rule_can_be_changed_by_flags(pair, rows, tmp_path, capsys):
     assert config == OnlineConfig.paper(learning_rate=3e-5, num_logprobs=None).to_dict()
 
 
-@pytest.mark.parametrize(("error", "code"), [(LearnerError("no luck"), 1), (KeyboardInterrupt(), 130)])
-def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, capsys, error, code):
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (LearnerError("no luck"), 1, "osd-hf: error: no luck\n"),
+        (KeyboardInterrupt(), 130, "osd-hf: interrupted\n"),
+        (OSError(28, "disk full"), 1, "osd-hf: error: [Errno 28] disk full\n"),
+    ],
+)
+def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, capsys, error, code, said):
     def fail(*args, **kwargs):
         raise error
 
     monkeypatch.setattr("osd_hf.models.load_bundled", fail)
     assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
-    assert capsys.readouterr().err.startswith("osd-hf: ")
-
-
-def test_what_the_system_refuses_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("osd_hf.models.load_bundled", lambda: (_ for _ in ()).throw(OSError(28, "disk full")))
-    assert main(["run", "--bundled", "--output-dir", "never-made"]) == 1
-    assert capsys.readouterr().err == "osd-hf: error: [Errno 28] disk full\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_report_with_what_json_has_no_number_for_is_json():
@@ -165,7 +156,7 @@ def test_a_report_with_what_json_has_no_number_for_is_json():
 
 def test_drafts_are_scored_on_recorded_requests_overall_and_by_domain(pair, store, traces, capsys):
     drafts = [str(pair / "draft"), str(pair / "target")]
-    assert main(["bench", "--store", str(store), "--compare", *drafts, "--cost", "0.2", "--json", "-"]) == 0
+    assert main(["bench", "--store", str(store), "--compare", *drafts, "--json", "-"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert [entry["draft"] for entry in report["drafts"]] == ["draft", "target"]
@@ -175,22 +166,21 @@ def test_drafts_are_scored_on_recorded_requests_overall_and_by_domain(pair, stor
     assert static["all"]["block_efficiency"] == expected.block_efficiency
     assert static["sql"]["emitted"] + static["math"]["emitted"] == static["all"]["emitted"]
     assert report["drafts"][1]["static"]["all"]["alpha"] == 1.0
-    assert f"{expected_speedup(expected.alpha, 5, 0.2):.2f}x" in err
+    assert f"{expected.alpha:.3f}" in err
 
 
-def test_the_newest_requests_of_a_domain_are_scored(pair, store, traces, capsys):
-    arguments = ["--store", str(store), "--compare", str(pair / "draft"), "--domain", "sql", "--num-requests", "3"]
+def test_the_newest_requests_are_scored(pair, store, traces, capsys):
+    arguments = ["--store", str(store), "--compare", str(pair / "draft"), "--num-requests", "3"]
     assert main(["bench", *arguments, "--json", "-"]) == 0
     static = json.loads(capsys.readouterr().out)["drafts"][0]["static"]
-    wanted = [trace for trace in traces if trace.domain == "sql"][-3:]
-    assert static["all"]["emitted"] == sum(map(len, wanted))
+    assert static["all"]["emitted"] == sum(map(len, traces[-3:]))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--store", "{foreign}"], "is not a store of this package"),
-        (["--store", "{store}", "--domain", "poetry"], "no recordings to replay; its domains: math, sql"),
+        (["--store", "{empty}"], "no recordings to replay"),
         (["--store", "{store}", "--compare", "{padded}"], "A trace has a vocabulary of 300 tokens, the draft 320"),
     ],
 )
@@ -198,6 +188,8 @@ def test_bad_input_of_a_score_is_one_line_and_exits_with_2(pair, store, tmp_path
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
     places = {"store": store, "foreign": tmp_path / "foreign", "padded": tmp_path / "padded" / "draft"}
+    CorrectionStore(tmp_path / "empty").close()
+    places["empty"] = tmp_path / "empty"
     if "{padded}" in arguments:
         save_pair(tmp_path / "padded", vocab_size=320)
     given = [argument.format(**places) for argument in arguments]

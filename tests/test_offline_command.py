@@ -56,6 +56,11 @@ def parsed(*flags: Any) -> Any:
     return make_parser([]).parse_settings(list(map(str, flags)))
 
 
+def unchecked(*flags: Any) -> Any:
+    parser = make_parser([])
+    return parser.make_settings(parser.read(list(map(str, flags))))
+
+
 def command(folder: Path, *flags: Any, json_path: str | None = None) -> int:
     more = [] if json_path is None else ["--json", json_path]
     return distill_command(*parsed("--output-dir", folder, *more, *flags))
@@ -144,13 +149,13 @@ def test_a_file_sets_what_flags_do_not(tmp_path: Path, pair: Path, rows: Path) -
 def test_every_setting_is_a_flag_and_a_name_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "distill.yaml"
     path.write_text("eval_strategy: no\nweight_decay: 1e-2\nbf16: false\nsubset: null\nreport_to: [none]\n")
-    assert parsed("--draft", "d", f"--config={path}")[1].weight_decay == 0.01
+    assert unchecked("--draft", "d", f"--config={path}")[1].weight_decay == 0.01
     more = ["--draft", "d", "--adam-beta2", "0.9", "--save_steps", "7", "--resume-from-checkpoint", "true"]
-    settings, training = parsed(*more, "--hub-private-repo", "false", "--config", path, "--weight-decay", "0")
+    settings, training = unchecked(*more, "--hub-private-repo", "false", "--config", path, "--weight-decay", "0")
     assert (training.weight_decay, training.adam_beta2, training.save_steps) == (0, 0.9, 7)
     assert (training.eval_strategy, settings.subset) == ("no", None)
     assert (training.resume_from_checkpoint, training.hub_private_repo) == (True, False)
-    assert parsed("--draft", "d")[1].to_dict() == osd_hf.DistillConfig("osd_hf_distill").to_dict()
+    assert unchecked("--draft", "d")[1].to_dict() == osd_hf.DistillConfig("osd_hf_distill").to_dict()
 
 
 def test_a_missing_extra_names_the_pip_command(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -77,7 +77,10 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
         (["push", "--export", "new", "--draft", "."], "No card in a folder . names the target"),
         (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
         (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t is the target itself"),
-        (["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"], "leave out --before"),
+        (
+            ["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"],
+            "--bundled and --before exclude each other",
+        ),
         (["push", "me/draft", "--draft", "d", "--private", "--public"], "exclude each other"),
     ],
 )

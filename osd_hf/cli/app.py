@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from osd_hf.cli.settings import THREADS, CommandParser, Loading, flag
 from osd_hf.errors import ConfigError
+
+MODELS = "target draft dtype attn_implementation device_map quantization"  # flags about the pair
 
 
 @dataclass(frozen=True, kw_only=True)
 class AppSettings(Loading):
     """Flags of `osd-hf app`."""
 
-    _argument_group_name: ClassVar[str] = "app"
-
     pair: Literal["smollm2"] | None = flag(
-        "serve SmolLM2-135M-Instruct; the first start downloads 93 MB and makes a draft in 5 minutes", None
+        "serve SmolLM2-135M-Instruct, after a download of 93 MB and 5 minutes of training", None, excludes=MODELS
     )
     target: str | None = flag("target in place of the bundled one", None, metavar="ID|PATH")
     draft: str | None = flag("draft in place of the bundled one", None, metavar="ID|PATH")
@@ -30,7 +30,7 @@ class AppSettings(Loading):
     share: bool = flag("also serve at a public address of Gradio's; implies --public", False)
     public: bool = flag("serve strangers, who may not load models, save, push or reset what is shared", False)
     login: bool = flag(
-        "give all controls to the user `owner`, by the password in OSD_HF_APP_PASSWORD or a printed one", False
+        "give all controls to `owner`, by the password in OSD_HF_APP_PASSWORD or a new one", False, excludes="public"
     )
     output_dir: Path = flag("folder where the page saves", Path("osd_hf_app"))
     state_dir: Path | None = flag("resume from a state that the page saved (its folder session)", None, metavar="DIR")
@@ -45,12 +45,4 @@ def app_command(settings: AppSettings) -> int:
     """Serve the demo; raises ConfigError if it is not installed."""
     if importlib.util.find_spec("gradio") is None or importlib.util.find_spec("osd_hf_app") is None:
         raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
-    if settings.login and settings.public:
-        raise ConfigError("--public lets everybody in, --login only those with the password. Give one of them.")
-    others = settings.changed("target", "draft", *(f.name for f in fields(Loading) if f.name != "device"))
-    if settings.pair and others:
-        raise ConfigError(
-            f"--pair {settings.pair} names both models, and how they are loaded. Leave out {' and '.join(others)}."
-        )
-    settings.check()
     return int(importlib.import_module("osd_hf_app.launch").launch(settings))

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 import osd_hf
-from osd_hf.cli.settings import ChatRowSettings, CommandParser, Loading, Reporting, flag, lora_config, open_recorded
+from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, flag, lora_config, open_recorded
 from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, shown_settings
 from osd_hf.evaluation.display import figure, text_table
@@ -23,29 +23,27 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(ChatRowSettings, Loading, Reporting):
+class DistillSettings(RowSettings, Loading, Reporting):
     """Flags of `osd-hf distill`, besides the training arguments."""
-
-    _argument_group_name: ClassVar[str] = "distill"
 
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
     draft: str = flag("Hub id or folder of the draft, which learns in float32", metavar="ID|PATH")
     lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, minimum=1, metavar="R")
     prompts: str | None = flag(
-        "Hub data set or file with the columns prompt and perhaps completion, or messages", None, metavar="ID|FILE"
+        "data set or file with `prompt`, maybe `completion`, or `messages`", None, excludes="store", metavar="ID|FILE"
     )
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
     num_requests: int | None = flag("first N requests; by default all", None, minimum=1, metavar="N")
-    eval_prompts: str | None = flag("held-out prompts, read like --prompts", None, metavar="ID|FILE")
+    eval_prompts: str | None = flag(
+        "held-out prompts, read like --prompts", None, excludes="eval_store num_held_out", metavar="ID|FILE"
+    )
     eval_split: str = flag("split of the data set of --eval-prompts", "test", needs="eval_prompts")
-    eval_store: str | None = flag("held-out captured requests, in place of --eval-prompts", None, metavar="DIR")
+    eval_store: str | None = flag(
+        "held-out captured requests, in place of --eval-prompts", None, excludes="num_held_out", metavar="DIR"
+    )
     num_held_out: int = flag("hold out the last N requests of the data", 0, minimum=0, metavar="N")
-    resume: bool = flag("resume from the last checkpoint in the output folder", False)
 
     def check(self) -> None:
-        super().check()
-        self.check_exclusive("prompts", "store")
-        self.check_exclusive("eval_prompts", "eval_store", "num_held_out")
         if self.prompts is None and self.store is None:
             raise ConfigError("Name the data to train on: --prompts or --store.")
 
@@ -56,18 +54,13 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
         kind = osd_hf.DistillConfig
     except ImportError as error:
         raise ConfigError(str(error)) from error
-    parser = CommandParser([DistillSettings, kind], without=kind.without_meaning, **how)
+    parser = CommandParser([DistillSettings, kind], without=(*kind.without_meaning, "domain_column"), **how)
     parser.set_defaults(output_dir="osd_hf_distill")
     return parser
 
 
 def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> int:
     """Distill and report; returns the exit code."""
-    settings.check()
-    if settings.resume:
-        if config.resume_from_checkpoint:
-            raise ConfigError("Give one of --resume, the last checkpoint, and --resume-from-checkpoint.")
-        config.resume_from_checkpoint = True  # type: ignore[assignment]
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its log
         folder = Path(str(config.output_dir))
         make_folder(folder)
@@ -79,12 +72,17 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
             target = load_model(settings.target, **settings.target_loading)
             tokenizer = load_tokenizer(settings.target, **settings.fetching)
             check_tokenizers(tokenizer, own_tokenizer)
-        configs = ((draft if target is None else target).config, draft.config)
+        configs = [(draft if target is None else target).config, draft.config]
         dataset, eval_dataset = _read(settings, configs, tokenizer, config.max_new_tokens)
         result = osd_hf.distill(
-            target=target, draft=draft, dataset=dataset, eval_dataset=eval_dataset, tokenizer=tokenizer,
-            config=config, peft_config=lora_config(settings.lora_rank),
-        )  # fmt: skip
+            target=target,
+            draft=draft,
+            dataset=dataset,
+            eval_dataset=eval_dataset,
+            tokenizer=tokenizer,
+            config=config,
+            peft_config=lora_config(settings.lora_rank),
+        )
     if not result.state.is_world_process_zero:
         return 0
     result.draft.save_pretrained(folder / "draft")
@@ -109,9 +107,8 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
 
 
 def _read(
-    settings: DistillSettings, configs: tuple[PreTrainedConfig, PreTrainedConfig], tokenizer: PreTrainedTokenizerBase,
-    new_tokens: int,
-) -> tuple[list[Any], list[Any] | None]:  # fmt: skip
+    settings: DistillSettings, configs: Sequence[PreTrainedConfig], tokenizer: Any, new_tokens: int
+) -> tuple[list[Any], list[Any] | None]:
     """Return the training requests and the held-out ones, if there are any."""
 
     def requests(prompts: str | None, store: str | None, split: str, limit: int | None) -> list[Any] | None:

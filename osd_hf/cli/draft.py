@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from osd_hf.cli.settings import CommandParser, Loading, PromptSettings, Reporting, flag, open_recorded
 from osd_hf.distillation.make_draft import MadeDraft, MakeDraftConfig, train_draft
@@ -23,31 +23,19 @@ from osd_hf.utils.report import make_folder, provenance
 class DraftSettings(PromptSettings, Loading, Reporting):
     """Flags of `osd-hf draft`."""
 
-    _argument_group_name: ClassVar[str] = "draft"
-
     target: str = flag("Hub id or folder of the target", positional=True, metavar="TARGET")
     output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
-    store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
-    layers: str | None = flag(
-        "layers of the target to copy, such as 0,1,29, in place of --num-layers", None, metavar="I,J,..."
+    store: str | None = flag(
+        "recordings to train on", None, excludes="prompts chat_template chat_template_kwargs", metavar="DIR"
     )
+    layers: list[int] | None = flag("layers of the target to copy, in place of --num-layers", None, metavar="I")
 
     def check(self) -> None:
-        super().check()
         folder = self.output_dir
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder. Choose another one.")
-        self.check_exclusive("store", "prompts")
-        self.check_exclusive("device_map", "device")
-
-    def with_layers(self, config: MakeDraftConfig) -> MakeDraftConfig:
-        """Return the configuration with `--layers`; raises ConfigError."""
-        if self.layers is None:
-            return replace(config, layers=None)
-        try:
-            return replace(config, layers=tuple(int(number) for number in self.layers.split(",")))
-        except ValueError as error:
-            raise ConfigError(f"--layers must be numbers with commas between them, got {self.layers!r}.") from error
+        if self.device and self.device_map:
+            raise ConfigError("--device and --device-map exclude each other: give one of them.")
 
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
@@ -57,8 +45,8 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     """Make and save a draft, and report its value; returns the exit code."""
-    settings.check()
-    config = settings.with_layers(config)
+    if settings.layers:
+        config = replace(config, layers=tuple(settings.layers))
     target = load_model(settings.target, **settings.target_loading)
     tokenizer = load_tokenizer(settings.target, **settings.fetching)
     make_folder(settings.output_dir)
@@ -71,7 +59,7 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
         domains = sorted({trace.domain for trace in requests["traces"] if trace.domain is not None})
     else:
         room = prompt_room(target.config, target.config, config.max_new_tokens)
-        encoded = settings.encode_prompts(tokenizer, room, limit=settings.num_requests, seed=config.seed)
+        encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
         requests = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
     version = target_version(target)
@@ -79,11 +67,8 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     facts = facts_of(target, target, domains, _card_facts(made))
     facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)
-    rows = [
-        [str(t["layers"]), figure(t["c"], 2), figure(t["alpha_before"]), figure(t["alpha"]), figure(t["speedup"], 2),
-         figure(t["promised"], 2)]
-        for t in made.trials
-    ]  # fmt: skip
+    digits = {"c": 2, "alpha_before": 3, "alpha": 3, "speedup": 2, "promised": 2}
+    rows = [[str(t["layers"]), *(figure(t[name], n) for name, n in digits.items())] for t in made.trials]
     if rows:
         header = ["layers tried", "cost", "alpha before", "after the trial", "expected", "in the end"]
         settings.say(text_table(header, rows) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from osd_hf.utils.report import installed, provenance
 PACKAGES = "osd_hf torch transformers peft trl accelerate gradio datasets huggingface_hub bitsandbytes torchao".split()
 PLACES = ("device", "learner", "host")
 QUANTIZATIONS: dict[int, dict[str, bool]] = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}
-WITHOUT_EFFECT = ("text_scope", "compile_draft", "compile_target", "divergence", "learn_from", "replay_fraction",
-                  "learning_rate", "steps_per_update", "update_interval", "update_strategy", "seed")  # fmt: skip
+HAVE_EFFECT = ("num_assistant_tokens", "candidates", "num_logprobs", "batch_size", "buffer_size", "learner_device")
+HAVE_EFFECT += ("optimizer", "weight_average", "gate")  # on the memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class EnvSettings(Versions, Reporting):
     """Flags of `osd-hf env`."""
 
     models: list[str] | None = flag(
-        "target and draft of a memory plan, from their configurations", None, positional=True, metavar="MODEL"
+        "target and draft of a memory plan", None, positional=True, nargs="*", metavar="MODEL"
     )
     target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto", needs="models")
     draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto", needs="models")
@@ -44,32 +44,24 @@ class EnvSettings(Versions, Reporting):
     device_memory: str | None = flag(
         "memory of the device, such as 24GB or 80GiB, to see what fits", None, needs="models", metavar="SIZE"
     )
-    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, metavar="N")
-    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, metavar="N")
+    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, needs="models", metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, needs="models", metavar="N")
     rows: int = flag("prompts per request", 1, minimum=1, needs="models", metavar="N")
-    paper: bool = flag(PAPER, False)
-
-    def device_bytes(self) -> int | None:
-        """Return the memory of the device; raises ConfigError."""
-        if self.device_memory is None:
-            return None
-        try:
-            return int(convert_file_size_to_int(self.device_memory))
-        except ValueError as error:
-            rule = "a size such as 24GB or 80GiB"
-            raise ConfigError(f"--device-memory must be {rule}, got {self.device_memory!r}.") from error
+    paper: bool = flag(PAPER, False, needs="models")
 
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    return learning_parser(EnvSettings, arguments, without=WITHOUT_EFFECT, **how)
+    without = {field.name for field in fields(OnlineConfig)} - set(HAVE_EFFECT)
+    return learning_parser(EnvSettings, arguments, without=without, **how)
 
 
 def env_command(settings: EnvSettings, config: OnlineConfig) -> int:
     """Show the environment, or the memory plan of the named models; returns the exit code."""
-    settings.check()
     if settings.models:
         return _plan(settings, config)
+    if config != OnlineConfig():
+        raise ConfigError("Settings of learning are for the memory plan of two MODELs: name them.")
     origin = provenance()
     set_threads, kind = os.environ.get("OMP_NUM_THREADS", "not set"), torch.accelerator.current_accelerator()
     accelerators = [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
@@ -101,7 +93,12 @@ def _accelerator(device: str) -> str:
 
 def _plan(settings: EnvSettings, config: OnlineConfig) -> int:
     """Show the memory plan of a pair, or of one model as its own draft."""
-    device_bytes, names = settings.device_bytes(), list(settings.models or ())
+    names, device_bytes = list(settings.models or ()), None
+    if settings.device_memory is not None:
+        try:
+            device_bytes = int(convert_file_size_to_int(settings.device_memory))
+        except ValueError as error:
+            raise ConfigError(f"--device-memory must be a size such as 24GB, got {settings.device_memory}.") from error
     if len(names) != 2:
         raise ConfigError(f"Name two models, the target and the draft, got {len(names)}.")
     target = load_config(names[0], **settings.fetching)
@@ -111,10 +108,16 @@ def _plan(settings: EnvSettings, config: OnlineConfig) -> int:
             raise ConfigError(f"--target-bits is for a target that is not quantized; {names[0]} is.")
         target.quantization_config = QUANTIZATIONS[settings.target_bits]
     plan = memory_plan(
-        target, draft, config, peft_config=lora_config(settings.lora_rank), target_dtype=settings.target_dtype,
-        draft_dtype=settings.draft_dtype, prompt_tokens=settings.prompt_tokens, new_tokens=settings.max_new_tokens,
+        target,
+        draft,
+        config,
+        peft_config=lora_config(settings.lora_rank),
+        target_dtype=settings.target_dtype,
+        draft_dtype=settings.draft_dtype,
+        prompt_tokens=settings.prompt_tokens,
+        new_tokens=settings.max_new_tokens,
         rows=settings.rows,
-    )  # fmt: skip
+    )
     rows = [
         [part.name, part.when, part.place, f"{part.bytes / 1e9:.3f}", f"{part.bytes / plan.draft_parameters:.2f}"]
         for part in sorted(plan.parts, key=lambda part: PLACES.index(part.place))

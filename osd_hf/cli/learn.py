@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ from osd_hf.store.folder import StoreFollower
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
+COLLECTION = "url log"  # flags that start a collection
 CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 
 
@@ -70,18 +71,17 @@ CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 class StoreSettings(Versions, Reporting):
     """A store of an engine's answers, and the target that the engine serves."""
 
-    _argument_group_name: ClassVar[str] = "store"
-
-    target: str | None = flag("model that the engine serves, for its tokenizer and vocabulary; by default the bundled "
-                              "one", None, metavar="ID|PATH")  # fmt: skip
+    target: str | None = flag(
+        "model that the engine serves, for its vocabulary; by default the bundled one", None, metavar="ID|PATH"
+    )
     target_version: str | None = flag(
         "name of the target's weights; by default the model's name in the responses", None, metavar="NAME"
     )
-    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, metavar="N")
+    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, needs=COLLECTION, metavar="N")
     max_bytes: int | None = flag(
-        "maximum size of the store; the oldest requests are deleted", None, minimum=1, metavar="N"
+        "maximum size of the store; the oldest requests are deleted", None, minimum=1, needs=COLLECTION, metavar="N"
     )
-    max_age_days: float | None = flag("days after which requests are deleted", None, metavar="DAYS")
+    max_age_days: float | None = flag("days after which requests are deleted", None, needs=COLLECTION, metavar="DAYS")
 
     def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, ResponseReader]:
         """Return the target's configuration and the reader of its answers."""
@@ -95,29 +95,26 @@ class StoreSettings(Versions, Reporting):
 
     def open_store(self, folder: Path) -> CorrectionStore:
         """Open the store for writing; raises StoreError."""
-        return CorrectionStore(
-            folder, max_bytes=self.max_bytes, flush_every=self.flush_every,
-            max_age_seconds=None if self.max_age_days is None else self.max_age_days * 86400,
-        )  # fmt: skip
+        age = None if self.max_age_days is None else self.max_age_days * 86400
+        return CorrectionStore(folder, flush_every=self.flush_every, max_bytes=self.max_bytes, max_age_seconds=age)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings(PromptSettings):
     """How to collect answers before learning: by asking an engine, or from a request log."""
 
-    _argument_group_name: ClassVar[str] = "collection"
-
-    url: str | None = flag(
-        "first ask this OpenAI-compatible server, such as http://localhost:8000, and store its answers", None
-    )
+    url: str | None = flag("first ask this OpenAI-compatible server, and store its answers", None, excludes="log")
     log: Path | None = flag(
         "first store the answers of a log: JSON lines of responses or {request, response}", None, metavar="FILE"
     )
-    collect_only: bool = flag("end when the answers are stored", False, needs="url log")
-    follow: bool = flag("wait for more lines of the log until interrupted, with --collect-only", False, needs="log")
+    follow: bool = flag(
+        "wait for more lines of the log until interrupted, with --collect-only", False, needs="log, collect_only"
+    )
     model: str | None = flag("name of the served model; by default the only one", None, needs="url", metavar="NAME")
-    api_key: str | None = flag("key of the server; other users of this machine can see it", None, needs="url")
-    api_key_file: Path | None = flag("file with the key", None, needs="url", metavar="FILE")
+    api_key: str | None = flag(
+        "key, which other users of this machine can see", None, needs="url", excludes="api_key_file api_key_env"
+    )
+    api_key_file: Path | None = flag("file with the key", None, needs="url", excludes="api_key_env", metavar="FILE")
     api_key_env: str | None = flag(
         "environment variable with the key; by default OSD_HF_API_KEY", None, needs="url", metavar="NAME"
     )
@@ -136,17 +133,6 @@ class CollectSettings(PromptSettings):
     def sampling(self) -> dict[str, Any]:
         """Arguments of sampling for a request."""
         return {n: v for n in ("temperature", "top_p", "top_k") if (v := getattr(self, n)) is not None}
-
-    def check(self) -> None:
-        super().check()
-        self.check_exclusive("url", "log")
-        self.check_exclusive("api_key", "api_key_file", "api_key_env")
-        if self.log is not None and self.num_requests is not None and self.collect_only:
-            raise ConfigError("--num-requests would change nothing: a log is read to its end.")
-        if self.follow and not self.collect_only:
-            raise ConfigError("--follow needs --collect-only: learn from the store by a second command.")
-        if self.url is None and len(self.domain or ()) > 1:
-            raise ConfigError("Give --domain once.")
 
     def key(self) -> str | None:
         """Return the key that is sent to the server; raises ConfigError if it is missing."""
@@ -170,19 +156,19 @@ class CollectSettings(PromptSettings):
             )
         return found
 
-    def client(self, key: str | None) -> CompletionClient:
-        """Connect to the server; raises as [`CompletionClient`] does."""
-        return CompletionClient(
-            str(self.url), self.model, api_key=key, allow_plain_http=self.allow_plain_http,
-            patience_seconds=self.patience_seconds,
-        )  # fmt: skip
+
+# Flags that a collection does not use, besides those of the assistant.
+OF_LEARNING = """
+    output_dir draft paper lora_rank threads by_domain rescore once state_dir keep publish_seconds repo_id public token
+    license metrics_port metrics_host report_to deploy watch_requests deploy_seconds
+    dtype device attn_implementation device_map quantization
+"""
+OF_LEARNING += " ".join(f.name for f in fields(OnlineConfig) if f.name not in ("num_logprobs", "seed"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnSettings(CollectSettings, StoreSettings, Loading):
     """Flags of `osd-hf learn`."""
-
-    _argument_group_name: ClassVar[str] = "learn"
 
     store: list[Path] = flag("stores of collected answers", metavar="DIR")
     output_dir: Path | None = flag("folder of the versions; DIR/latest is the newest", None, metavar="DIR")
@@ -193,6 +179,7 @@ class LearnSettings(CollectSettings, StoreSettings, Loading):
     )
     threads: int | None = flag("number of torch threads", None, minimum=1, metavar="N")
     by_domain: bool = flag("train a draft for each label, published to OUTPUT_DIR/LABEL", False)
+    collect_only: bool = flag("end when the answers are stored", False, needs=COLLECTION, excludes=OF_LEARNING)
     rescore: bool = flag("load the target and recompute the log-probs of requests of its other versions", False)
     once: bool = flag("end when everything in the stores is learned", False)
     poll_seconds: float = flag("seconds between two looks at stores, logs and engines", 2.0, minimum=0, metavar="S")
@@ -208,26 +195,24 @@ class LearnSettings(CollectSettings, StoreSettings, Loading):
     metrics_port: int | None = flag("port for Prometheus metrics", None, metavar="PORT")
     metrics_host: str = flag("address of the metrics", "127.0.0.1", needs="metrics_port")
     report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
-    deploy: list[str] | None = flag(
-        "engines that get the versions: reload=URL or 'restart=URL COMMAND', after LABEL: with --by-domain",
-        None,
-        metavar="WAY=URL",
-    )
+    deploy: list[str] | None = flag("engines: [LABEL:]reload=URL or 'restart=URL COMMAND'", None, metavar="WAY=URL")
     watch_requests: int = flag(
-        "requests after which a deployed version is compared with the one before", 200,
-        minimum=MIN_WATCHED_REQUESTS, needs="deploy", metavar="N",
-    )  # fmt: skip
+        "requests before a version is judged", 200, minimum=MIN_WATCHED_REQUESTS, needs="deploy", metavar="N"
+    )
     deploy_seconds: float = flag(
         "maximum seconds to load a version into an engine", 600.0, minimum=1, needs="deploy", metavar="S"
     )
 
     def check(self) -> None:
-        super().check()
         if (self.url or self.log) and len(self.store) > 1:
             raise ConfigError("--url and --log collect into one --store.")
         if self.url is not None:
             self.check_together("target", "prompts")
+        elif len(self.domain or ()) > 1:
+            raise ConfigError("Give --domain once.")
         if self.collect_only:
+            if self.log is not None and self.num_requests is not None:
+                raise ConfigError("--num-requests would change nothing: a log is read to its end.")
             return
         self.check_together("draft", "target")
         if self.output_dir is None:
@@ -252,14 +237,11 @@ class LearnSettings(CollectSettings, StoreSettings, Loading):
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    return learning_parser(
-        LearnSettings, arguments, without=NOTHING_DRAFTED, defaults={"num_assistant_tokens": 5}, **how
-    )
+    return learning_parser(LearnSettings, arguments, without=NOTHING_DRAFTED, k=5, **how)
 
 
 def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
     """Collect if asked for, and learn until a signal; returns the exit code."""
-    settings.check()
     if settings.url is not None or settings.log is not None:
         code = _collect(settings, config)
         if code or settings.collect_only:
@@ -269,13 +251,17 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     limit = settings.num_requests if settings.url is None else None
-    learner, folder = _make_learner(settings, config)
-    port = settings.metrics_port
-    metrics = partial(learner_metrics, learner)
-    serving = contextlib.nullcontext() if port is None else serve_metrics(port, metrics, host=settings.metrics_host)
-    with serving, _deploying(settings, ways, learner) as deployers:
-        is_done = _learn(settings, learner, folder, deployers, limit)
-    is_done &= _close(learner, folder)  # after the deployers, as the next process may begin now
+    assert settings.output_dir is not None
+    folder, port = settings.output_dir.expanduser().absolute(), settings.metrics_port
+    with contextlib.closing(VersionFolder(folder, keep=settings.keep)) as versions:
+        learner = _make_learner(settings, config, versions)
+        metrics = partial(learner_metrics, learner)
+        serving = (
+            contextlib.nullcontext() if port is None else serve_metrics(port, metrics, host=settings.metrics_host)
+        )
+        with serving, _deploying(settings, ways, learner) as deployers:
+            is_done = _learn(settings, learner, folder, deployers, limit)
+        is_done &= _close(learner, folder)  # after the deployers, as the next process may begin now
     report, compared = _report(learner, deployers), _compared(learner)
     settings.say(
         f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
@@ -309,19 +295,28 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     log = None if settings.log is None else LogReader(settings.log, LogReader.position_in(folder, settings.log))
     failed: StoreError | ServerError | DataError | None = None
     bar = tqdm(total=encoded and len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
-    how: dict[str, Any] = {"report": report, "on_request": lambda _: bar.update()}
     try:
         with store, stop_on_signal() as stop, bar:
+            how: dict[str, Any] = {"report": report, "on_request": lambda _: bar.update(), "stop": stop}
             if encoded is not None:
-                seed: dict[str, Any] = {"seed": config.seed} if settings.temperature else {}
-                with settings.client(key) as client:
-                    collect(
-                        encoded.prompts, client, reader, store, max_new_tokens=settings.max_new_tokens, stop=stop,
-                        concurrency=settings.concurrency, **settings.sampling, **seed, **how,
-                    )  # fmt: skip
+                how |= {"max_new_tokens": settings.max_new_tokens, "concurrency": settings.concurrency}
+                how |= settings.sampling | ({"seed": config.seed} if settings.temperature else {})
+                with CompletionClient(
+                    str(settings.url),
+                    settings.model,
+                    api_key=key,
+                    allow_plain_http=settings.allow_plain_http,
+                    patience_seconds=settings.patience_seconds,
+                ) as client:
+                    collect(encoded.prompts, client, reader, store, **how)
             if log is not None:
                 with contextlib.closing(log):
-                    _follow(settings, log, reader, store, stop, how)
+                    domain = settings.domain[0] if settings.domain else None
+                    collect_log(log, reader, store, domain=domain, **how)
+                    while settings.follow and not stop.wait(settings.poll_seconds):
+                        collect_log(log, reader, store, domain=domain, **how)
+                    if log.has_rest:
+                        print("osd-hf: the last line is incomplete; it is read when it is whole", file=sys.stderr)
     except (StoreError, ServerError, DataError) as error:  # the report comes first
         failed = error
     _report_collection(settings, report, folder, store.written_nbytes)
@@ -333,25 +328,11 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     return FAILED if failed is not None or (report.skipped and not report.requests) else 0
 
 
-def _follow(
-    settings: LearnSettings, log: LogReader, reader: ResponseReader, store: CorrectionStore, stop: threading.Event,
-    how: dict[str, Any],
-) -> None:  # fmt: skip
-    """Store the answers of a log, with `--follow` until a signal."""
-    domain = settings.domain[0] if settings.domain else None
-    while True:
-        collect_log(log, reader, store, domain=domain, stop=stop, **how)
-        if not settings.follow or stop.wait(settings.poll_seconds):
-            break
-    if log.has_rest:
-        print("osd-hf: the last line is incomplete; it is read when it is whole", file=sys.stderr)
-
-
 def _encode(settings: LearnSettings, folder: Path, target_config: PreTrainedConfig, seed: int) -> EncodedPrompts:
     """Return the prompts to ask; with `--resume` only those without a stored answer."""
     tokenizer = load_tokenizer(settings.target, **settings.fetching) if settings.target else load_bundled()[2]
     room = prompt_room(target_config, target_config, settings.max_new_tokens)
-    encoded = settings.encode_prompts(tokenizer, room, limit=settings.num_requests, seed=seed)
+    encoded = settings.encode_prompts(tokenizer, room, seed=seed)
     if not settings.resume or not folder.exists():
         return encoded
     known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(folder)}
@@ -369,23 +350,18 @@ def _report_collection(settings: LearnSettings, report: CollectionReport, folder
     for reason, count in report.skipped.most_common():
         settings.say(f"left out {count}: {reason}")
     if settings.collect_only:
-        settings.write_json({
-            "provenance": provenance(), "requests": report.requests, "tokens": report.tokens, "bytes": written,
-            "bytes_per_token": per_token, "seconds": report.seconds, "skipped": dict(report.skipped),
-        })  # fmt: skip
+        found = {name: getattr(report, name) for name in ("requests", "tokens", "seconds", "skipped")}
+        settings.write_json({"provenance": provenance(), "bytes": written, "bytes_per_token": per_token, **found})
 
 
 # --- learning -------------------------------------------------------------------------------------------------------
 
 
-def _make_learner(settings: LearnSettings, config: OnlineConfig) -> tuple[StoreLearner, Path]:
-    """Return the learner and the folder of its versions."""
+def _make_learner(settings: LearnSettings, config: OnlineConfig, versions: VersionFolder) -> StoreLearner:
     token, private = None, False if settings.public else None
     if settings.repo_id is not None:
         token = check_push(settings.repo_id, settings.token, private)
-    assert settings.output_dir is not None
-    folder = settings.output_dir.expanduser().absolute()
-    state = settings.state_dir or folder.with_name(f"{folder.name}-state")
+    state = settings.state_dir or versions.path.with_name(f"{versions.path.name}-state")
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
         if settings.rescore:
@@ -394,21 +370,26 @@ def _make_learner(settings: LearnSettings, config: OnlineConfig) -> tuple[StoreL
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:
         target, draft, tokenizer = load_pair(**settings.loading)
-    versions = VersionFolder(folder, keep=settings.keep)
-    try:
-        facts = replace(facts_of(target, draft), license=settings.license, command=provenance()["command"])
-        learner = StoreLearner(
-            draft, tokenizer, StoreFollower(settings.store), versions, config,
-            domain=settings.domain[0] if settings.domain else None,
-            by_domain=settings.by_domain, peft_config=lora_config(settings.lora_rank),
-            target_version=settings.target_version, target=target if settings.rescore else None, facts=facts,
-            state=state.expanduser(), repo_id=settings.repo_id, token=token, private=private,
-            publish_seconds=settings.publish_seconds, accelerator=make_accelerator(settings.report_to, config),
-        )  # fmt: skip
-    except BaseException:
-        versions.close()
-        raise
-    return learner, folder
+    facts = replace(facts_of(target, draft), license=settings.license, command=provenance()["command"])
+    return StoreLearner(
+        draft,
+        tokenizer,
+        StoreFollower(settings.store),
+        versions,
+        config,
+        domain=settings.domain[0] if settings.domain else None,
+        by_domain=settings.by_domain,
+        peft_config=lora_config(settings.lora_rank),
+        target_version=settings.target_version,
+        target=target if settings.rescore else None,
+        facts=facts,
+        state=state.expanduser(),
+        repo_id=settings.repo_id,
+        token=token,
+        private=private,
+        publish_seconds=settings.publish_seconds,
+        accelerator=make_accelerator(settings.report_to, config),
+    )
 
 
 @contextlib.contextmanager
@@ -418,17 +399,11 @@ def _deploying(
     """Run a thread for each label that deploys its versions to its engines."""
     deployers = []
     for domain, those in ways.items():
-        try:
-            deployer = Deployer(
-                learner.versions.of(domain), those, domain=domain, watch_requests=settings.watch_requests,
-                load_seconds=settings.deploy_seconds,
-            )  # fmt: skip
-            deployers.append(deployer)
-            if deployer.serving is None:
-                learner.publish_start(domain)
-        except BaseException:
-            learner.versions.close()
-            raise
+        how = {"watch_requests": settings.watch_requests, "load_seconds": settings.deploy_seconds}
+        deployer = Deployer(learner.versions.of(domain), those, domain=domain, **how)
+        deployers.append(deployer)
+        if deployer.serving is None:
+            learner.publish_start(domain)
     threads = [
         threading.Thread(target=deployer.run, args=(settings.poll_seconds,), daemon=True) for deployer in deployers
     ]
@@ -495,21 +470,26 @@ def _compared(learner: StoreLearner) -> Comparison:
 
 def _plot(learner: StoreLearner, folder: Path) -> None:
     if learner.learned:
-        pooled = Comparison([None] * len(learner.learned), _compared(learner).sides)
+        title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
         with contextlib.suppress(OSError):  # a missing plot must not end the command
-            title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
-            plot_alpha(folder / PLOT, pooled, title=title)
+            plot_alpha(folder / PLOT, _compared(learner), title=title)
 
 
 def _report(learner: StoreLearner, deployers: Sequence[Deployer]) -> dict[str, Any]:
     compared, latest = _compared(learner), learner.versions.latest
     return {
-        "provenance": provenance(), "config": learner.config.to_dict(), "requests": learner.requests,
-        "tokens": learner.tokens, "skipped": dict(learner.skipped), "set_aside": dict(learner.set_aside),
+        "provenance": provenance(),
+        "config": learner.config.to_dict(),
+        "requests": learner.requests,
+        "tokens": learner.tokens,
+        "skipped": dict(learner.skipped),
+        "set_aside": dict(learner.set_aside),
         "learning_seconds": learner.learning_seconds,
-        "versions": learner.published, "latest": None if latest is None else latest.name, "pushed": learner.is_pushed,
+        "versions": learner.published,
+        "latest": None if latest is None else latest.name,
+        "pushed": learner.is_pushed,
         "deployed": [deployer.report() for deployer in deployers],
         "alpha_by_domain": {str(name): compared.of(name).alphas() for name in compared.names},
         **{f"alpha_{name}": [s.alpha for s in stats] for name, stats in compared.sides.items()},
         **{f"alpha_{name}_last_fifth": alpha for name, alpha in compared.last_fifth().alphas().items()},
-    }  # fmt: skip
+    }

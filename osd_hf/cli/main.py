@@ -15,7 +15,6 @@ from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
 from osd_hf.errors import (
     CaptureError,
-    ConfigError,
     HubError,
     LearnerError,
     OSDError,
@@ -73,11 +72,10 @@ def parse(argv: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
     if not argv or argv[0] not in COMMANDS:
         _show_commands(argv)
     name, arguments = argv[0], argv[1:]
-    parser = command_module(name).make_parser(
-        arguments, prog=f"osd-hf {name}", description=_sentence(COMMANDS[name]), epilog=EPILOG,
-        usage=f"osd-hf {name} [-h] {POSITIONALS.get(name, '')}[--NAME VALUE ...]",
-    )  # fmt: skip
-    return getattr(command_module(name), f"{name}_command"), parser.parse_settings(arguments)
+    module, usage = command_module(name), f"osd-hf {name} [-h] {POSITIONALS.get(name, '')}[--NAME VALUE ...]"
+    description = f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
+    parser = module.make_parser(arguments, prog=f"osd-hf {name}", description=description, epilog=EPILOG, usage=usage)
+    return getattr(module, f"{name}_command"), parser.parse_settings(arguments)
 
 
 def command_module(name: str) -> Any:
@@ -93,49 +91,18 @@ def disable_telemetry() -> None:
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
 
 
-def _sentence(help: str) -> str:
-    return f"{help[0].upper()}{help[1:]}."
-
-
 def _show_commands(argv: Sequence[str]) -> None:
-    """Print the commands, the version, or a completion script, or say what is wrong. Exits."""
-    parser = argparse.ArgumentParser(
-        prog="osd-hf", description="Drafts that keep learning while they serve.", epilog=EPILOG,
-        usage="%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help shows the flags",
-    )  # fmt: skip
+    """Print the commands or the version, or say what is wrong. Exits."""
+    usage = "%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help shows the flags"
+    description = "Drafts that keep learning while they serve."
+    parser = argparse.ArgumentParser(prog="osd-hf", description=description, epilog=EPILOG, usage=usage)
     parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
-    parser.add_argument("--print-completion", metavar="SHELL", help="print a completion script for bash, zsh or tcsh")
     for name, help in COMMANDS.items():
         parser.add_argument(name, nargs="?", help=help)
-    if not argv:
-        parser.error("name a command")
-    if not argv[0].startswith("-"):
+    if argv and not argv[0].startswith("-"):
         parser.error(f"there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}")
-    given = parser.parse_args(argv[: 2 if argv[0] == "--print-completion" else 1])
-    if given.print_completion is None:
-        parser.error("name a command first, and then its flags")
-    print(_completion_script(given.print_completion))
-    parser.exit()
-
-
-def _completion_script(shell: str) -> str:
-    """Return a script that completes commands and flags; raises ConfigError."""
-    try:
-        shtab: Any = importlib.import_module("shtab")
-    except ImportError as error:
-        raise ConfigError("Completion needs shtab: pip install 'osd-hf[completion]'.") from error
-    if shell not in shtab.SUPPORTED_SHELLS:
-        raise ConfigError(f"--print-completion takes {', '.join(shtab.SUPPORTED_SHELLS)}, got {shell!r}.")
-    parser: Any = argparse.ArgumentParser(prog="osd-hf")
-    commands = parser.add_subparsers(parser_class=lambda *, parser, **_: parser)
-    for name, help in COMMANDS.items():
-        made = command_module(name).make_parser([], prog=f"osd-hf {name}")
-        for action in made._actions:
-            places = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE}
-            if (kind := str(action.metavar or "").split("|")[-1]) in places:
-                action.complete = places[kind]
-        commands.add_parser(name, help=help, parser=made)
-    return str(shtab.complete(parser, shell))
+    parser.parse_args(argv[:1])
+    parser.error("name a command")
 
 
 if __name__ == "__main__":

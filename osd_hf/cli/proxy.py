@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from osd_hf.cli import FAILED
 from osd_hf.cli.learn import StoreSettings
-from osd_hf.cli.settings import CommandParser, flag
+from osd_hf.cli.settings import CommandParser, flag, option
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.recorder import ProxyCounts, Recorder
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class ProxySettings(StoreSettings):
     """Flags of `osd-hf proxy`."""
-
-    _argument_group_name: ClassVar[str] = "proxy"
 
     url: list[str] = flag("addresses of OpenAI-compatible servers; the least busy one answers", metavar="URL")
     store: Path = flag("store of the answers", metavar="DIR")
@@ -57,7 +55,6 @@ class ProxySettings(StoreSettings):
     )
 
     def check(self) -> None:
-        super().check()
         if not 0 < self.share <= 1:
             raise ConfigError(f"--share must be above 0 and at most 1, got {self.share}.")
         if self.learn:
@@ -74,11 +71,9 @@ class ProxySettings(StoreSettings):
 
     def learn_command(self) -> list[str]:
         """Return the command of the process that learns."""
-        named = {
-            "--store": self.store.expanduser(), "--output-dir": self.output_dir, "--target": self.target,
-            "--draft": self.draft, "--revision": self.revision, "--config": self.learn_config,
-        }  # fmt: skip
-        flags = [text for name, value in named.items() if value is not None for text in (name, str(value))]
+        named = {name: getattr(self, name) for name in ("output_dir", "target", "draft", "revision")}
+        named |= {"store": self.store.expanduser(), "config": self.learn_config}
+        flags = [f"{option(name)}={value}" for name, value in named.items() if value is not None]
         flags += ["--trust-remote-code"] if self.trust_remote_code else []
         return [sys.executable, "-m", "osd_hf.cli.main", "learn", *flags]
 
@@ -90,7 +85,6 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def proxy_command(settings: ProxySettings) -> int:
     """Serve until a signal; returns the exit code."""
-    settings.check()
     needed = ("starlette", "uvicorn", "prometheus_client")
     if any(importlib.util.find_spec(name) is None for name in needed):
         raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
@@ -101,10 +95,15 @@ def proxy_command(settings: ProxySettings) -> int:
     reader = settings.read_target(settings.num_logprobs)[1]
     recorder = Recorder(reader, settings.open_store(settings.store.expanduser()), counts)
     proxy = Proxy(
-        [by_url[url] for url in dict.fromkeys(settings.url)], counts, recorder, share=settings.share,
-        routes={domain: by_url[url] for domain, url in settings.routes().items()}, domain=settings.domain,
-        max_body_bytes=settings.max_body_bytes, allow_development=settings.allow_development,
-    )  # fmt: skip
+        [by_url[url] for url in dict.fromkeys(settings.url)],
+        counts,
+        recorder,
+        share=settings.share,
+        routes={domain: by_url[url] for domain, url in settings.routes().items()},
+        domain=settings.domain,
+        max_body_bytes=settings.max_body_bytes,
+        allow_development=settings.allow_development,
+    )
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
     learner = LearnProcess(settings.learn_command()) if settings.learn else None
     try:

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from huggingface_hub import get_token
 from transformers import PreTrainedModel
 
-from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, evaluation_set, flag
+from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, flag
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
@@ -22,19 +22,21 @@ from osd_hf.hub.push import check_push, export_to_vllm, push_folder, save_draft
 from osd_hf.models import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance
 
+# Flags without an effect with --export.
+NOT_EXPORTED = "repo_id before before_revision prompts num_requests max_new_tokens timed_requests domain license"
+NOT_EXPORTED += " private public token output_dir dry_run"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PushSettings(RowSettings, Loading, Reporting):
     """Flags of `osd-hf push`."""
 
-    _argument_group_name: ClassVar[str] = "push"
-
     repo_id: str | None = flag("Hub repository of the draft", None, positional=True, nargs="?", metavar="REPO")
     draft: str = flag("folder of the learned draft", metavar="PATH")
     target: str | None = flag("its target; by default the one on the draft's model card", None, metavar="ID|PATH")
-    bundled: bool = flag("the target is the bundled one", False)
+    bundled: bool = flag("the target is the bundled one", False, excludes="target before before_revision")
     export: Path | None = flag(
-        "only write the draft for vLLM to this new folder, and print the command to serve it", None, metavar="DIR"
+        "only write the draft for vLLM to this new folder", None, excludes=NOT_EXPORTED, metavar="DIR"
     )
     before: str | None = flag(
         "the draft before it learned; by default the one on its model card", None, metavar="ID|PATH"
@@ -44,7 +46,6 @@ class PushSettings(RowSettings, Loading, Reporting):
     prompts: str | None = flag(
         "public data set or file of prompts for the evaluation; by default generated ones", None, metavar="ID|FILE"
     )
-    domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
     num_requests: int = flag("number of prompts", 64, minimum=1, metavar="N")
     max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
     timed_requests: int = flag("prompts that are also timed live", 12, minimum=0, metavar="N")
@@ -53,20 +54,17 @@ class PushSettings(RowSettings, Loading, Reporting):
     )
     domain: list[str] | None = flag("domains that the draft learned, for the card", None, metavar="NAME")
     license: str | None = flag("license of the draft's base, for the card", None, metavar="NAME")
-    private: bool = flag("push to a private repository, as by default; a public one is refused", False)
+    private: bool = flag(
+        "push to a private repository, as by default; a public one is refused", False, excludes="public"
+    )
     public: bool = flag("let everybody read it; a draft may have memorized answers", False)
     token: str | None = flag("token of the Hub; by default HF_TOKEN, or this machine's login", None)
     output_dir: Path | None = flag("folder that keeps what is pushed", None, metavar="DIR")
     dry_run: bool = flag("write --output-dir and push nothing", False)
 
     def check(self) -> None:
-        super().check()
-        self.check_exclusive("private", "public")
-        self.check_exclusive("export", "repo_id")
         if self.draft_revision is not None and Path(self.draft).exists():
             raise ConfigError(f"--draft-revision is for a draft on the Hub, and {self.draft} is local. Leave it out.")
-        if self.bundled and (given := self.changed("target", "before", "before_revision")):
-            raise ConfigError(f"--bundled names the other models: leave out {given[0]}.")
         if self.export is not None:
             return
         if self.repo_id is None:
@@ -104,12 +102,11 @@ class PushSettings(RowSettings, Loading, Reporting):
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    return CommandParser([PushSettings], **how)
+    return CommandParser([PushSettings], without=("chat_template", "chat_template_kwargs"), **how)
 
 
 def push_command(settings: PushSettings) -> int:
     """Evaluate a draft, write its repository, and push it, or export it; returns the exit code."""
-    settings.check()
     settings = settings.with_target()
     if settings.export is not None:
         return _export(settings, settings.export)
@@ -118,14 +115,10 @@ def push_command(settings: PushSettings) -> int:
     if not settings.dry_run and (token or get_token()):  # before the evaluation, which takes long
         check_push(repo_id, token, private)
     target, before, tokenizer = settings.pair()
-    dataset = evaluation_set(
-        settings, settings.prompts, settings.num_requests, settings.max_new_tokens, settings.domain_column
-    )
-    draft = settings.load_draft()
-    evaluation = evaluate(
-        target, before, draft, tokenizer, dataset, timed_requests=settings.timed_requests,
-        num_assistant_tokens=settings.num_assistant_tokens, show_progress=True,
-    )  # fmt: skip
+    dataset = settings.evaluation_set(settings.prompts, settings.num_requests, settings.max_new_tokens)
+    draft, k = settings.load_draft(), settings.num_assistant_tokens
+    how = {"timed_requests": settings.timed_requests, "num_assistant_tokens": k, "show_progress": True}
+    evaluation = evaluate(target, before, draft, tokenizer, dataset, **how)
     origin = provenance()
     versions = ", ".join(f"{name} {origin[name]}" for name in ("osd_hf", "transformers", "torch"))
     facts = facts_of(target, before, settings.domain or (), {"Distilled with": versions})
@@ -156,10 +149,9 @@ def _export(settings: PushSettings, folder: Path) -> int:
     else:  # dtype and device are the draft's
         how = settings.loading
         target, _, tokenizer = load_pair(**{name: how[name] for name in ("device_map", "quantization", "revision")})
-    command = export_to_vllm(
-        folder, settings.load_draft(), target, tokenizer, target_name=settings.target,
-        num_assistant_tokens=settings.num_assistant_tokens or 5,
-    )  # fmt: skip
+    draft, k = settings.load_draft(), settings.num_assistant_tokens or 5
+    names = {"target_name": settings.target, "num_assistant_tokens": k}
+    command = export_to_vllm(folder, draft, target, tokenizer, **names)
     print(f"written to {folder}; serve it with:", file=sys.stderr)
     settings.say(shlex.join(command))
     settings.write_json({"provenance": provenance(), "directory": str(folder), "command": command})

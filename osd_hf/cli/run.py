@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import torch
 from transformers import PreTrainedModel
@@ -34,13 +32,13 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import pad_setting
-from osd_hf.evaluation.display import comparison_row, figure, rolling_window, text_table
+from osd_hf.evaluation.display import comparison_row, figure, text_table
 from osd_hf.learning.session import has_session
-from osd_hf.models import Pair, input_device, load_config, load_pair, load_tokenizer, prompt_room
+from osd_hf.models import input_device, load_config, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import EncodedPrompts, prompts_digest
 from osd_hf.replay import replay
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import open_privately, sync_folder, wait_for_lock, write_whole
+from osd_hf.utils.disk import hold_lock, open_privately, sync_folder, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance, write_report
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,6 @@ SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
 LOCK = ".run.lock"
-UNFINISHED = re.compile(r"\.(settings|journal)-[0-9a-f]{8}\.tmp")  # files of a run that was killed at its start
 SAVE_SECONDS = 60.0
 
 
@@ -57,11 +54,9 @@ SAVE_SECONDS = 60.0
 class RunSettings(PromptSettings, Loading, Reporting):
     """Flags of `osd-hf run`."""
 
-    _argument_group_name: ClassVar[str] = "run"
-
     target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
     draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
-    bundled: bool = flag("serve the bundled pair on prompts of its domains", False)
+    bundled: bool = flag("serve the bundled pair on prompts of its domains", False, excludes="target draft prompts")
     max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, metavar="N")
     do_sample: bool = flag("sample answers, reproducible by --seed; otherwise they are greedy", False)
     temperature: float | None = flag("temperature of sampling", None, needs="do_sample", metavar="X")
@@ -95,11 +90,8 @@ class RunSettings(PromptSettings, Loading, Reporting):
         return {"target": self.target, "draft": self.draft, "prompts": self.prompts}
 
     def check(self) -> None:
-        if self.bundled and any(self.sources.values()):
-            raise ConfigError("--bundled brings its own target, draft and prompts; leave out the flags for others.")
         if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
-        super().check()
 
     def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
         """Return what must stay the same for a run to be resumed, ready for JSON."""
@@ -120,32 +112,25 @@ class RunSettings(PromptSettings, Loading, Reporting):
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
     # Updates run between two requests, so that a run can be resumed.
-    return learning_parser(
-        RunSettings, arguments, without=("update_strategy",), defaults={"num_assistant_tokens": 5}, **how
-    )
+    return learning_parser(RunSettings, arguments, without=("update_strategy",), k=5, **how)
 
 
 def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     """Serve, learn and report; returns the exit code."""
-    settings.check()
     compared_k(config, takes_auto=True)
     check_auto(config)
-    generate_kwargs, folder, new_tokens = settings.generate_kwargs, settings.output_dir, settings.max_new_tokens
-    pair = load_pair(**settings.loading) if settings.bundled else None
-    if pair is not None:
-        configs, tokenizer = (pair.target.config, pair.draft.config), pair.tokenizer
-    else:
-        configs = (
-            load_config(str(settings.target), **settings.fetching),
-            load_config(str(settings.draft), **settings.draft_fetching),
-        )
+    generate_kwargs, folder, pair = settings.generate_kwargs, settings.output_dir, None
+    if settings.bundled:
+        pair = load_pair(**settings.loading)
+        configs, tokenizer = [pair.target.config, pair.draft.config], pair.tokenizer
+    else:  # weights are loaded last, after all checks
+        configs = [load_config(str(settings.target), **settings.fetching)]
+        configs.append(load_config(str(settings.draft), **settings.draft_fetching))
         tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
-    encoded = settings.encode_prompts(
-        tokenizer, prompt_room(*configs, new_tokens), limit=settings.num_requests, seed=config.seed
-    )
+    room = prompt_room(*configs, settings.max_new_tokens)
+    encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
     identity = settings.identity(config, encoded)
     _check_folder(folder, identity, resume=settings.resume)
-    # Weights are loaded last, after all checks.
     pair = pair or load_pair(settings.target, settings.draft, **settings.loading)
     config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
@@ -153,31 +138,36 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     try:
         with assistant, display.alpha_bar(len(encoded.prompts), "serving") as advance:
             served = serve(
-                assistant, pair.draft, encoded, folder, generate_kwargs=generate_kwargs | pad_setting(pair.target),
-                learn=settings.learn, save_every=settings.save_every, keep_text=settings.keep_text,
+                assistant,
+                pair.draft,
+                encoded,
+                folder,
+                generate_kwargs=generate_kwargs | pad_setting(pair.target),
+                learn=settings.learn,
+                save_every=settings.save_every,
+                keep_text=settings.keep_text,
                 on_request=lambda s: advance(s.learned, s.frozen, s.draft_version),
-            )  # fmt: skip
+            )
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
     assistant.save_pretrained(folder / "draft")
-    _report(settings, pair, identity, encoded, served, config.seed)
+    target = pair.target
+    origin = provenance(device=str(target.device), dtype=str(target.dtype), seed=config.seed)
+    _report(settings, {"provenance": origin, "settings": identity}, encoded, served)
     return 0
 
 
-def _report(
-    settings: RunSettings, pair: Pair, identity: Mapping[str, Any], encoded: EncodedPrompts, served: list[Served],
-    seed: int,
-) -> None:  # fmt: skip
+def _report(settings: RunSettings, facts: dict[str, Any], encoded: EncodedPrompts, served: Sequence[Served]) -> None:
     """Write and show the report of a run."""
-    folder, target = settings.output_dir, pair.target
+    folder, identity = settings.output_dir, facts["settings"]
     frozen_is = "expected by replay on the sampled answers" if settings.do_sample else "exact but for rounding"
     places = {n: Path(v).name for n, v in identity.items() if isinstance(v, str) and Path(v).is_absolute()}
     report = {
-        "provenance": provenance(device=str(target.device), dtype=str(target.dtype), seed=seed),
+        **facts,
         "settings": {**identity, **places},
         "skipped": {reason: len(rows) for reason, rows in encoded.skipped.items()},
         "frozen_is": frozen_is,
-        **report_on(served, window=rolling_window(len(served))),
+        **report_on(served),
     }
     compared = _compared(served)
     display.plot_alpha(folder / "alpha.png", compared, title=display.WHILE_SERVING)
@@ -231,7 +221,7 @@ class Served:
 def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
     """Raise ConfigError for a folder in use, and StateError if it has no run with this identity to resume."""
     try:
-        if not folder.exists() or all(UNFINISHED.fullmatch(entry.name) for entry in folder.iterdir()):
+        if not folder.exists() or all(entry.name.startswith(".") for entry in folder.iterdir()):
             return
     except (OSError, ValueError) as error:
         raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error
@@ -255,10 +245,17 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def serve(
-    assistant: OnlineAssistant, frozen: PreTrainedModel, prompts: EncodedPrompts, folder: Path, *,
-    generate_kwargs: Mapping[str, Any], learn: bool = True, save_every: int | None = None, keep_text: bool = False,
-    clock: Callable[[], float] = time.monotonic, on_request: Callable[[Served], object] = lambda served: None,
-) -> list[Served]:  # fmt: skip
+    assistant: OnlineAssistant,
+    frozen: PreTrainedModel,
+    prompts: EncodedPrompts,
+    folder: Path,
+    *,
+    generate_kwargs: Mapping[str, Any],
+    learn: bool = True,
+    save_every: int | None = None,
+    keep_text: bool = False,
+    on_request: Callable[[Served], object] = lambda served: None,
+) -> list[Served]:
     """
     Serve the prompts that the run in this folder has not served yet.
 
@@ -271,7 +268,7 @@ def serve(
             A new assistant with the strategy `"manual"`. Sampled requests repeat exactly only with a fixed k.
         frozen (`PreTrainedModel`): The original draft.
         folder (`Path`): Gets `journal.jsonl`, with texts if `keep_text`, and `state/`.
-        save_every (`int`, *optional*): Updates between two saves; by default one save per minute by `clock`.
+        save_every (`int`, *optional*): Updates between two saves; by default one save per minute.
         on_request (`Callable[[Served], object]`, *optional*): Called for each request, earlier ones included.
 
     Raises:
@@ -279,12 +276,13 @@ def serve(
         StateError: The journal or the state cannot be read.
         LearnerError: Learning failed; the last saved state is intact.
     """
-    with _locked(folder):
+    lock = hold_lock(folder / LOCK, f"Another process serves into {folder}. Choose another output folder.")
+    try:
         served = _resume(assistant, folder, learn)
         for request in served:
             on_request(request)
         updates = sum(request.update is not None for request in served)
-        k, saved_at = assistant.config.compared_k, clock()
+        k, saved_at = assistant.config.compared_k, time.monotonic()
         assert k is not None
         with open(folder / JOURNAL, "a", opener=open_privately) as file:
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
@@ -318,14 +316,16 @@ def serve(
                 file.write(request.to_line() + "\n")
                 file.flush()
                 if save_every is None:
-                    is_time = clock() - saved_at >= SAVE_SECONDS
+                    is_time = time.monotonic() - saved_at >= SAVE_SECONDS
                 else:
                     is_time = is_due and updates % save_every == 0
                 if learn and (is_time or count == len(prompts.prompts)):
                     _save(assistant, file, folder)
-                    saved_at = clock()
+                    saved_at = time.monotonic()
                 on_request(request)
         return served
+    finally:
+        lock.release()
 
 
 def _generate(assistant: OnlineAssistant, ids: list[int], **kwargs: Any) -> tuple[list[int], Trace]:
@@ -336,21 +336,6 @@ def _generate(assistant: OnlineAssistant, ids: list[int], **kwargs: Any) -> tupl
     output = assistant.generate(input_ids, attention_mask=mask, on_trace=traces.append, **kwargs)
     start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
     return output[0, start:].tolist(), traces[0]  # waits for the device
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder; raises ConfigError if another process serves into it."""
-    try:
-        lock = wait_for_lock(folder / LOCK, 0.0)
-    except TimeoutError as error:
-        raise ConfigError(
-            f"Another process serves into {folder}. Stop it, or choose another output folder."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _save(assistant: OnlineAssistant, journal: TextIO, folder: Path) -> None:
@@ -400,19 +385,17 @@ def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serve
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def report_on(served: Sequence[Served], *, window: int) -> dict[str, Any]:
-    """Return acceptance of the learning and the frozen draft, overall, by domain, and per `window` of requests."""
+def report_on(served: Sequence[Served]) -> dict[str, Any]:
+    """Return acceptance of the learning and the frozen draft, overall and by domain."""
     compared, seconds = _compared(served), sum(s.seconds for s in served)
     rounds = {name: stats.target_forwards for name, stats in compared.totals.items()}
     # The frozen draft would have needed more rounds, each as long as a round took.
     saved = (rounds["frozen"] - rounds["learned"]) * seconds / rounds["learned"] if rounds["learned"] else 0.0
     updates = [{"after_requests": i, **s.update} for i, s in enumerate(served, 1) if s.update is not None]
-    windows = {first + 1: _compared(served[first : first + window]) for first in range(0, len(served), window)}
     return {
         "overall": compared.to_dict(),
         "last_fifth": compared.last_fifth().to_dict(),
         "by_domain": [{"domain": domain, **compared.of(domain).to_dict()} for domain in compared.names],
-        "windows": [{"first_request": first, **part.alphas()} for first, part in windows.items()],
         "updates": updates,
         "draft_version": updates[-1]["version"] if updates else 0,
         "seconds": seconds,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -45,16 +45,16 @@ CANCEL_SECONDS = 2.0  # to tell clients that their requests are cut off
 class ServeSettings(Loading):
     """Flags of `osd-hf serve`."""
 
-    _argument_group_name: ClassVar[str] = "serve"
-
     target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
     draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
-    bundled: bool = flag("serve the bundled pair", False)
+    bundled: bool = flag("serve the bundled pair", False, excludes="target draft")
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     host: str = flag("address to listen at; any other one lets other machines in", "127.0.0.1")
     port: int = flag("port to listen at; 0 = a free one", 8000, minimum=0)
     served_model_name: str | None = flag("name of the model for clients; by default --target", None, metavar="NAME")
-    api_key: str | None = flag("bearer token that clients must send; other users of this machine can see it", None)
+    api_key: str | None = flag(
+        "bearer token that clients must send; other users of this machine can see it", None, excludes="api_key_file"
+    )
     api_key_file: Path | None = flag("file with that token", None, metavar="FILE")
     max_queue: int = flag("requests that may wait; further ones get status 503", 64, minimum=0, metavar="N")
     shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, minimum=0, metavar="S")
@@ -72,11 +72,8 @@ class ServeSettings(Loading):
         return self.served_model_name or self.target or "bundled"
 
     def check(self) -> None:
-        super().check()
-        if self.bundled == bool(self.target or self.draft):
-            raise ConfigError("Name a --target and a --draft, or --bundled, which brings both.")
-        self.check_together("target", "draft")
-        self.check_exclusive("api_key", "api_key_file")
+        if not self.bundled and not (self.target and self.draft):
+            raise ConfigError("Name a --target and a --draft, or --bundled.")
 
     @property
     def key(self) -> str | None:
@@ -98,7 +95,6 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     """Serve until a signal; returns the exit code."""
-    settings.check()
     check_auto(config)
     if config.update_strategy == "manual":
         raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
@@ -109,9 +105,12 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     listener: Any = importlib.import_module("osd_hf.server.listener")
     metrics: Any = importlib.import_module("osd_hf.server.metrics")
     service = server.Service(
-        settings.name, max_queue=settings.max_queue, max_new_tokens=settings.max_new_tokens, learn=settings.learn,
+        settings.name,
+        max_queue=settings.max_queue,
+        max_new_tokens=settings.max_new_tokens,
+        learn=settings.learn,
         chat_template_kwargs=template_kwargs,
-    )  # fmt: skip
+    )
     running = listener.Listener(settings.host, settings.port)
     if key is None and not running.is_local:
         logger.warning("Other machines can reach %s without a key: set one by --api-key-file.", running.address)
@@ -155,11 +154,8 @@ def open_assistant(settings: ServeSettings, config: OnlineConfig) -> OnlineAssis
     pair = load_pair(settings.target, settings.draft, **settings.loading)
     session = None if settings.state_dir is None else settings.state_dir.expanduser()
     ids = torch.tensor([pair.tokenizer(WARM_UP_PROMPT)["input_ids"]], device=input_device(pair.target))
-    how: dict[str, Any] = {
-        "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": WARM_UP_TOKENS,
-        "stop_strings": None,
-        **pad_setting(pair.target),
-    }  # fmt: skip
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": WARM_UP_TOKENS, "stop_strings": None}
+    how |= {"attention_mask": torch.ones_like(ids), **pad_setting(pair.target)}
     choose_threads(pair.target, lambda: pair.target.generate(ids, **how), settings.threads)
     assistant = OnlineAssistant(*pair, config, autosave=session if settings.learn else None)
     assistant.warm_up()

@@ -17,7 +17,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
@@ -38,13 +38,23 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # --- parsing --------------------------------------------------------------------------------------------------------
 
 
-CHECKS = ("minimum", "needs")  # what `Settings.check` reads
+CHECKS = ("minimum", "needs", "excludes")  # metadata of a field that [`CommandParser.check_flags`] reads
 
 
 def flag(help: str, default: Any = MISSING, **how: Any) -> Any:
-    """Return a dataclass field with the arguments of its flag. `positional=True` makes a positional argument. For
-    [`Settings.check`]: `minimum`, and `needs`, names of flags of which one must be set for this one to have an effect;
-    names that a command does not have are ignored."""
+    """
+    Return a dataclass field with the arguments of its flag.
+
+    Args:
+        help (`str`), default (`Any`, *optional*): Without a default, the flag is required.
+        positional (`bool`, *optional*): Whether the flag is a positional argument.
+        minimum (`float`, *optional*): Smallest value.
+        needs (`str`, *optional*):
+            Flags without which this one has no effect: one of `"a b"`, both of `"a, b"`. Names that a command does not
+            have are ignored.
+        excludes (`str`, *optional*): Flags that have no effect if this one is set.
+        how (`Any`): Other arguments of `add_argument`.
+    """
     return field(default=default, metadata={"help": help, **how})
 
 
@@ -79,6 +89,7 @@ class CommandParser(HfArgumentParser):
 
     def __init__(self, dataclass_types: Sequence[type], without: Collection[str] = (), **kwargs: Any) -> None:
         self.without = without
+        self.rules: dict[str, Mapping[str, Any]] = {}  # metadata of each field with a flag
         super().__init__(dataclass_types, formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
         help = "YAML or JSON file with defaults of these flags by their names"
         self.add_argument("--config", type=Path, metavar="FILE", help=help)
@@ -90,26 +101,24 @@ class CommandParser(HfArgumentParser):
             if shared or known.name in self.without or not known.metadata.get("help"):
                 continue
             owner = next(kind for kind in dtype.__mro__ if known.name in kind.__dict__.get("__annotations__", ()))
-            title = "learning" if dtype is OnlineConfig else vars(owner).get("_argument_group_name", "")
-            if title and title not in groups:
+            title = (owner if issubclass(dtype, Settings) else dtype).__name__
+            if title not in groups:
                 groups[title] = self.add_argument_group(title)
+            self.rules[known.name] = known.metadata
             resolved = copy.copy(known)  # the parser writes to it
             resolved.type = hints[known.name]
-            self._parse_dataclass_field(groups.get(title, self), resolved)
+            self._parse_dataclass_field(groups[title], resolved)
 
     @staticmethod
     def _parse_dataclass_field(parser: Any, field: Field[Any]) -> None:
         how = {name: value for name, value in field.metadata.items() if name not in CHECKS}
         kinds = typing.get_args(field.type)
-        of_list = typing.get_origin(field.type) is list
-        plain = [field.type] if of_list or not kinds else [kind for kind in kinds if kind is not types.NoneType]
-        is_list = len(plain) == 1 and typing.get_origin(plain[0]) is list
+        plain = [kind for kind in kinds if kind is not types.NoneType]
+        is_optional = len(plain) == 1 and len(kinds) == 2
+        is_list = typing.get_origin(plain[0] if is_optional else field.type) is list
         if how.pop("positional", False):
-            if is_list:
-                how["nargs"] = "*" if field.default is not MISSING else "+"
-            kind = typing.get_args(plain[0])[0] if is_list else plain[0]
-            default = {} if field.default is MISSING else {"default": field.default}
-            parser.add_argument(field.name, type=kind, **default, **how)
+            default = None if field.default is MISSING else field.default
+            parser.add_argument(field.name, type=Path if field.type is Path else str, default=default, **how)
         elif _is_mixed(field):
             word = {} if bool not in kinds else {"nargs": "?", "const": True}
             names = dict.fromkeys([f"--{field.name}", option(field.name)])
@@ -122,6 +131,16 @@ class CommandParser(HfArgumentParser):
 
     def parse_settings(self, arguments: Sequence[str]) -> tuple[Any, ...]:
         """Return an instance of each settings class; raises ConfigError, and exits for invalid usage."""
+        values = self.read(arguments)
+        self.check_flags(values)
+        settings = self.make_settings(values)
+        for one in settings:
+            if isinstance(one, Settings):
+                one.check()
+        return settings
+
+    def read(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """Return the value of each field from the command line and the `--config` file, without checks."""
         file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         file.add_argument("--config", type=Path)
         path = file.parse_known_args(arguments)[0].config
@@ -130,7 +149,10 @@ class CommandParser(HfArgumentParser):
             name = rest[0].partition("=")[0]  # the value may be a secret
             known = [text for action in self._actions for text in action.option_strings]
             self.error(f"unrecognized arguments: {name}.{nearest(name, known)}")
-        values = vars(given)
+        return vars(given)
+
+    def make_settings(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return an instance of each settings class with its values; raises ConfigError."""
         try:
             return tuple(
                 kind(**{f.name: values[f.name] for f in fields(kind) if f.init and f.name in values})
@@ -140,6 +162,26 @@ class CommandParser(HfArgumentParser):
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"The settings do not go together: {first_line(error)}.") from error
+
+    def check_flags(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a value below its minimum, and for a flag that has no effect with the others."""
+        given = {name for name, value in values.items() if value != self.get_default(name)}
+        for name, rules in self.rules.items():
+            value, minimum = values[name], rules.get("minimum")
+            if minimum is not None and value is not None and not minimum <= value < math.inf:
+                raise ConfigError(f"{option(name)} must be at least {minimum}, got {value}.")
+            for group in rules.get("needs", "").split(","):
+                needed = [other for other in group.split() if other in values]
+                if name in given and needed and not any(values[other] for other in needed):
+                    raise ConfigError(f"{option(name)} would change nothing without {self._shown(needed)}.")
+            excluded = [other for other in rules.get("excludes", "").split() if other in given]
+            if value and excluded:
+                shown = self._shown([name, excluded[0]], " and ")
+                raise ConfigError(f"{shown} exclude each other: give one of them.")
+
+    def _shown(self, names: Sequence[str], word: str = " or ") -> str:
+        rules = [(name, self.rules[name]) for name in names]
+        return word.join(how["metavar"] if how.get("positional") else option(name) for name, how in rules)
 
     def _of_file(self, path: Path | None, arguments: Sequence[str]) -> Iterator[str]:
         """Yield what a file sets as arguments, without the flags that the command line sets."""
@@ -163,12 +205,12 @@ class CommandParser(HfArgumentParser):
 
 def _is_mixed(field: Field[Any]) -> bool:
     """Return whether a field takes a number, or a word such as `auto` or `none`."""
-    kinds = set(typing.get_args(field.type)) if not isinstance(field.type, type) else set()
-    is_optional = types.NoneType in kinds and len(kinds) == 2
-    has_literal = any(typing.get_origin(kind) is Literal for kind in kinds)
-    return bool(kinds) and str not in kinds and len(kinds) > 1 and (has_literal or is_optional) and (
-        not is_optional or (field.default is not None and field.default is not MISSING)
-    )  # fmt: skip
+    kinds = typing.get_args(field.type)
+    if str in kinds or len(kinds) < 2 or typing.get_origin(field.type) in (list, Literal):
+        return False
+    if len(kinds) == 2 and types.NoneType in kinds:  # `none` is a word only if it is not the default
+        return field.default is not None and field.default is not MISSING
+    return any(typing.get_origin(kind) is Literal for kind in kinds)
 
 
 def _read_value(text: str) -> Any:
@@ -186,40 +228,20 @@ def _read_value(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of a command, one field per flag, with checks."""
+    """Settings of a command, one field per flag."""
 
     def check(self) -> None:
-        """Raise ConfigError for a value below its minimum, and for a flag that would change nothing."""
-        for known in fields(self):
-            value, minimum = getattr(self, known.name), known.metadata.get("minimum")
-            if minimum is not None and value is not None and not minimum <= value < math.inf:
-                raise ConfigError(f"{option(known.name)} must be at least {minimum}, got {value}.")
-            needed = [f for f in fields(self) if f.name in known.metadata.get("needs", "").split()]
-            if needed and value != known.default and not any(getattr(self, f.name) for f in needed):
-                shown = [f.metadata["metavar"] if f.metadata.get("positional") else option(f.name) for f in needed]
-                raise ConfigError(f"{option(known.name)} would change nothing without {' or '.join(shown)}.")
-
-    def changed(self, *names: str) -> list[str]:
-        """Return the flags, among these fields, that differ from their defaults."""
-        known = {f.name: f.default for f in fields(self)}
-        return [option(name) for name in names if name in known and getattr(self, name) != known[name]]
+        """Raise ConfigError for flags that do not go together, beyond [`CommandParser.check_flags`]."""
 
     def check_together(self, one: str, other: str) -> None:
         """Raise ConfigError if only one of two flags is set."""
         if bool(getattr(self, one)) != bool(getattr(self, other)):
             raise ConfigError(f"{option(one)} and {option(other)} go together: set both, or neither.")
 
-    def check_exclusive(self, *names: str) -> None:
-        """Raise ConfigError if several of these flags are set."""
-        if len(given := self.changed(*names)) > 1:
-            raise ConfigError(f"{' and '.join(given)} exclude each other: give one of them.")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting(Settings):
     """Settings of a command that can write its report as JSON."""
-
-    _argument_group_name: ClassVar[str] = "report"
 
     json: str | None = flag("also write the report to this file; - is the standard output", None, metavar="PATH")
 
@@ -233,27 +255,24 @@ class Reporting(Settings):
         print(text, file=sys.stderr if self.json == "-" else sys.stdout, flush=True)
 
     def write_json(self, report: dict[str, Any]) -> None:
-        """Write the report if `--json` asks for it; raises ConfigError if that fails."""
+        """Write the report if `--json` asks for it."""
         if self.json == "-":
             print(json_text(report, indent=1))
         elif self.json is not None:
-            try:
-                write_report(Path(self.json), report)
-            except OSError as error:
-                raise ConfigError(f"The report cannot be written to {self.json}: {error}.") from error
+            write_report(Path(self.json), report)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versions(Settings):
     """Versions of models on the Hub."""
 
-    _argument_group_name: ClassVar[str] = "models"
-
     revision: str | None = flag(
         "branch, tag or commit of the target on the Hub", None, needs="target draft models compare", metavar="NAME"
     )
-    draft_revision: str | None = flag("branch, tag or commit of the draft on the Hub", None, metavar="NAME")
-    trust_remote_code: bool = flag("run code from the model repositories", False)
+    draft_revision: str | None = flag(
+        "branch, tag or commit of the draft on the Hub", None, needs="draft models compare", metavar="NAME"
+    )
+    trust_remote_code: bool = flag("run code from the model repositories", False, needs="target draft models compare")
 
     @property
     def fetching(self) -> dict[str, Any]:
@@ -269,8 +288,6 @@ class Versions(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Loading(Versions):
     """How models are loaded, and where."""
-
-    _argument_group_name: ClassVar[str] = "models"
 
     dtype: Dtype = flag("dtype of the weights; auto = each checkpoint's own; only float32 is exact", "auto")
     device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
@@ -307,33 +324,16 @@ SOURCES = "prompts eval_prompts"
 class RowSettings(Settings):
     """How rows of a file or data set become prompts."""
 
-    _argument_group_name: ClassVar[str] = "prompts"
-
     split: str = flag("split of a data set", "train", needs=SOURCES)
     subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME")
     column: str | None = flag("column of the prompt", None, needs=SOURCES)
     prompt_template: str | None = flag(
         "format string in place of a column, such as 'db: {db_id} {question}'", None, needs=SOURCES, metavar="FORMAT"
     )
-
-    def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
-        """Return the source of prompts in a file or data set; `more` takes precedence. Raises ConfigError."""
-        if Path(location).is_file() and (given := self.changed("subset", *({"split"} - more.keys()))):
-            raise ConfigError(f"{' and '.join(given)}: {location} is a file, which has neither.")
-        column = self.column or (None if self.prompt_template else default_column)
-        known = {"column": column, "template": self.prompt_template, "split": self.split, "subset": self.subset}
-        return PromptSource(location, **{**known, **more})
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatRowSettings(RowSettings):
-    """How rows become prompts in a chat template."""
-
-    _argument_group_name: ClassVar[str] = "prompts"
-
-    chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True)
+    domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
+    chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True, needs="url")
     chat_template_kwargs: str | None = flag(
-        "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, metavar="JSON"
+        "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, needs="url", metavar="JSON"
     )
 
     @property
@@ -345,6 +345,31 @@ class ChatRowSettings(RowSettings):
     def chat(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.prompts.encode_prompts`] and `encode_turn`; raises ConfigError."""
         return {"chat_template": self.chat_template, "chat_template_kwargs": self.template_kwargs}
+
+    def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
+        """Return the source of prompts in a file or data set; `more` takes precedence. Raises ConfigError."""
+        own = {"split", "subset"} - more.keys()
+        if Path(location).is_file() and any(getattr(self, name) != getattr(type(self), name) for name in own):
+            raise ConfigError(f"{location} is a file, which has neither --split nor --subset.")
+        known = {
+            "column": self.column or (None if self.prompt_template else default_column),
+            "template": self.prompt_template,
+            "domain_column": self.domain_column,
+            "split": self.split,
+            "subset": self.subset,
+        }
+        return PromptSource(location, **{**known, **more})
+
+    def evaluation_set(self, location: str | None, num_requests: int, max_new_tokens: int) -> EvaluationSet:
+        """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError, DataError."""
+        if location is None:
+            return EvaluationSet.bundled(num_requests, max_new_tokens=max_new_tokens)
+        source = self.source(location, default_column="prompt")
+        prompts = tuple(itertools.islice(read_prompts(source), num_requests))
+        dataset_id = hub_id(location)
+        parts = [dataset_id or Path(location).name, self.subset, self.split if dataset_id else None]
+        name = ", ".join(part for part in parts if part)
+        return EvaluationSet(name, prompts, max_new_tokens, dataset_id)
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:
@@ -361,10 +386,8 @@ def json_object(name: str, text: str | None) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSettings(ChatRowSettings):
+class PromptSettings(RowSettings):
     """Prompts to serve. Without `--prompts`, prompts of the bundled domains."""
-
-    _argument_group_name: ClassVar[str] = "prompts"
 
     prompts: str | None = flag(
         "Hub id or folder of a data set, or a json, jsonl or parquet file", None, needs="url", metavar="ID|FILE"
@@ -372,25 +395,24 @@ class PromptSettings(ChatRowSettings):
     domain: list[str] | None = flag(
         "label of all prompts; of bundled prompts, the domains to serve", None, metavar="NAME"
     )
-    domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
     num_requests: int | None = flag(
         f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None, minimum=1, metavar="N"
     )
 
     def encode_prompts(
-        self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, *, limit: int | None, seed: int = 0
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, *, seed: int = 0
     ) -> EncodedPrompts:
-        """Encode the prompts. Longer ones are skipped and logged; raises as [`~osd_hf.prompts.encode_prompts`]."""
-        prompts = self.read_prompts(seed)
-        return encode_prompts(prompts, tokenizer, limit=limit, max_prompt_tokens=max_prompt_tokens, **self.chat)
+        """Encode the prompts in order, bundled ones shuffled by the seed; logs and raises as
+        [`~osd_hf.prompts.encode_prompts`]."""
+        how = {"limit": self.num_requests, "max_prompt_tokens": max_prompt_tokens, **self.chat}
+        return encode_prompts(self._read_prompts(seed), tokenizer, **how)
 
-    def read_prompts(self, seed: int) -> Iterator[Prompt]:
-        """Return the prompts in order, bundled ones shuffled by the seed; raises ConfigError and DataError."""
+    def _read_prompts(self, seed: int) -> Iterator[Prompt]:
         if self.prompts is not None:
             if self.domain is not None and len(self.domain) > 1:
                 raise ConfigError("--domain takes several labels only for bundled prompts; see --domain-column.")
             label = self.domain[0] if self.domain else None
-            return read_prompts(self.source(self.prompts, domain=label, domain_column=self.domain_column))
+            return read_prompts(self.source(self.prompts, domain=label))
         if unknown := set(self.domain or ()) - set(DOMAINS):
             raise ConfigError(f"--domain must be one of {', '.join(DOMAINS)}, got {', '.join(sorted(unknown))}.")
         count, domains = self.num_requests or NUM_BUNDLED_REQUESTS, self.domain or DOMAINS
@@ -400,20 +422,6 @@ class PromptSettings(ChatRowSettings):
         return (Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count]))
 
 
-def evaluation_set(
-    rows: RowSettings, location: str | None, num_requests: int, max_new_tokens: int, domain_column: str | None = None
-) -> EvaluationSet:
-    """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError and DataError."""
-    if location is None:
-        return EvaluationSet.bundled(num_requests, max_new_tokens=max_new_tokens)
-    source = rows.source(location, default_column="prompt", domain_column=domain_column)
-    prompts = tuple(itertools.islice(read_prompts(source), num_requests))
-    dataset_id = hub_id(location)
-    subset = "" if rows.subset is None else f", {rows.subset}"
-    split = f", {rows.split}" if dataset_id else ""
-    return EvaluationSet(f"{dataset_id or Path(location).name}{subset}{split}", prompts, max_new_tokens, dataset_id)
-
-
 # --- learning settings ----------------------------------------------------------------------------------------------
 
 
@@ -421,14 +429,14 @@ PAPER = "learn by the rule of arXiv 2310.07177, which other flags change"
 NOTHING_DRAFTED = ("candidates", "text_scope", "compile_draft", "compile_target", "update_strategy")
 
 
-def learning_parser(
-    kind: type, arguments: Sequence[str], *, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None,
-    **how: Any,
-) -> CommandParser:  # fmt: skip
-    """Return the parser of a command whose draft learns. Defaults come from the paper's rule if `--paper` is given."""
-    parser = CommandParser([kind, OnlineConfig], without, **how)
-    rule = OnlineConfig.paper().to_dict() if "--paper" in arguments else dict(defaults or {})
-    parser.set_defaults(**rule)
+def learning_parser(kind: type, arguments: Sequence[str], *, k: int | None = None, **how: Any) -> CommandParser:
+    """Return the parser of a command whose draft learns, with `k` as the default number of drafted tokens. Defaults
+    come from the paper's rule if `--paper` is given."""
+    parser = CommandParser([kind, OnlineConfig], **how)
+    if "--paper" in arguments:
+        parser.set_defaults(**OnlineConfig.paper().to_dict())
+    elif k is not None:
+        parser.set_defaults(num_assistant_tokens=k)
     return parser
 
 

@@ -96,7 +96,6 @@ class DistillConfig(GKDConfig):
     lmbda: float = setting(0.5, "share of the draft in the mixes")
     resume_from_checkpoint: str | None = setting(None, "a checkpoint, or true for the last one in the output folder")
 
-    _argument_group_name = "training"  # title in the help of a command
     without_meaning = frozenset(_WITHOUT_MEANING)  # get no flag
 
     def __post_init__(self) -> None:

@@ -38,8 +38,6 @@ from osd_hf.target_version import target_version
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
-__all__ = ["DraftComparison", "Worth", "answered", "compare", "evaluate"]
-
 
 class Worth(NamedTuple):
     """The best k of a draft, the expected speed-up over the target alone, and its 95% interval, which reflects only
@@ -154,9 +152,15 @@ class DraftComparison:
 
 
 def compare(
-    target: Any, drafts: Mapping[str, Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
-    num_assistant_tokens: int = 5, clock: Callable[[], float] | None = None, show_progress: bool = False,
-) -> DraftComparison:  # fmt: skip
+    target: Any,
+    drafts: Mapping[str, Any],
+    tokenizer: Any,
+    dataset: EvaluationSet | Sequence[str],
+    *,
+    num_assistant_tokens: int = 5,
+    clock: Callable[[], float] | None = None,
+    show_progress: bool = False,
+) -> DraftComparison:
     """
     Compare drafts for one target. The target answers each prompt once, greedily. All drafts are scored on these
     answers by replay, and their eager forwards are timed. The expected speed-up follows from the cost model
@@ -181,23 +185,24 @@ def compare(
         raise ConfigError("There is no draft to compare. Name one, or several.")
     fitted = {name: _fitted(name, draft, target, tokenizer) for name, draft in drafts.items()}
     models = list(fitted.values())
-    dataset, traces = answered(target, [target, *models], tokenizer, dataset, show_progress=show_progress)
+    dataset, traces = answered(target, [target, *models], tokenizer, dataset, show_progress)
     sides = {name: replay_each(draft, traces, num_assistant_tokens) for name, draft in fitted.items()}
     asked = sorted(traces, key=lambda trace: len(trace.prompt_ids))[len(traces) // 2]
     costs = measured_costs(target, models, asked.prompt_ids, clock or device_clock(target))
-    origin, device = provenance(), input_device(unwrap(target))
-    is_cuda = device.type == "cuda"
+    facts, device = provenance(threads=torch.get_num_threads()), input_device(unwrap(target))
+    facts["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else facts["processor"]
+    facts["dtype"] = str(unwrap(target).dtype).removeprefix("torch.")
+    facts["compiles_drafts"] = compiles_draft(OnlineConfig(), device.type)
     return DraftComparison(
-        dataset, num_assistant_tokens, Comparison([p.domain for p in dataset.prompts], sides),
-        dict(zip(fitted, costs, strict=True)), float(np.mean([len(trace) for trace in traces])),
-        _known(target),
-        {name: _known(draft) | {"name": name} for name, draft in drafts.items()},
-        origin | {
-            "device": torch.cuda.get_device_name(device) if is_cuda else origin["processor"],
-            "dtype": str(unwrap(target).dtype).removeprefix("torch."), "threads": torch.get_num_threads(),
-            "compiles_drafts": compiles_draft(OnlineConfig(), device.type),
-        },
-    )  # fmt: skip
+        dataset=dataset,
+        num_assistant_tokens=num_assistant_tokens,
+        scores=Comparison([p.domain for p in dataset.prompts], sides),
+        costs=dict(zip(fitted, costs, strict=True)),
+        new_tokens=float(np.mean([len(trace) for trace in traces])),
+        target=_known(target),
+        models={name: _known(draft) | {"name": name} for name, draft in drafts.items()},
+        facts=facts,
+    )
 
 
 def _fitted(name: str, draft: Any, target: Any, tokenizer: Any) -> Any:
@@ -225,9 +230,16 @@ def _known(model: Any) -> dict[str, Any]:
 
 
 def evaluate(
-    target: Any, before: Any, after: Any, tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
-    num_assistant_tokens: int | None = None, timed_requests: int = 0, show_progress: bool = False,
-) -> Evaluation:  # fmt: skip
+    target: Any,
+    before: Any,
+    after: Any,
+    tokenizer: Any,
+    dataset: EvaluationSet | Sequence[str],
+    *,
+    num_assistant_tokens: int | None = None,
+    timed_requests: int = 0,
+    show_progress: bool = False,
+) -> Evaluation:
     """
     Measure a draft before and after learning on the target's greedy answers.
 
@@ -239,7 +251,7 @@ def evaluate(
         timed_requests (`int`, *optional*, defaults to 0):
             Prompts that decoder-only pairs also answer live, by the target alone and with both drafts.
     """
-    dataset, traces = answered(target, [before], tokenizer, dataset)
+    dataset, traces = answered(target, [before], tokenizer, dataset, False)
     speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
     if timed_requests and not target.config.is_encoder_decoder:
         asked = {"evaluation": [trace.prompt_ids.tolist() for trace in traces[:timed_requests]]}
@@ -253,19 +265,16 @@ def evaluate(
             System("transformers, this draft", "stock", after, k),
             System("osd_hf, this draft, auto", "lean", after, "auto"),
         ]
-        report = benchmark(
-            target, systems, asked, max_new_tokens=dataset.max_new_tokens, watched_requests=0, tokenizer=tokenizer,
-            show_progress=show_progress,
-        )  # fmt: skip
+        how = {"max_new_tokens": dataset.max_new_tokens, "tokenizer": tokenizer, "show_progress": show_progress}
+        report = benchmark(target, systems, asked, **how)
         speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
     as_it_was, as_it_is = (tuple(replay_each(draft, traces, k)) for draft in (before, after))
     return Evaluation(dataset, k, as_it_was, as_it_is, speedups, provenance())
 
 
 def answered(
-    target: Any, drafts: Sequence[Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], *,
-    show_progress: bool = False,
-) -> tuple[EvaluationSet, list[Trace]]:  # fmt: skip
+    target: Any, drafts: Sequence[Any], tokenizer: Any, dataset: EvaluationSet | Sequence[str], show_progress: bool
+) -> tuple[EvaluationSet, list[Trace]]:
     """Return the prompts that leave room for an answer, and the target's greedy answers; raises as [`evaluate`]."""
     if isinstance(dataset, str):
         raise ConfigError("`dataset` must be a list of texts or an `EvaluationSet`, got one text. Put it into a list.")
@@ -277,7 +286,7 @@ def answered(
     if len(encoded.prompts) < 2:
         raise DataError(
             f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
-            f"of {dataset.max_new_tokens} tokens; two are needed. Bound the answers lower, or take shorter prompts."
+            f"of {dataset.max_new_tokens} tokens; two are needed."
         )
     ids = [ids for _, ids in encoded.prompts]
     traces: Iterable[Trace] = record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1)

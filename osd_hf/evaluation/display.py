@@ -13,14 +13,12 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.acceptance import AcceptanceStats, Comparison
-from osd_hf.utils.plots import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled
-from osd_hf.utils.plots import rolling_window as rolling_window
+from osd_hf.utils.plots import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled, rolling_window
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 
 BAR_WINDOW = 50  # requests over which a progress bar pools alpha
-MAX_PANELS = 6
 WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
 
 
@@ -92,33 +90,23 @@ def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
     return pooled(counts, window)
 
 
-def plot_alpha(path: Path, compared: Comparison, *, title: str, window: int | None = None) -> None:
-    """Plot alpha of a frozen and a learning draft over the requests, pooled over `window` requests. A few domains get
-    a panel each, many are drawn as one."""
-    domains, names = compared.domains, compared.names
-    window = window or rolling_window(len(domains))
-    if len(names) == 1 or len(names) > MAX_PANELS:
-        figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
-        _draw(axes, range(1, len(domains) + 1), compared, window)
-        axes.set_xlabel("request")
-        axes.set_ylabel(f"alpha (last {window} requests)")
-        axes.legend(loc="lower right", frameon=True, framealpha=0.9)
-        axes.set_title(title, loc="left", fontsize=11)
-    else:
-        columns = min(2, len(names))
-        rows = -(-len(names) // columns)
-        figure, panels = new_figure(rows, columns, 9.0, 1.0 + 2.4 * rows)
-        share = max(4, round(window * 2 / len(names)))
-        for number, (axes, name) in enumerate(zip(panels, sorted(names, key=str), strict=False)):
-            requests = [i for i, domain in enumerate(domains, 1) if domain == name]
-            _draw(axes, requests, compared.of(name), share)
-            axes.set_title(str(name), loc="left", fontsize=10)
-            if number % columns == 0:
-                axes.set_ylabel(f"alpha (last {share} of the domain)")
-            if number >= len(names) - columns:
-                axes.set_xlabel("request, of all domains")
-        panels[0].legend(loc="lower right", frameon=True, framealpha=0.9)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+def plot_alpha(path: Path, compared: Comparison, *, title: str) -> None:
+    """Plot alpha of a frozen and a learning draft over the requests, each point pooled over the last ones."""
+    count, (frozen, learning) = len(compared.domains), compared.sides.values()
+    window = rolling_window(count)
+    first = min(max(window // 2, 1), count) - 1  # before, too few requests are pooled
+    figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
+    for stats, style in (
+        (learning, {"color": LEARNING, "lw": 2, "label": "learning"}),
+        (frozen, {"color": FROZEN, "lw": 1.6, "ls": "--", "label": "frozen"}),
+    ):
+        axes.plot(range(first + 1, count + 1), rolling_alpha(stats, window)[first:], **style)
+    axes.set_ylim(0, 1)
+    axes.margins(x=0.01)
+    axes.set_xlabel("request")
+    axes.set_ylabel(f"alpha (last {window} requests)")
+    axes.legend(loc="lower right", frameon=True, framealpha=0.9)
+    axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
 
 
@@ -145,11 +133,10 @@ def plot_speedups(
     figure, (axes,) = new_figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
     for number, system in enumerate(systems):
         found = [group[system] for group in speedups.values()]
-        places = _bars(
-            axes, [(height, ends) for height, ends, _ in found], number, len(systems), 0.84,
-            color=COLORS[number % len(COLORS)], label=system, capsize=2,
-            hatch=("", "///", "...")[number // len(COLORS) % 3], edgecolor="white", linewidth=0,
-        )  # fmt: skip
+        style = {"color": COLORS[number % len(COLORS)], "hatch": ("", "///", "...")[number // len(COLORS) % 3]}
+        style |= {"edgecolor": "white", "linewidth": 0, "label": system, "capsize": 2}
+        estimates = [(height, ends) for height, ends, _ in found]
+        places = _bars(axes, estimates, number, len(systems), 0.84, **style)
         if marks := [(place, p) for place, (_, _, p) in zip(places, found, strict=True) if p is not None]:
             x, y = zip(*marks, strict=True)
             last = "predicted by the cost model" if number == len(systems) - 1 else None
@@ -178,13 +165,3 @@ def _finish(figure: Any, axes: Any, path: Path, groups: Sequence[str], title: st
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, **legend)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
-
-
-def _draw(axes: Any, requests: Sequence[int], compared: Comparison, window: int) -> None:
-    # The first points pool too few requests.
-    first = min(max(window // 2, 1), len(requests)) - 1
-    frozen, learning = compared.sides.values()
-    axes.plot(requests[first:], rolling_alpha(learning, window)[first:], color=LEARNING, lw=2, label="learning")
-    axes.plot(requests[first:], rolling_alpha(frozen, window)[first:], color=FROZEN, lw=1.6, ls="--", label="frozen")
-    axes.set_ylim(0, 1)
-    axes.margins(x=0.01)

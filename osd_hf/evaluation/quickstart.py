@@ -6,7 +6,7 @@ import random
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts
-from osd_hf.config import OnlineConfig, setting
+from osd_hf.config import OnlineConfig
 from osd_hf.decoding.hook import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
@@ -33,34 +33,38 @@ WAYS = ("target alone", "prompt lookup", "static draft", "learned draft", "learn
 COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the ways
 
 
+def _size(default: int, minimum: int, help: str) -> Any:
+    return field(default=default, metadata={"help": help, "minimum": minimum})
+
+
 @dataclass(frozen=True)
 class QuickstartSizes:
-    """Numbers of requests of [`quickstart`], per domain. Raises ConfigError for a number that is too small."""
+    """Numbers of requests of [`quickstart`], per domain."""
 
-    learn_requests: int = setting(100, "requests per domain to serve and learn from")
-    later_requests: int = setting(20, "later requests per domain for measuring alpha, never learned from")
-    timed_requests: int = setting(12, "later requests per domain that are also answered live in each way")
-    max_new_tokens: int = setting(96, "maximum tokens of an answer")
+    learn_requests: int = _size(100, 2, "requests per domain to serve and learn from")
+    later_requests: int = _size(20, 2, "later requests per domain for measuring alpha, never learned from")
+    timed_requests: int = _size(12, 1, "later requests per domain that are also answered live in each way")
+    max_new_tokens: int = _size(96, 2, "maximum tokens of an answer")
 
     def __post_init__(self) -> None:
-        minima = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 2}
-        for name, minimum in minima.items():
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"`{name}` must be at least {minimum}, got {getattr(self, name)}.")
         if self.timed_requests > self.later_requests:
-            raise ConfigError(
-                f"`timed_requests` are part of the `later_requests`, got {self.timed_requests} of "
-                f"{self.later_requests}."
-            )
+            of = f"{self.timed_requests} of {self.later_requests}"
+            raise ConfigError(f"`timed_requests` are part of the `later_requests`, got {of}.")
 
 
 def quickstart(
-    pair: Pair, sizes: QuickstartSizes, *, seed: int, threads: int | None, output_dir: Path,
-    write: Callable[[str], object], compile_target: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+    pair: Pair,
+    sizes: QuickstartSizes,
+    *,
+    seed: int,
+    threads: int | None,
+    output_dir: Path,
+    write: Callable[[str], object],
+    compile_target: bool = True,
+) -> dict[str, Any]:
     """
     Serve a stream of prompts from all domains with one draft that learns, and compare the draft with its original on
-    later prompts.
+    later prompts. Returns the content of `report.json`.
 
     Args:
         pair (`Pair`), sizes (`QuickstartSizes`): The models; numbers of requests.
@@ -69,9 +73,6 @@ def quickstart(
         output_dir (`Path`): Folder of `report.json`, `alpha.png` and `domains.png`.
         write (`Callable[[str], object]`): Prints a text.
         compile_target (`bool`, *optional*, defaults to `True`): Whether to time the target compiled, too.
-
-    Returns:
-        `dict[str, Any]`: The content of `report.json`.
     """
     config = OnlineConfig(num_assistant_tokens=K, seed=seed)
     started = time.perf_counter()
@@ -81,12 +82,13 @@ def quickstart(
         [(example.domain, encode_turn(pair.tokenizer, example.prompt)) for example in examples]
         for examples in (learned_from, later)
     )
-    threads_before, ways = torch.get_num_threads(), WAYS if compile_target else WAYS[:-1]
+    threads_before = torch.get_num_threads()
     used, thread_seconds = choose_threads(pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), threads)
+    num_timed, num_ways = len(DOMAINS) * sizes.timed_requests, 4 + compile_target
     write(
         f"1. A small draft proposes tokens while its target answers {len(stream)} prompts, and learns from the "
         f"answers.\n2. {len(later)} later prompts show how many proposals are right, before and after.\n"
-        f"3. {len(DOMAINS) * sizes.timed_requests} of them are answered in {len(ways)} ways, to compare the speed.\n"
+        f"3. {num_timed} of them are answered in {num_ways} ways, to compare the speed.\n"
         f"Torch threads: {used}.\n"
     )
     try:
@@ -99,19 +101,19 @@ def quickstart(
             answered = list(display.progress(recorded, "later prompts", "request", len(prompts)))
             frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, answered))
             learned = replay_each(assistant.draft, answered, K)
-            timed = _timed(pair, assistant.draft, served, asked, sizes, ways)
+            timed = _timed(pair, assistant.draft, served, asked, sizes, compile_target=compile_target)
     finally:
         torch.set_num_threads(threads_before)
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
     compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned})
-    outcomes = [answer.outcome for way in _shown_ways(timed)[1:] for answer in timed.answers_of(way)]
+    by_domain = {name: _domain_report(name, part, timed) for name, part in compared.parts().items()}
     report: dict[str, Any] = {
         "provenance": provenance(seed=seed, device=str(pair.target.device), threads=used),
         "defaults": OnlineConfig().to_dict(),  # shows whether a report is outdated
         "sizes": asdict(sizes),
         "config": config.to_dict(),
-        "by_domain": {name: _domain_report(name, part, timed) for name, part in compared.parts().items()},
-        "outputs": {name: outcomes.count(name) for name in ("identical", "tied", "differing")},
+        "by_domain": by_domain,
+        "outputs": by_domain["all"]["outputs"],
         "updates": assistant.version,
         "thread_seconds": thread_seconds,
         **balance,
@@ -156,48 +158,47 @@ def serve_stream(
     with display.alpha_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
-            assistant.generate(
-                ids, attention_mask=torch.ones_like(ids), domain=domain, on_trace=traces.append, do_sample=False,
-                max_new_tokens=max_new_tokens,
-            )  # fmt: skip
+            how = {"do_sample": False, "max_new_tokens": max_new_tokens, "attention_mask": torch.ones_like(ids)}
+            assistant.generate(ids, domain=domain, on_trace=traces.append, **how)
             advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces
 
 
 def _timed(
-    pair: Pair, learned: Any, earlier: Sequence[Trace], asked: Sequence[tuple[str, list[int]]],
-    sizes: QuickstartSizes, ways: Sequence[str],
-) -> BenchmarkReport:  # fmt: skip
+    pair: Pair,
+    learned: Any,
+    earlier: Sequence[Trace],
+    asked: Sequence[tuple[str, list[int]]],
+    sizes: QuickstartSizes,
+    *,
+    compile_target: bool,
+) -> BenchmarkReport:
     """Time the target alone, prompt lookup, the original draft, and the learned draft with earlier text."""
     prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
     alone, lookup, static, ours, compiled = WAYS
     systems = [
-        System(alone, "alone"), System(lookup, "prompt_lookup", num_assistant_tokens=K),
-        System(static, "stock", pair.draft, K), System(ours, "lean", learned, "auto", earlier=earlier),
-        System(compiled, "lean", learned, "auto", earlier=earlier, compile_target=True),
-    ]  # fmt: skip
-    return benchmark(
-        pair.target, systems[: len(ways)], prompts, max_new_tokens=sizes.max_new_tokens, watched_requests=0,
-        tokenizer=pair.tokenizer, show_progress=True,
-    )  # fmt: skip
-
-
-def _shown_ways(timed: BenchmarkReport) -> list[str]:
-    """Return all ways, without the compiled one if compilation failed."""
-    return [s.name for s in timed.systems if s.name not in timed.facts["target_not_compiled"]]
+        System(alone, "alone"),
+        System(lookup, "prompt_lookup", num_assistant_tokens=K),
+        System(static, "stock", pair.draft, K),
+        System(ours, "lean", learned, "auto", earlier=earlier),
+    ]
+    if compile_target:
+        systems.append(System(compiled, "lean", learned, "auto", earlier=earlier, compile_target=True))
+    how = {"max_new_tokens": sizes.max_new_tokens, "tokenizer": pair.tokenizer, "show_progress": True}
+    return benchmark(pair.target, systems, prompts, **how)
 
 
 def _domain_report(name: str, part: Comparison, timed: BenchmarkReport) -> dict[str, Any]:
-    """Return the figures of a domain, or of all."""
-    ways = {way: timed.figures(way, None if name == "all" else name) for way in _shown_ways(timed)}
-    outputs = [ways[way]["outputs"] for way in [*ways][1:]]
+    """Return the figures of a domain, or of all. A target that could not be compiled is left out."""
+    shown = [s.name for s in timed.systems if s.name not in timed.facts["target_not_compiled"]]
+    ways = {way: timed.figures(way, None if name == "all" else name) for way in shown}
+    outputs = [ways[way]["outputs"] for way in shown[1:]]
     return {
         **{side: figures_of(stats) for side, stats in part.totals.items()},
         "gain": part.gain,
         "tokens_per_second": {way: figures["tokens_per_second"] for way, figures in ways.items()},
-        "times_as_fast": {way: ways[way]["times_alone"] for way in [*ways][1:]},
-        "outputs": sum(sum(counts.values()) for counts in outputs),
-        "outputs_identical": sum(counts["identical"] for counts in outputs),
+        "times_as_fast": {way: ways[way]["times_alone"] for way in shown[1:]},
+        "outputs": {kind: sum(counts[kind] for counts in outputs) for kind in outputs[0]},
     }
 
 
@@ -205,13 +206,10 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     rows, speeds = [], []
     for name, part in report["by_domain"].items():
         efficiency = " > ".join(figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned"))
-        rows.append(
-            [name, _alpha(part["static"]), _alpha(part["learned"]), figure(part["gain"], sign=True), efficiency]
-        )
-        speeds.append([
-            name, f"{part['tokens_per_second'][WAYS[0]]:.0f}", *map(ratio_text, part["times_as_fast"].values()),
-            f"{part['outputs_identical']}/{part['outputs']}",
-        ])  # fmt: skip
+        alphas, gain = [_alpha(part[draft]) for draft in ("static", "learned")], figure(part["gain"], sign=True)
+        rows.append([name, *alphas, gain, efficiency])
+        alone, times = f"{part['tokens_per_second'][WAYS[0]]:.0f}", map(ratio_text, part["times_as_fast"].values())
+        speeds.append([name, alone, *times, f"{part['outputs']['identical']}/{sum(part['outputs'].values())}"])
     sizes, columns = report["sizes"], COLUMNS[: len(report["by_domain"]["all"]["tokens_per_second"])]
     compiled = (
         ";\ncompiled: the same, with the target's forwards compiled by torch, which takes half a minute once"
