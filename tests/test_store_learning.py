@@ -724,7 +724,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
         patch.setattr(Deployer, "run", lambda deployer, seconds: ran.append(seconds))
         assert main([*flags, "--num-requests", "4"]) == 0  # the version of the end is loaded at the end
     assert ran == [0.0]
-    assert closed[0] is Deployer and set(closed[1:]) == {VersionFolder}  # nobody else comes in before engines are left alone
+    assert closed[0] is Deployer and set(closed[1:]) == {VersionFolder}  # engines are left alone first
     found = json.loads(report.read_text())["deployed"]
     assert [(each["domain"], each["serving"], each["watched"]) for each in found] == [("sums", 0, 1)]
     assert "http://engine:8000: version 0 of 'sums' serves, version 1 waits" in capsys.readouterr().out
