@@ -37,15 +37,23 @@ def say_into(*descriptors: int) -> None:
         os.dup2(descriptor, own)
 
 
+def _begin(environment: Mapping[str, str], arguments: list[str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = arguments
+
+
+def _run_file(path: Path) -> None:
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
 def _run(code: str | Path, arguments: list[str], environment: Mapping[str, str], folder: str) -> None:
     with open(f"{folder}/out", "wb") as out, open(f"{folder}/err", "wb") as err:
         say_into(out.fileno(), err.fileno())
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [str(code) if isinstance(code, Path) else "-c", *arguments]
+    _begin(environment, [str(code) if isinstance(code, Path) else "-c", *arguments])
     if isinstance(code, Path):
-        sys.path.insert(0, str(code.parent))
-        runpy.run_path(str(code), run_name="__main__")
+        _run_file(code)
     else:
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
 
@@ -67,28 +75,37 @@ def run_python(
     return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
 
 
-def _run_module(name: str, arguments: list[str], environment: Mapping[str, str], output: Connection, log: str) -> None:
+def _run_command(command: Sequence[str], environment: Mapping[str, str], output: Connection, log: str) -> None:
     with open(log, "ab") as errors:
         say_into(output.fileno(), errors.fileno())
     output.close()
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [name, *arguments]
+    flag, name, *arguments = command if command[0] == "-m" else ("", *command)
+    _begin(environment, [name, *arguments])
+    if not flag:
+        _run_file(Path(name))
+        return
     sys.modules.pop(name, None)  # imported before, which runpy would warn of
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 class ModuleProcess:
-    """What `subprocess.Popen` returns for `[sys.executable, "-m", ...]`, as far as a server is started and ended by
-    it: standard output can be read line by line, standard error goes to a named file."""
+    """What `subprocess.Popen` returns for `[sys.executable, "-m", MODULE, ...]` or `[sys.executable, FILE, ...]`:
+    standard output can be read, standard error goes to a named file."""
 
     def __init__(
-        self, command: Sequence[str], *, stdout: int, stderr: TextIO, text: bool, env: Mapping[str, str]
+        self,
+        command: Sequence[str],
+        *,
+        stdout: int,
+        text: bool,
+        stderr: TextIO | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        interpreter, flag, module, *arguments = command
-        assert (interpreter, flag, stdout, text) == (sys.executable, "-m", subprocess.PIPE, True)
+        interpreter, *rest = map(str, command)
+        assert (interpreter, stdout, text) == (sys.executable, subprocess.PIPE, True)
         output, its_output = multiprocessing.Pipe(duplex=False)
-        self._process = process_for(_run_module, module, arguments, dict(env), its_output, stderr.name)
+        log, environment = os.devnull if stderr is None else stderr.name, dict(os.environ if env is None else env)
+        self._process = process_for(_run_command, rest, environment, its_output, log)
         self._process.daemon = False  # or it could have no process of its own
         self._process.start()
         its_output.close()
@@ -96,9 +113,18 @@ class ModuleProcess:
         self.stdout = os.fdopen(os.dup(output.fileno()))
         output.close()
 
-    def poll(self) -> int | None:
+    @property
+    def returncode(self) -> int | None:
         """Its exit code; `None` while it runs."""
         return self._process.exitcode  # type: ignore[no-any-return]
+
+    def poll(self) -> int | None:
+        """Its exit code; `None` while it runs."""
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -108,7 +134,13 @@ class ModuleProcess:
         """End it at once."""
         self._process.kill()
 
-    def communicate(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Wait until it has ended."""
-        self._process.join()
-        self.stdout.close()
+        self._process.join(timeout)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait until it has ended; return the rest of its standard output."""
+        with self.stdout:
+            said = self.stdout.read()
+        self.wait(timeout)
+        return said, None

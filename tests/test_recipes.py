@@ -33,8 +33,6 @@ SMOKES = {
         *("--max-new-tokens", "4", "--ways", "all", "--threads", "1"),
     ],
     "proxy_cost": ["--url", "{engine}", "--smoke"],
-    "proxy_cost --paced": ["--paced", "--smoke"],
-    "proxy_chaos": ["--smoke"],
     "exactness_survey": [
         *("--only", "Qwen2ForCausalLM default", "LoRA, mixed", "(mamba)", "--ways", "k = 3"),
     ],
@@ -85,19 +83,10 @@ def test_a_recipe_runs_its_smallest_form(
 ) -> None:
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
     flags = [flag.format(traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
-    report = run(name.split()[0], flags, tmp_path, monkeypatch)
+    report = run(name, flags, tmp_path, monkeypatch)
     if name == "rollouts":
         [row] = report["live"]["compared"]
         assert [way["greedy_identical"] for way in row["ways"].values()] == [True, True]
-    if name == "proxy_chaos":
-        assert (report["exit_code"], report["kept"]) == (0, report["kept_as_said"])
-        seen = {what for row in report["table"] for when in ("during", "after") for what in row[when]}
-        assert not any("altered" in what or "not as direct" in what for what in seen)
-        *faults, end = report["table"]
-        assert all(row["after"].get("whole and its own") for row in faults) and end["during"]["whole and its own"]
-        as_long_as_answers = {"slow_client", "clients_leave", "large_bodies"}
-        assert as_long_as_answers <= {row["fault"] for row in faults}
-        assert all(row["during"].get("whole and its own") for row in faults if row["fault"] in as_long_as_answers)
     if name == "exactness_survey":
         counts = report["summary"]
         assert counts == {"ropes": {"same": 1}, "adapters": {"refused": 1}, "models": {"refused": 1}}
@@ -127,16 +116,34 @@ def test_the_accelerator_recipe_runs_with_tiny_shapes_on_the_cpu(
     assert "did not hold: vocabulary" in capsys.readouterr().out
 
 
-def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_with_forks(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the smallest form of a recipe whose processes are forks; return its report."""
     monkeypatch.syspath_prepend(str(RECIPES))
-    recipe = importlib.import_module("serve_load")
-    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
+    recipe = importlib.import_module(name)
+    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", folder)
     monkeypatch.setattr(recipe, "subprocess", SimpleNamespace(PIPE=subprocess.PIPE, Popen=ModuleProcess))
-    monkeypatch.setattr(sys, "argv", ["serve_load.py", "--smoke"])
-    assert recipe.main() == 0
-    report = json.loads((tmp_path / "serve_load.json").read_text())
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--smoke"])
+    assert not recipe.main()
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run_with_forks("serve_load", tmp_path, monkeypatch)
     assert (report["holds"], report["failed"]) == (True, {})
     assert report["heard"] == {"own": 34, "sampled": 4, "left": 2}
+
+
+def test_a_proxy_answers_through_faults(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSD_HF_DATA", str(folder))
+    report = run_with_forks("proxy_chaos", tmp_path, monkeypatch)
+    assert (report["exit_code"], report["kept"]) == (0, report["kept_as_said"])
+    seen = {what for row in report["table"] for when in ("during", "after") for what in row[when]}
+    assert not any("altered" in what or "not as direct" in what for what in seen)
+    *faults, end = report["table"]
+    assert all(row["after"].get("whole and its own") for row in faults) and end["during"]["whole and its own"]
+    as_long_as_answers = {"slow_client", "clients_leave", "large_bodies"}
+    assert as_long_as_answers <= {row["fault"] for row in faults}
+    assert all(row["during"].get("whole and its own") for row in faults if row["fault"] in as_long_as_answers)
 
 
 def test_a_recipe_without_its_data_says_what_to_set() -> None:
