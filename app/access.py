@@ -23,34 +23,30 @@ CALL_RATE = (120, 2.0)  # requests of untrusted visitors, except for static file
 # closed, including those of later versions.
 READ_METHODS = ("GET", "HEAD", "OPTIONS")
 API_WRITES = set("queue/join call run api cancel reset".split())
-API_READS = set(
-    "queue/data queue/status call heartbeat info openapi.json startup-events app_id user token login_check "
-    "theme.css".split()
-)
+API_READS = set("queue/data queue/status call heartbeat info openapi.json startup-events app_id theme.css".split())
 PAGES = {"", *"config theme.css favicon.ico robots.txt manifest.json pwa_icon".split()}
 STATIC_FOLDERS = ("assets", "static", "svelte")
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a name or an address means this machine."""
+def is_loopback(netloc: str) -> bool:
+    """Return whether a name or an address, with or without a port, means this machine."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        host = urlsplit(f"//{netloc}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host.lower() == "localhost"
+        return False
 
 
 class AccessMiddleware:
     """An ASGI middleware in front of Gradio's app.
 
-    With `is_public`, requests of untrusted visitors are limited for each, and other sites may call. Otherwise, unless
-    there is a login, only requests to names of this machine are accepted: a page of another site could point its own
-    name to this machine.
+    With `is_public`, requests of untrusted visitors are limited for each, and other sites may call. Otherwise, only
+    requests to names of this machine are accepted: a page of another site could point its own name to this machine.
     """
 
-    def __init__(self, app: ASGIApp, *, is_public: bool, has_login: bool = False) -> None:
+    def __init__(self, app: ASGIApp, *, is_public: bool) -> None:
         self._app = app
         self._is_public = is_public
-        self._has_login = has_login
         self.open_requests = Quota(MAX_OPEN)
         self._calls = RateLimit(*CALL_RATE)
 
@@ -73,11 +69,10 @@ class AccessMiddleware:
 
         refusal = self._refusal(scope)
         visitor = visitor_id(scope["client"][0] if scope.get("client") else None)
-        is_file = scope["path"].strip("/").split("/")[0] in STATIC_FOLDERS
-        if refusal is None and self._is_public and not (is_file or self._calls.acquire(visitor)):
-            refusal = TOO_OFTEN
-        if refusal is None and self._is_public and not self.open_requests.acquire(visitor):
-            refusal = TOO_OFTEN
+        if refusal is None and self._is_public:
+            is_file = scope["path"].strip("/").split("/")[0] in STATIC_FOLDERS
+            if not (is_file or self._calls.acquire(visitor)) or not self.open_requests.acquire(visitor):
+                refusal = TOO_OFTEN
         if refusal is not None:
             status, text = refusal
             response = JSONResponse({"detail": text, "error": text}, status, {"connection": "close"})
@@ -93,47 +88,37 @@ class AccessMiddleware:
         """Return the status and the reason if a request is refused."""
         headers = Headers(scope=scope)
         netloc = headers.get("host", "").lower()
-        if not (self._is_public or self._has_login) and not is_loopback(_hostname(netloc)):
+        if not (self._is_public or is_loopback(netloc)):
             return 403, (
                 f"This app only serves its own machine, and was called as {netloc[:100]!r}. Open it as localhost, or "
-                "start it with --public or --login."
+                "start it with --public."
             )
         if not (self._is_public or _is_same_site(scope, headers, netloc)):
             return 403, "Pages of other sites may not use this app."
-        if not self._is_open_path(scope["path"], scope["method"] in READ_METHODS):
+        if not _is_open_path(scope["path"], scope["method"] in READ_METHODS):
             return 404, "Not found."
         length = headers.get("content-length", "0")
         return None if length.isdecimal() and int(length) <= MAX_BODY_BYTES else TOO_LARGE
 
-    def _is_open_path(self, path: str, is_read: bool) -> bool:
-        if path.startswith(API):
-            parts = path.removeprefix(API).strip("/").split("/")
-            known = API_READS if is_read else API_WRITES
-            return parts[0] in known or "/".join(parts[:2]) in known
-        first = path.strip("/").split("/")[0]
-        if first in ("login", "logout"):
-            return self._has_login
-        return is_read and (path.strip("/") in PAGES or first in STATIC_FOLDERS or first == "pwa_icon")
+
+def _is_open_path(path: str, is_read: bool) -> bool:
+    if path.startswith(API):
+        parts = path.removeprefix(API).strip("/").split("/")
+        known = API_READS if is_read else API_WRITES
+        return parts[0] in known or "/".join(parts[:2]) in known
+    return is_read and (path.strip("/") in PAGES or path.strip("/").split("/")[0] in (*STATIC_FOLDERS, "pwa_icon"))
 
 
 def _is_same_site(scope: Scope, headers: Headers, netloc: str) -> bool:
     """Return whether no page of another site sent this request.
 
-    Reads count as well: Gradio lets pages of any site read its responses, including the key of a logged-in user.
+    Reads count as well: Gradio lets pages of any site read its responses.
     """
     if scope["method"] == "OPTIONS":  # only pages of other sites ask; without permission, they cannot set headers
         return False
     site = headers.get("sec-fetch-site")
-    if site is not None:  # pages cannot set it, and proxies do not change it
+    if site is not None:  # pages cannot set it
         is_link = scope["method"] == "GET" and headers.get("sec-fetch-mode") == "navigate"
         return site in ("none", "same-origin") or (is_link and scope["path"].strip("/") in PAGES)
-    origin = headers.get("origin")  # for older browsers, and for names that are neither https nor local
-    own_names = (netloc, headers.get("x-forwarded-host", netloc).lower())
-    return origin is None or origin.lower().partition("://")[2] in own_names
-
-
-def _hostname(netloc: str) -> str:
-    try:
-        return urlsplit("//" + netloc).hostname or ""
-    except ValueError:
-        return ""
+    origin = headers.get("origin")  # for older browsers
+    return origin is None or origin.lower().partition("://")[2] == netloc

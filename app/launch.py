@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
-import socket
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,6 @@ from osd_hf_app.view import CSS
 MAX_THREADS = 200  # pages that watch an answer
 MAX_WAITING = 64  # events that wait for such a thread
 MAX_PAGE_STATES = 100  # pages of which Gradio remembers something
-USER = "owner"
-PASSWORD_VARIABLE = "OSD_HF_APP_PASSWORD"
 PROXY_VARIABLE = "FORWARDED_ALLOW_IPS"  # of uvicorn: proxies that may name the visitor's address
 # Gradio's variables that are used; others could open what the app keeps closed.
 GRADIO_VARIABLES = {
@@ -43,13 +39,10 @@ def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) 
         return "--share gives it a public address"
     if environment.get("GRADIO_ROOT_PATH"):
         return "GRADIO_ROOT_PATH names a proxy"
-    try:
-        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)}
-    except OSError:
-        addresses = {host}
-    if all(is_loopback(address.split("%")[0]) for address in addresses):
-        return None
-    return f"other machines can reach the address {host}"
+    name = host.strip("[]")
+    return (
+        None if is_loopback(f"[{name}]" if ":" in name else name) else f"other machines can reach the address {host}"
+    )
 
 
 def remove_variables(environment: MutableMapping[str, str]) -> list[str]:
@@ -61,23 +54,15 @@ def remove_variables(environment: MutableMapping[str, str]) -> list[str]:
     return found
 
 
-def serve(
-    service: Service,
-    host: str,
-    port: int | None,
-    *,
-    output_dir: Path,
-    share: bool = False,
-    login: tuple[str, str] | None = None,
-) -> gr.Blocks:
-    """Launch the page with all limits, by default at the first free port; `login` is a name and a password."""
+def serve(service: Service, host: str, port: int | None, *, output_dir: Path, share: bool = False) -> gr.Blocks:
+    """Launch the page with all limits, by default at the first free port."""
     page = build(service, output_dir=output_dir)
     # Answers are scheduled by the service, not by Gradio.
     page.queue(default_concurrency_limit=None, max_size=MAX_WAITING, api_open=False)
     if service.is_public:
         limit_queue(page)
-    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=login is not None)
-    address: dict[str, Any] = {"server_name": host, "server_port": port, "share": share, "auth": login}
+    access: Any = Middleware(AccessMiddleware, is_public=service.is_public)
+    address: dict[str, Any] = {"server_name": host, "server_port": port, "share": share}
     closed: dict[str, Any] = {"mcp_server": False, "pwa": False, "enable_monitoring": False, "allowed_paths": []}
     limits = {"max_threads": MAX_THREADS, "state_session_capacity": MAX_PAGE_STATES, "max_file_size": 1}
     # No web fonts, so that the page needs no network.
@@ -102,32 +87,24 @@ def launch(args: Any) -> int:
     say("loading the models ...")
     host = args.host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
     reason = exposure(host, os.environ, share=args.share)
-    is_public = (args.public or reason is not None) and not args.login
-    login = (USER, os.environ.get(PASSWORD_VARIABLE) or secrets.token_urlsafe(12)) if args.login else None
+    is_public = args.public or reason is not None
     if ignored := remove_variables(os.environ):
         say(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)")
     if args.threads:  # before a draft is made, because its speed is measured
         torch.set_num_threads(args.threads)
     smollm2 = smollm2_pair(device=args.device or "cpu") if args.pair else None
     pair = ServedPair(args.target, args.draft, smollm2=smollm2, **args.loading)
-    service = Service(
-        pair, state=args.state_dir, threads=args.threads, is_public=is_public, dtype=args.dtype, device=args.device
-    )
+    service = Service(pair, state=args.state_dir, threads=args.threads, is_public=is_public)
     if is_public:
         limit_log()
         if not (args.share or os.environ.get("SPACE_ID")):
             # By default, uvicorn trusts local proxies, also those that pass on addresses which visitors invent.
             os.environ.setdefault(PROXY_VARIABLE, "")
-        say(f"public mode ({reason or '--public'}): visitors cannot load models, save, push, or reset shared drafts; "
-            "for these, use 127.0.0.1 or --login")  # fmt: skip
-    if login is not None:
-        is_given = bool(os.environ.get(PASSWORD_VARIABLE))
-        password = f"the password of {PASSWORD_VARIABLE}" if is_given else f"the password {login[1]}"
-        say(f"log in as {USER} with {password}; this gives access to all controls")
+        say(f"public mode ({reason or '--public'}): visitors cannot save, or reset the shared draft")
     try:
-        page = serve(service, host, args.port, output_dir=args.output_dir, share=args.share, login=login)
+        page = serve(service, host, args.port, output_dir=args.output_dir, share=args.share)
         say(f"{page.local_url} serves {pair.name}; Ctrl+C ends it")
         page.block_thread()
     finally:
-        service.close()
+        service.sessions.close()
     return 0

@@ -24,7 +24,7 @@ MAX_NAME_CHARACTERS = 64  # of a page session
 QUEUE_FULL = "Too many requests at the moment. Try again in a few seconds."
 
 FAILURE_RATE = (30, 60.0)  # logged failures, and seconds
-LOGGERS = ("uvicorn.error", "asyncio", "osd_hf_app.service", "osd_hf_app.page")
+LOGGERS = ("uvicorn.error", "asyncio", "osd_hf_app.sessions")
 
 
 def _visitor(request: Any) -> str:

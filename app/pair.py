@@ -6,18 +6,16 @@ import functools
 import itertools
 import math
 import re
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError
 from osd_hf.models import Pair, load_pair, prompt_room
-from osd_hf.prompts import encode_turn
+from osd_hf.prompts import encode_turn, render_chat
 from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts
 
 MAX_TURNS = 8  # earlier turns of a chat that the model sees, where it sees any
@@ -48,7 +46,8 @@ class ServedPair:
         loaded = smollm2 or load_pair(target or None, draft or None, **loading)
         self.target, self.draft, self.tokenizer = loaded
         self.is_bundled = smollm2 is None and not target
-        self.per_domain = self.is_bundled  # for larger models, five drafts that learn need too much memory
+        # Each of these has a draft and sample prompts. For larger models, five drafts that learn need too much memory.
+        self.domains = DOMAINS if self.is_bundled else ()
         self.name = "the bundled pair" if self.is_bundled else f"{target} with {draft}"
         self.about = ABOUT_BUNDLED if self.is_bundled else ""
         self.sampling = {"temperature": 1.0, "top_p": 1.0}  # initial values of the page
@@ -57,17 +56,7 @@ class ServedPair:
             self.about = ABOUT_SMOLLM2
             self.sampling = SAMPLING
             self.target.generation_config.repetition_penalty = SMOLLM2_REPETITION_PENALTY
-        self.is_encoder_decoder = bool(self.target.config.is_encoder_decoder)
         self.is_exact = self.target.dtype == torch.float32  # half precision may break ties differently
-        self._samples: dict[str, Iterator[str]] = {NO_DOMAIN: itertools.cycle(everyday_prompts())}
-        self._lock = threading.Lock()
-        # A pair that cannot learn is refused here, while the previous one still serves.
-        OnlineAssistant(self.target, self.draft, self.tokenizer, OnlineConfig(update_strategy="manual")).close()
-
-    @property
-    def domains(self) -> tuple[str, ...]:
-        """The domains that have sample prompts and their own drafts; empty if all prompts share one draft."""
-        return DOMAINS if self.per_domain else ()
 
     def encode(self, prompt: str, max_new_tokens: int, history: Sequence[tuple[str, str]] = ()) -> torch.Tensor:
         """Return the int64 ids of shape `(1, tokens)` of earlier turns and a prompt.
@@ -88,54 +77,54 @@ class ServedPair:
     def _encode(self, prompt: str, history: Sequence[tuple[str, str]]) -> list[int]:
         if not history or not getattr(self.tokenizer, "chat_template", None):
             return encode_turn(self.tokenizer, prompt)
-        messages = []
-        for question, answer in history:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i], "content": turn[i]} for turn in history for i in range(2)]
         messages.append({"role": "user", "content": prompt})
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = render_chat(self.tokenizer, messages, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def new_tokens(self, ids: torch.Tensor, output: torch.Tensor) -> list[int]:
         """Return the tokens that `generate` added to the prompt, or to the start token of a decoder."""
-        return [int(token) for token in output[0, 1 if self.is_encoder_decoder else ids.shape[1] :]]
+        return list(output[0, 1 if self.target.config.is_encoder_decoder else ids.shape[1] :].tolist())
+
+    @functools.cached_property
+    def _samples(self) -> dict[str, Iterator[str]]:
+        if not self.domains:
+            return {NO_DOMAIN: itertools.cycle(everyday_prompts())}
+        return {d: itertools.cycle([e.prompt for e in bundled_prompts(d, MAX_SAMPLES)]) for d in self.domains}
 
     def samples(self, domain: str, count: int) -> list[str]:
-        """Return the next sample prompts of a domain, or everyday prompts for `NO_DOMAIN`."""
-        with self._lock:
-            if domain not in self._samples:
-                prompts = [example.prompt for example in bundled_prompts(domain, MAX_SAMPLES)]
-                self._samples[domain] = itertools.cycle(prompts)
-            return list(itertools.islice(self._samples[domain], count))
+        """Return the next sample prompts of a domain, or everyday prompts if there are no domains."""
+        return list(itertools.islice(self._samples[domain], count))
 
 
-def make_classifier(samples: Mapping[str, Sequence[str]]) -> Callable[[str], str]:
-    """Return a function that finds the domain of a prompt by naive Bayes over its words.
+@functools.cache
+def _word_counts() -> dict[str, Counter[str]]:
+    return {
+        domain: Counter(word for e in bundled_prompts(domain, CLASSIFIER_SAMPLES, seed=1) for word in _words(e.prompt))
+        for domain in DOMAINS
+    }
 
-    The function returns `GENERAL` if most words are unknown, or if two domains are about equally likely. At least two
-    domains are needed, each with a sample.
+
+def find_domain(prompt: str) -> str:
+    """Return the bundled domain of a prompt, by naive Bayes over its words.
+
+    Returns `GENERAL` if most words are unknown, or if two domains are about equally likely.
     """
-    counts = {domain: Counter(word for text in texts for word in _words(text)) for domain, texts in samples.items()}
+    counts = _word_counts()
     vocabulary = set().union(*counts.values())
-    totals = {domain: count.total() + len(vocabulary) for domain, count in counts.items()}
-
-    def domain_of(prompt: str) -> str:
-        words = _words(prompt)
-        known = [word for word in words if word in vocabulary]
-        if not known or len(known) < MIN_KNOWN_SHARE * len(words):
-            return GENERAL
-        scores = {d: sum(math.log((count[word] + 1) / totals[d]) for word in known) for d, count in counts.items()}
-        best, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
-        return best if scores[best] - scores[second] >= MIN_MARGIN else GENERAL
-
-    return domain_of
+    words = _words(prompt)
+    known = [word for word in words if word in vocabulary]
+    if not known or len(known) < MIN_KNOWN_SHARE * len(words):
+        return GENERAL
+    scores = {
+        domain: sum(math.log((count[word] + 1) / (count.total() + len(vocabulary))) for word in known)
+        for domain, count in counts.items()
+    }
+    best, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
+    return best if scores[best] - scores[second] >= MIN_MARGIN else GENERAL
 
 
 def _words(text: str) -> list[str]:
     # All digits count as the same word. Punctuation helps to recognize code.
     return re.findall(r"[^\W\d]+|\d|[^\w\s]", re.sub(r"\d", "0", text.lower()))
-
-
-@functools.cache
-def domain_classifier() -> Callable[[str], str]:
-    """Return the classifier of the bundled domains."""
-    return make_classifier({d: [e.prompt for e in bundled_prompts(d, CLASSIFIER_SAMPLES, seed=1)] for d in DOMAINS})

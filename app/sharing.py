@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 MARGIN_SECONDS = 0.03  # a running answer yields to a visitor who has used this much less time
-MAX_STARTED = 3  # answers in progress at the same time: each holds its caches
 LOOK_SECONDS = 0.25  # between two checks whether a waiting visitor has left
 
 
@@ -26,11 +25,8 @@ def visitor_id(host: str | None) -> str:
         address = ipaddress.ip_address((host or "").split("%")[0])
     except ValueError:
         return "unknown"
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.ipv4_mapped is None:
-            return str(ipaddress.ip_network((address, 64), strict=False))
-        address = address.ipv4_mapped
-    return str(address)
+    address = getattr(address, "ipv4_mapped", None) or address
+    return str(address if address.version == 4 else ipaddress.ip_network((address, 64), strict=False))
 
 
 def may_take(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
@@ -66,9 +62,7 @@ class Quota:
     def release(self, visitor: str | None) -> None:
         """Give a place back."""
         with self._lock:
-            self.held[visitor] -= 1
-            if self.held[visitor] <= 0:
-                del self.held[visitor]
+            self.held -= Counter([visitor])
 
 
 class RateLimit(Quota):
@@ -82,10 +76,9 @@ class RateLimit(Quota):
 
     def acquire(self, visitor: str | None) -> bool:
         """Count one action; return whether it is allowed now."""
-        with self._lock:
-            if self._clock() - self._period_start >= self._seconds:
-                self._period_start = self._clock()
-                self.held.clear()
+        if self._clock() - self._period_start >= self._seconds:
+            self._period_start = self._clock()
+            self.held = Counter()
         return super().acquire(visitor)
 
 
@@ -94,10 +87,8 @@ class Slot:
     """One request in a [`FairQueue`]."""
 
     visitor: str | None
-    on_position: Callable[[int], object]
     has_started: bool = False
     counted_until: float = 0.0  # work of the running thread at the last count
-    position: int | None = None
     waited_seconds: float = 0.0  # since the start, for other visitors
 
 
@@ -106,11 +97,12 @@ class FairQueue:
 
     The visitor with the least used time runs first. Time used while no other visitor waits is free. Equal visitors,
     and trusted ones (`None`), run in the order of arrival. This is start-time fair queueing (Goyal, Vin and Cheng,
-    SIGCOMM 1996). `work` returns the seconds that the calling thread has worked.
+    SIGCOMM 1996). At most `max_started` slots have started. `work` returns the seconds that the calling thread has
+    worked.
     """
 
-    def __init__(self, work: Callable[[], float] = time.thread_time) -> None:
-        self.max_started = MAX_STARTED  # answers in progress; each visitor has a share of them
+    def __init__(self, max_started: int, work: Callable[[], float] = time.thread_time) -> None:
+        self.max_started = max_started
         self._work = work
         self._changed = threading.Condition()
         self._slots: list[Slot] = []  # in the order of arrival; includes the running one
@@ -124,24 +116,18 @@ class FairQueue:
 
     @contextlib.contextmanager
     def slot(
-        self,
-        on_position: Callable[[int], object] = lambda position: None,
-        *,
-        visitor: str | None = None,
-        is_gone: Callable[[], bool] = lambda: False,
+        self, keep_waiting: Callable[[int], bool] = lambda position: True, *, visitor: str | None = None
     ) -> Iterator[Slot | None]:
         """Wait for the models and hold them inside the `with` block. Yields `None` if the visitor has left.
 
-        `on_position` is called with the number of slots ahead, on arrival and after each change. `is_gone` is called
-        while waiting, and returns whether the visitor has left.
+        `keep_waiting` is called with the number of slots ahead, again and again, until it returns `False`.
         """
-        slot = Slot(visitor, on_position)
+        slot = Slot(visitor)
         with self._changed:
             if visitor is not None:
                 self._used[visitor] = max(self._used.get(visitor, 0.0), self._floor)
             self._slots.append(slot)
-            self._report_positions()
-            while not (runs := self._try_to_run(slot)) and not is_gone():
+            while not (runs := self._try_to_run(slot)) and keep_waiting(self._position(slot)):
                 self._changed.wait(LOOK_SECONDS)
         try:
             yield slot if runs else None
@@ -153,7 +139,6 @@ class FairQueue:
                 self._slots.remove(slot)
                 waiting = {other.visitor for other in self._slots}
                 self._used = {who: used for who, used in self._used.items() if who in waiting or used > self._floor}
-                self._report_positions()
                 self._changed.notify_all()
 
     def yield_to_others(self, slot: Slot) -> None:
@@ -175,7 +160,6 @@ class FairQueue:
         self._running = slot
         slot.has_started = True
         slot.counted_until = self._work()
-        self._report_positions()
         return True
 
     def _best(self, slots: list[Slot]) -> Slot | None:
@@ -188,12 +172,9 @@ class FairQueue:
 
         return min(filter(may_run, slots), key=self._used_by, default=None)
 
-    def _report_positions(self) -> None:
-        ordered = sorted(self._slots, key=lambda slot: (slot is not self._running, self._used_by(slot)))
-        for position, slot in enumerate(ordered):
-            if slot.position != position:
-                slot.position = position
-                slot.on_position(position)
+    def _position(self, slot: Slot) -> int:
+        order = sorted(self._slots, key=lambda other: (other is not self._running, self._used_by(other)))
+        return order.index(slot)
 
     def _used_by(self, slot: Slot) -> float:
         return -math.inf if slot.visitor is None else self._used[slot.visitor]

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from osd_hf.learning.gate import GateDecision
 from osd_hf_app.sessions import Answer, Batch, Session, ShownToken
-from osd_hf_app.workspace import Record, Side, Workspace, by_domain, compare_drafts, pooled_alpha
+from osd_hf_app.workspace import Record, Workspace, by_domain, compare_drafts, pooled_alpha
 
-MAX_SHOWN_CORRECTIONS = 8
 MAX_CHARACTERS = 400_000  # of a chat's HTML, which is sent again and again; the newest entry may be longer
 
 WINDOW = 8  # requests pooled in a point of a curve
-MAX_POINTS = 150
 MIN_REQUESTS = 20  # on the axis
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 34, 428, 12, 184
-TICK_STEPS = (5, 10, 20, 50, 100, 200, 500, 1000)
-MAX_TICKS = 8
 
 CSS = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+FOLLOW = Path(__file__).with_name("follow.js").read_text(encoding="utf-8")  # keeps the newest entry in sight
 
 LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-accepted">accepted</span> proposed by the draft, confirmed by the target
@@ -30,11 +26,7 @@ LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-corrected">corrected</span> the proposal was wrong: point at it, or tab to it
 <span class="osd-t osd-bonus">bonus</span> the target's own next token
 </div>"""
-HINT = (
-    "Ask something, or send twenty prompts. A small draft guesses what the target will say. The target checks several "
-    "guesses in one pass, so a good draft makes it faster and never changes the answer. Between answers, the draft "
-    "learns from its mistakes."
-)
+HINT = "Ask something, or send twenty prompts."
 
 
 def transcript(session: Session) -> str:
@@ -75,19 +67,14 @@ def _token(token: ShownToken, is_newest: bool) -> str:
     if token.drafted is None:  # proposals from earlier text are not recorded
         note = "earlier text continued differently"
     else:
+        drafted = token.drafted.replace("\n", "⏎").replace("\t", "⇥")
         probability = "" if token.probability is None else f" ({token.probability:.0%})"
-        note = escape(f"the draft said {visible(token.drafted)}{probability}")
+        note = escape(f"the draft said “{drafted}”{probability}")
     focus = ' tabindex="0" role="note"' if is_newest else ""
     return (
         f'<span class="osd-t osd-corrected"{focus} data-said="{note}" '
         f'aria-label="{escape(token.text)}, corrected: {note}">{escape(token.text)}</span>'
     )
-
-
-def visible(text: str) -> str:
-    """Return a token in quotes, with visible line breaks and tabs."""
-    shown = text.replace("\n", "⏎").replace("\t", "⇥")
-    return f"“{shown}”"
 
 
 def _figures(answer: Answer) -> str:
@@ -96,22 +83,20 @@ def _figures(answer: Answer) -> str:
         return ""
     if stats is None:
         return f"{answer.position} before you" if answer.position else "stopped" if answer.is_done else "answering …"
-    parts = [*filter(None, [escape(answer.domain)]), f"{stats.emitted} tokens"]
-    if answer.tokens_per_second is not None:
-        parts.append(f"{answer.tokens_per_second:.0f} tokens/s")
+    parts = [escape(answer.domain)] if answer.domain else []
+    parts += [f"{stats.emitted} tokens", f"{stats.emitted / answer.seconds:.0f} tokens/s"]
     if stats.examined:
         parts.append(f"α {stats.alpha:.2f}")
     if stats.text_examined:
         parts.append(f"α of repeated text {stats.text_alpha:.2f}")
     parts.append(f"{stats.block_efficiency:.1f} tokens per target pass")
-    if answer.speedup is not None:
-        parts.append(f"{'' if answer.is_measured else 'about '}{answer.speedup:.2f}× the target alone")
-    if answer.is_identical:
-        parts.append("✓ the target alone says the same")
-    elif answer.is_identical is not None:
-        parts.append(f"✗ the target alone differs{'' if answer.is_exact else ' (half precision: ties)'}")
+    if answer.alone_seconds is not None:
+        about = "" if answer.is_measured else "about "
+        parts.append(f"{about}{answer.alone_seconds / answer.seconds:.2f}× the target alone")
+    if answer.is_identical is not None:
+        parts.append("✓ the target alone says the same" if answer.is_identical else "✗ the target alone differs")
     parts.append(f"draft version {answer.version}")
-    if answer.is_stopped:
+    if answer.stop.is_set():
         parts.append("stopped")
     if not answer.is_done and answer.settings.check and not answer.is_measured:
         parts.append("running the target alone, to compare …")
@@ -130,25 +115,22 @@ def _batch(batch: Batch, is_newest: bool) -> str:
     )
 
 
-def learner_state(workspace: Workspace, is_private: bool, is_public: bool = False) -> str:
+def learner_state(workspace: Workspace, is_public: bool = False) -> str:
     """Return what the learner does and its newest versions. In public mode, errors are not shown."""
     assistant, drafts, state = workspace.assistant, workspace.assistant.drafts, workspace.state
     versions = [f"{domain or 'all'} v{drafts.serving_version(domain)}" for domain in drafts.domains]
     newest = [
         f"{escape(d.domain or 'all')} v{d.version} {escape(d.outcome)}{_gain(d)}" for d in assistant.decisions[:-4:-1]
     ]
-    kind = "private: it learns from your requests only" if is_private else "shared: it learns from all visitors"
+    kind = "private: it learns from you only" if workspace.is_private else "shared: it learns from all visitors"
     saved = round(assistant.saved_seconds or 0.0, 1) + 0.0  # shows 0.0 instead of -0.0
-    failure = ""
-    if workspace.failure:
-        reason = "See the log of the app." if is_public else escape(workspace.failure)
-        failure = f'<div class="osd-error">{reason}</div>'
+    failure = "See the log of the app." if is_public and workspace.failure else workspace.failure
     return (
         f'<div class="osd-state" role="status"><span class="osd-dot {state}"></span><b>{state}</b> · the draft is '
         f"{kind}<br>serving: {escape(', '.join(versions)) or 'the original draft'}"
         f"<br>newest versions: {'; '.join(newest) or 'none yet'}"
         f"<br>learning took {assistant.learning_seconds:.1f} s and saved {saved:.1f} s of "
-        f"answering{failure}</div>"
+        f"answering{_alert(failure)}</div>"
     )
 
 
@@ -159,52 +141,34 @@ def _gain(decision: GateDecision) -> str:
 
 def domain_table(workspace: Workspace) -> str:
     """Return acceptance by domain, over the last twenty requests of each."""
-    records = workspace.snapshot()
-    rows = [("all", compare_drafts(records))]
-    rows += [(name, compare_drafts(part)) for name, part in by_domain(records).items() if name]
+    rows = [("all", compare_drafts(workspace.records))]
+    rows += [(name, compare_drafts(part)) for name, part in by_domain(workspace.records).items()]
     cells = "".join(
-        f"<tr><td>{escape(name)}</td><td>{row['requests']}</td><td>{_alpha(row['last_frozen_alpha'])}</td>"
-        f"<td>{_alpha(row['last_learning_alpha'])}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td>{row['requests']}</td><td>{_alpha(row['frozen_alpha'])}</td>"
+        f"<td>{_alpha(row['learning_alpha'])}</td></tr>"
         for name, row in rows
     )
-    first = "domain" if len(rows) > 1 else ""
-    return _table("Acceptance α, last 20 requests", [first, "requests", "frozen", "learning"], cells)
+    names = ("domain" if len(rows) > 1 else "", "requests", "frozen", "learning")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in names)
+    return (
+        '<div class="osd-side"><table class="osd-table"><caption>Acceptance α, last 20 requests</caption><thead>'
+        f"<tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
+    )
 
 
 def _alpha(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def corrections(counted: Counter[tuple[str, str]]) -> str:
-    """Return the most frequent corrections of a chat."""
-    rows = "".join(
-        f"<tr><td><code>{escape(visible(drafted))}</code></td><td><code>{escape(visible(chosen))}</code></td>"
-        f"<td>{count}</td></tr>"
-        for (drafted, chosen), count in counted.most_common(MAX_SHOWN_CORRECTIONS)
-    )
-    empty = "<tr><td>none yet</td><td></td><td></td></tr>"
-    return _table("Most frequent corrections in your chat", ["draft said", "target said", "times"], rows or empty)
-
-
-def _table(caption: str, columns: Sequence[str], rows: str) -> str:
-    heads = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    return (
-        f'<div class="osd-side"><table class="osd-table"><caption>{caption}</caption><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def points(records: Sequence[Record], side: Side) -> list[tuple[int, float]]:
-    """Return at most `MAX_POINTS` points of a curve: request numbers, and alpha pooled over the last `WINDOW`."""
-    step = -(-len(records) // MAX_POINTS) or 1
-    ends = range(len(records), 0, -step)
-    found = [(end, pooled_alpha(records[max(end - WINDOW, 0) : end], side)) for end in reversed(ends)]
+def points(records: Sequence[Record], side: str) -> list[tuple[int, float]]:
+    """Return the points of a curve: request numbers, and alpha pooled over the last `WINDOW` requests."""
+    found = [(end, pooled_alpha(records[max(end - WINDOW, 0) : end], side)) for end in range(1, len(records) + 1)]
     return [(end, alpha) for end, alpha in found if alpha is not None]
 
 
 def curves(workspace: Workspace, domain: str | None) -> str:
     """Return the acceptance of both drafts over the requests, with marks where a new version began to serve."""
-    records = workspace.snapshot(domain)
+    records = [record for record in workspace.records if domain in (None, record.domain)]
     title = f"α over {WINDOW} requests"
     if workspace.pair.domains:
         title += f", {domain or 'all domains'}"
@@ -220,8 +184,7 @@ def curves(workspace: Workspace, domain: str | None) -> str:
     for alpha in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         svg += f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y(alpha)}" y2="{y(alpha)}" class="osd-grid"/>'
         svg += f'<text x="{LEFT - 6}" y="{y(alpha) + 4}" text-anchor="end">{alpha:.1f}</text>'
-    step = next((s for s in TICK_STEPS if last / s <= MAX_TICKS), TICK_STEPS[-1])
-    for request in range(0, last + 1, step):
+    for request in (0, last // 2, last):
         svg += f'<text x="{x(request)}" y="{BOTTOM + 16}" text-anchor="middle">{request}</text>'
     svg += f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 36}" text-anchor="middle">requests</text>'
     serving: dict[str, int] = {}
@@ -230,8 +193,7 @@ def curves(workspace: Workspace, domain: str | None) -> str:
             svg += f'<path d="M{x(i)} {BOTTOM} l-4 7 h8 z" class="osd-promoted"/>'
         serving[record.domain] = record.version
     spoken = []
-    sides: tuple[Side, ...] = ("frozen", "learning")
-    for side in sides:
+    for side in ("frozen", "learning"):
         if curve := points(records, side):
             path = " ".join(f"{x(request)},{y(alpha)}" for request, alpha in curve)
             request, alpha = curve[-1]

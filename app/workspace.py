@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from osd_hf import AcceptanceStats, LabelRouter, OnlineAssistant, OnlineConfig
-from osd_hf.errors import ConfigError, LearnerError, without_credentials
+from osd_hf.errors import LearnerError, without_credentials
 from osd_hf_app.pair import ServedPair
 
 SHARED = "shared"  # folder of a draft that all domains share
-MAX_RECORDS = 5000
-
-Side = Literal["learning", "frozen"]
+MAX_RECORDS = 500  # newest requests in the curves and tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,48 +30,34 @@ class Record:
 class Workspace:
     """One assistant with a draft per domain, or one draft, as the pair requires. The pair's draft stays frozen."""
 
-    def __init__(self, pair: ServedPair, config: OnlineConfig, state: Path | None = None) -> None:
+    def __init__(self, pair: ServedPair, config: OnlineConfig, *, is_private: bool = False) -> None:
         self.pair = pair
         self.config = config
+        self.is_private = is_private
         self.records: list[Record] = []
         self.count = 0
-        self._lock = threading.Lock()
         self.assistant = self._new_assistant()
-        if state is not None:
-            try:
-                self.assistant.load_state(state)
-            except BaseException:
-                self.close()
-                raise
 
     def _new_assistant(self) -> OnlineAssistant:
-        router = LabelRouter() if self.pair.per_domain else None
+        router = LabelRouter() if self.pair.domains else None
         return OnlineAssistant(self.pair.target, self.pair.draft, self.pair.tokenizer, self.config, router=router)
 
     def add(self, record: Record) -> None:
         """Record a finished request."""
-        with self._lock:
-            self.count += 1
-            self.records.append(record)
-            del self.records[:-MAX_RECORDS]
+        self.count += 1
+        self.records = [*self.records, record][-MAX_RECORDS:]  # a new list, because pages may be reading the old one
 
     def reset(self) -> None:
         """Discard what was learned and recorded. Call it only while no request of this workspace runs."""
         self.close()
         self.assistant = self._new_assistant()
-        with self._lock:
-            self.records = []
-            self.count = 0
+        self.records = []
+        self.count = 0
 
     def close(self) -> None:
         """Stop learning. A failure of the learner was logged before."""
         with contextlib.suppress(LearnerError):
             self.assistant.close()
-
-    def snapshot(self, domain: str | None = None) -> list[Record]:
-        """Return the records of all domains, or of one."""
-        with self._lock:
-            return [record for record in self.records if domain in (None, record.domain)]
 
     @property
     def failure(self) -> str | None:
@@ -83,15 +66,14 @@ class Workspace:
         return None if error is None else without_credentials(f"Learning failed and will be retried ({error!r}).")
 
     @property
-    def state(self) -> Literal["failed", "learning", "idle"]:
-        """What the learner does now."""
+    def state(self) -> str:
+        """What the learner does now: `"learning"`, `"idle"`, or `"failed"`."""
         if self.failure is not None:
             return "failed"
         return "learning" if self.assistant.is_learning else "idle"
 
     def statistics(self) -> dict[str, Any]:
         """Return counts and acceptance of all requests for JSON, without any text."""
-        records = self.snapshot()
         decisions = [
             {key: value for key, value in decision.to_dict().items() if key != "reason"}
             for decision in self.assistant.decisions[-20:]
@@ -100,8 +82,8 @@ class Workspace:
             "pair": self.pair.name,
             "requests": self.count,
             "state": self.state,
-            "overall": compare_drafts(records),
-            "by_domain": {domain: compare_drafts(part) for domain, part in by_domain(records).items() if domain},
+            "overall": compare_drafts(self.records),
+            "by_domain": {domain: compare_drafts(part) for domain, part in by_domain(self.records).items()},
             "learning_seconds": self.assistant.learning_seconds,
             "saved_seconds": self.assistant.saved_seconds,
             "decisions": decisions,
@@ -119,36 +101,24 @@ class Workspace:
                 self.assistant.save_pretrained(saved[-1], domain=domain)
         return saved
 
-    def push(self, domain: str, repo_id: str, token: str | None) -> str:
-        """Push the draft of a domain as a model repository; return its address. Raises ConfigError or HubError."""
-        drafts = self.assistant.drafts
-        if drafts.serving_version(domain) == 0:
-            subject = f"The draft of {domain!r}" if self.pair.domains else "The draft"
-            raise ConfigError(f"{subject} has learned nothing yet: there is nothing to push.")
-        token = (token or "").strip() or None
-        return self.assistant.push_to_hub(repo_id.strip(), domain=drafts.key(domain), token=token)
-
 
 def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Group records by domain, in the order of each domain's first record."""
-    found: dict[str, list[Record]] = {}
-    for record in records:
-        found.setdefault(record.domain, []).append(record)
-    return found
+    """Group records by domain, without those of a pair that has no domains."""
+    domains = dict.fromkeys(record.domain for record in records if record.domain)
+    return {domain: [record for record in records if record.domain == domain] for domain in domains}
 
 
-def compare_drafts(records: Sequence[Record], last: int = 20) -> dict[str, Any]:
-    """Return alpha of both drafts over all records and over the last ones; `None` if nothing was drafted."""
+def compare_drafts(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the number of records, and alpha of both drafts over the newest twenty."""
+    newest = records[-20:]
     return {
         "requests": len(records),
-        "learning_alpha": pooled_alpha(records, "learning"),
-        "frozen_alpha": pooled_alpha(records, "frozen"),
-        "last_learning_alpha": pooled_alpha(records[-last:], "learning"),
-        "last_frozen_alpha": pooled_alpha(records[-last:], "frozen"),
+        "learning_alpha": pooled_alpha(newest, "learning"),
+        "frozen_alpha": pooled_alpha(newest, "frozen"),
     }
 
 
-def pooled_alpha(records: Sequence[Record], side: Side) -> float | None:
+def pooled_alpha(records: Sequence[Record], side: str) -> float | None:
     """Return alpha of one draft over all tokens of these records; `None` if nothing was drafted."""
     examined = sum(getattr(record, side).examined for record in records)
     return sum(getattr(record, side).accepted for record in records) / examined if examined else None

@@ -10,7 +10,6 @@ from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 from app_server import app_server
 from held_app import ANSWERS
@@ -184,9 +183,9 @@ def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
     expect(page.locator("#state")).to_contain_text("promoted")
     assert places_of(page, "#prompt", "#curves", "#shown") == places  # nothing jumped
     # The next domain is served by a draft of its own, and can be stopped.
-    page.locator("#shift").click()
+    choose(page, "#domain", "sql")
+    page.locator("#twenty").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered")
-    expect(page.locator("#domain input:checked")).to_have_value("sql")
     page.locator("#stop").click()
     expect(page.locator("#chat")).to_contain_text(f"{ANSWERS} of 20 answered, stopped")
     expect(page.locator("#table")).to_contain_text("sql")
@@ -198,14 +197,6 @@ def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you")).to_have_count(0)
     assert page.errors == []  # type: ignore[attr-defined]
-
-
-def test_a_reload_keeps_the_chat(page: Page) -> None:
-    ask(page, "What is 3 + 4?")
-    before = page.locator(".osd-chat").inner_text()
-    page.reload()
-    expect(page.locator("#chat .osd-you")).to_have_text("What is 3 + 4?")
-    assert page.locator(".osd-chat").inner_text() == before
 
 
 def test_an_answer_goes_on_while_its_visitor_is_away(page: Page, other_page: Page, address: str) -> None:
@@ -222,39 +213,22 @@ def test_an_answer_goes_on_while_its_visitor_is_away(page: Page, other_page: Pag
     assert "python" not in other_page.locator("#chat").inner_text()
 
 
-def test_a_prompt_that_cannot_be_answered_is_told(page: Page) -> None:
+def test_a_prompt_that_cannot_be_answered_is_told_and_markup_is_text(page: Page) -> None:
     for text, shown in (
-        ("", "The prompt is empty"),
-        ("x" * 100_000, "100,000 characters; the maximum is 20,000"),
         (" \x00\x07\x1b ", "The prompt is empty"),
+        ("x" * 100_000, "100,000 characters; the maximum is 20,000"),
         ("word " * 3000, "tokens; these models take"),
     ):
         page.fill("#prompt textarea", text)
         page.press("#prompt textarea", "Enter")
         expect(page.locator("#chat [role=alert]")).to_contain_text(shown)
         assert page.locator("#prompt textarea").input_value() == text  # what was typed stays
-    ask(page, "What is 3 + 4?")
-    assert page.locator("#chat [role=alert]").count() == 0
-
-
-def test_markup_in_a_prompt_is_text(page: Page) -> None:
     text = "<img src=x onerror='window.hacked=1'><script>window.hacked=2</script> <b>3 + 4</b>?\x07"
     ask(page, text)
+    assert page.locator("#chat [role=alert]").count() == 0
     assert page.locator("#chat .osd-you").inner_text() == text.replace("\x07", "")
     assert page.evaluate("window.hacked") is None
     assert page.locator("#chat img, #chat script, #chat b").count() == 0
-
-
-def test_models_that_do_not_fit_leave_the_old_pair(page: Page, tmp_path: Path) -> None:
-    models.build("llama").save_pretrained(tmp_path)
-    models.tokenizer().save_pretrained(tmp_path)
-    unfold(page, "#models", "#load")
-    page.fill("#target textarea", str(tmp_path))
-    page.fill("#draft textarea", str(Path(models.__file__).parent.parent / "osd_hf/bundled/draft"))
-    page.locator("#load").click()
-    expect(page.locator("#loaded")).to_contain_text("tokenizer")
-    expect(page.locator("#loaded")).to_contain_text("Still serving the bundled pair")
-    ask(page, "What is 3 + 4?")
 
 
 def test_a_draft_of_ones_own_learns_apart(page: Page, other_page: Page) -> None:
@@ -269,14 +243,10 @@ def test_a_draft_of_ones_own_learns_apart(page: Page, other_page: Page) -> None:
     expect(page.locator("#state")).to_contain_text("shared")
 
 
-def test_save_and_push_say_what_came_of_it(page: Page) -> None:
-    ask(page, "What is 3 + 4?")
+def test_saving_says_where(page: Page) -> None:
     unfold(page, "#keep", "#save")
     page.locator("#save").click()
     expect(page.locator("#kept")).to_contain_text("Saved: ")
-    page.fill("#repo textarea", "somebody/draft")
-    page.locator("#push").click()
-    expect(page.locator("#kept")).to_contain_text("Not pushed: ")
 
 
 def test_phone_dark_and_keyboard(page: Page, address: str) -> None:
@@ -382,8 +352,7 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: P
         page.reload()
         expect(page.locator("#chat .osd-you")).to_have_text("What is 3 + 4?", timeout=PATIENCE)
         assert "5 + 6" not in page.content()
-        for hidden in ("#keep", "#models"):
-            assert page.locator(hidden).count() == 0 or not page.locator(hidden).is_visible()
+        assert page.locator("#keep").count() == 0 or not page.locator("#keep").is_visible()
         page.locator("#settings button").first.click()
         page.locator("#private input").check()
         expect(page.locator("#state")).to_contain_text("private", timeout=PATIENCE)

