@@ -22,15 +22,15 @@ from osd_hf.config import OnlineConfig
 from osd_hf.decoding.checks import (
     answered_alone,
     check_request,
-    drop_adapter_hooks,
     log_once,
     needed_tokenizer,
     setting,
 )
+from osd_hf.decoding.compiled import CompiledTarget
 from osd_hf.decoding.draft_length import DraftingPlan
-from osd_hf.decoding.forward import CompiledTarget
-from osd_hf.decoding.generator import LeanDrafting
+from osd_hf.decoding.exactness import drop_adapter_hooks
 from osd_hf.decoding.hook import bind
+from osd_hf.decoding.sources import Drafting
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub.cards import facts_of
 from osd_hf.hub.push import push_folder, save_draft
@@ -466,7 +466,7 @@ class OnlineAssistant:
         return tuple(self._learner.decisions)
 
     @property
-    def drafting(self) -> LeanDrafting:
+    def drafting(self) -> Drafting:
         """The candidate generator of [`~OnlineAssistant.draft`], with its timing."""
         with self.drafts.lease() as draft:
             return draft.drafting

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats, Tally
-from osd_hf.decoding.forward import CompiledTarget
-from osd_hf.decoding.request import Binding, Lease
+from osd_hf.decoding.compiled import CompiledTarget
+from osd_hf.decoding.record import Binding, Lease
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES, EarlierText
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.learning import session

@@ -14,26 +14,16 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
 from osd_hf.acceptance import UNTIMED
-from osd_hf.decoding import vocabulary
-from osd_hf.decoding.forward import DraftForward
 from osd_hf.decoding.text import Guess
-from osd_hf.errors import UnsupportedModelError
-from osd_hf.models import unwrap, vocab_size_of
-from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
-from osd_hf.utils.kernels import fast_kernels, unpack
+from osd_hf.speedup import expected_block_efficiency
 
-DRAFT: Final = "draft"
 MAX_K = 32
 MAX_DOMAINS = 1024  # the oldest are forgotten
-READS_PROMPT_TOKENS = 64  # a draft forward over more tokens reads a prompt: the round is not timed
 
 # Averages: observations after which an old one counts a third.
 MEMORY = 128
@@ -245,20 +235,21 @@ class Acceptance:
         self._next_by_confidence = [Average() for _ in middles]
         self._by_situation: dict[tuple[int, int, int], Average] = {}  # of past text
         self.text_tokens = Average(1.0, PRIOR_WEIGHT)  # that past text was expected to bring per round
-        self.text_follows = Average(1.0, PRIOR_WEIGHT)  # guesses accepted after the first accepted one
         self.rate = Rate()
         self.rounds = 0
         self.requests = 0
         self.plain_seconds = 0.0
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
-    def chances(self, confidence: float, alpha: float) -> tuple[float, float]:
-        """Return the probability that a token of this confidence is accepted in a request with this alpha, and then
-        that the next token is."""
-        bucket = bisect_left(CONFIDENCE_EDGES, confidence)
-        after = self._next_by_confidence[bucket]
-        usual = (after.mean * after.weight + self.alpha.mean * PRIOR_WEIGHT) / (after.weight + PRIOR_WEIGHT)
-        return self._by_confidence[bucket].mean, min(usual * alpha / max(self.alpha.mean, 1e-6), 1.0)
+    def tables(self, alpha: float) -> tuple[list[float], list[float]]:
+        """Return, for each bucket of confidence, the probability that a token is accepted in a request with this
+        alpha, and then that the next token is."""
+        scale = alpha / max(self.alpha.mean, 1e-6)
+        after = []
+        for average in self._next_by_confidence:
+            usual = average.mean * average.weight + self.alpha.mean * PRIOR_WEIGHT
+            after.append(min(usual / (average.weight + PRIOR_WEIGHT) * scale, 1.0))
+        return [average.mean for average in self._by_confidence], after
 
     def guessed(self, guess: Guess) -> Average:
         """Return how often guesses of past text in this situation are right."""
@@ -345,30 +336,25 @@ class Pacer:
         with self.lock:
             self.timed = UNTIMED
 
-    def pace(self, domain: Any = None, sources: str = "both", *, may_repeat: bool = True) -> AutoPace:
-        """Return the pace of one request. Without `may_repeat`, past text is not used."""
-        with self.lock:
-            return AutoPace(self, self.acceptance(domain), sources, may_repeat)
-
     def acceptance(self, domain: Any) -> Acceptance:
         """Return what is known of a domain. The lock is held."""
         if domain not in self._domains and len(self._domains) >= MAX_DOMAINS:
             del self._domains[next(iter(self._domains))]
         return self._domains.setdefault(domain, Acceptance())
 
-    def of_batches(self, rows: int) -> Costs:
-        """Return the costs of rounds with this number of rows. The lock is held."""
-        return self._batch_costs.setdefault(_row_bucket(rows), Costs())
+    def costs_of(self, rows: int) -> Costs:
+        """Return the costs of rounds of so many rows. The lock is held."""
+        return self.costs if rows <= 1 else self._batch_costs.setdefault(_row_bucket(rows), Costs())
 
     def plan(self, domain: Any = None) -> DraftingPlan:
         """Return how a request of this domain would be drafted for now."""
         with self.lock:
             return self.plan_for(self._domains.get(domain) or Acceptance())
 
-    def plan_for(self, domain: Acceptance, own: Average | None = None, rows: int = 0) -> DraftingPlan:
+    def plan_for(self, domain: Acceptance, own: Average | None = None, rows: int = 1) -> DraftingPlan:
         """Return the plan of a domain, of a request with an acceptance of its `own`, or of a batch. The lock is
         held."""
-        costs = self.of_batches(rows) if rows else self.costs
+        costs = self.costs_of(rows)
         alpha, examined = domain.alpha.mean, domain.alpha.weight
         if own is not None:
             alpha = (alpha * OWN_HALF_WEIGHT + own.mean * own.weight) / (OWN_HALF_WEIGHT + own.weight)
@@ -405,344 +391,177 @@ class Pacer:
 
     def draft_changed(self, domain: Any = ...) -> None:
         """Halve the weight of what is known of the draft's acceptance, for one domain or all: a new version serves.
-        Keys of domains are those of [`~LeanDrafting.pace`]."""
+        Keys of domains are those of [`~osd_hf.decoding.sources.Drafting.length`]."""
         with self.lock:
             for key, known in self._domains.items():
                 if domain is ... or key[0] == domain:
                     known.fade(0.5)
 
 
-# --- one request ----------------------------------------------------------------------------------------------------
+# --- one call -------------------------------------------------------------------------------------------------------
 
 
-class Pace(Protocol):
-    """Choose the source of each candidate of a request, and the number of candidates per round."""
+class StopRule:
+    """
+    Stop drafting for a row by the draft's confidence, on the device.
 
-    reads_confidence: bool
-    reads_text: bool
+    Args:
+        threshold (`float`): Without tables: drafting ends after a token that is less probable. With tables: expected
+            accepted tokens that the next candidate must add.
+        tables (`tuple[list[float], list[float]]`, *optional*): [`Acceptance.tables`].
+    """
 
-    def is_plain(self) -> bool:
-        """Whether no round of the request will have candidates. Called once, as the request begins."""
-        return False
-
-    def begin(self) -> None:
-        """Begin a round."""
-
-    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Guess | Literal["draft"] | None:
-        """Return the source of the next candidate: one of the guesses of past text, or the draft if it may; `None`
-        ends the round."""
-
-    def drafted(self, token: int, confidence: float) -> None:
-        """Take in a token that the draft proposed with this probability."""
-        return
-
-    def judged(self, accepted: int, emitted: Sequence[int]) -> None:
-        """Take in how many candidates the target accepted, and the tokens that the round emitted."""
-        return
-
-    def timed(self, time: RoundTime) -> None:
-        """Take in the time of rounds."""
-        return
-
-    def ended(self) -> None:
-        """End the request, successful or not."""
-        return
-
-
-class FixedPace(Pace):
-    """Draft k tokens per round. Drafting ends after a token with a probability below the threshold."""
-
-    reads_text = False
-
-    def __init__(self, k: int, threshold: float = 0.0, pacer: Pacer | None = None) -> None:
-        self.k = k
+    def __init__(self, threshold: float = 0.0, tables: tuple[list[float], list[float]] | None = None) -> None:
         self.threshold = threshold
-        self.reads_confidence = threshold > 0
-        self._pacer = pacer
-        self._left = 0
-        self._confidence = 1.0
-        self._emitted = 0
+        self.tables = tables
 
-    def begin(self) -> None:
-        self._left = self.k
-        self._confidence = 1.0
+    def begin(self, rows: int, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Begin a round. The returned function takes the confidence in each row's next token, `(rows,)`, and returns
+        whether the row continues, `(rows,)`."""
+        if self.tables is None:
+            return lambda confidence: confidence >= self.threshold
+        edges = torch.tensor(CONFIDENCE_EDGES, dtype=torch.float32, device=device)
+        is_accepted, is_next_accepted = torch.tensor(self.tables, dtype=torch.float32, device=device)
+        chance = torch.ones(rows, dtype=torch.float32, device=device)
 
-    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Guess | Literal["draft"] | None:
-        self._left -= 1
-        return DRAFT if may_draft and self._left >= 0 and self._confidence >= self.threshold else None
+        def continues(confidence: torch.Tensor) -> torch.Tensor:
+            bucket = torch.bucketize(confidence, edges)
+            chance.mul_(is_accepted[bucket])
+            return chance * is_next_accepted[bucket] > self.threshold
 
-    def drafted(self, token: int, confidence: float) -> None:
-        self._confidence = confidence
-
-    def judged(self, accepted: int, emitted: Sequence[int]) -> None:
-        self._emitted = len(emitted)
-
-    def timed(self, time: RoundTime) -> None:
-        if self._pacer is not None:
-            with self._pacer.lock:
-                self._pacer.took(time, self._emitted)
+        return continues
 
 
-class _Candidate(NamedTuple):
-    """A proposed token: the confidence of the draft, or the average of the situation in past text."""
+class RoundPlan(NamedTuple):
+    """
+    The candidates of one round.
 
-    confidence: float | None = None
-    guessed: Average | None = None
-
-
-class AutoPace(Pace):
-    """Choose by measured acceptance and costs, from `sources`: `"both"`, `"draft"`, or `"text"`."""
-
-    reads_confidence = True
-
-    def __init__(self, pacer: Pacer, domain: Acceptance, sources: str = "both", may_repeat: bool = True) -> None:
-        self._pacer = pacer
-        self._domain = domain
-        self.reads_text = may_repeat and sources != "draft"
-        self._drafts = sources != "text"
-        domain.requests += 1
-        self._own = Average(memory=REQUEST_MEMORY)  # acceptance of this request
-        self._plan = pacer.plan_for(domain)
-        self._accepted = self._examined = self._emitted = 0
-        self._begin_round(0, 0)
-
-    def _begin_round(self, max_drafted: int, max_guessed: int) -> None:
-        self._max_drafted = max_drafted
-        self._max_guessed = max_guessed
-        self._candidates: list[_Candidate] = []
-        self._chance = 1.0  # that all candidates so far are accepted
-        self._likely = self._plan.alpha  # that the next drafted token is accepted then
-        self._first_guess: tuple[Guess, Average] | None = None
-        self._explores = False
-
-    def is_plain(self) -> bool:
-        with self._pacer.lock:
-            plan, domain = self._plan, self._domain
-            looks_up = domain.text_tokens.mean > MIN_TEXT_TOKENS or domain.requests % TEXT_PROBE_EVERY == 0
-            # The plain loop is slightly faster than the assisted one: few requests probe, and each for long.
-            seconds = PROBE_ROUNDS * (plan.plain_seconds or 0.0)
-            drafts = self._drafts and (plan.speculates or domain.probes(plan.examined, seconds))
-            return not (drafts or (self.reads_text and looks_up))
-
-    def begin(self) -> None:
-        pacer, domain, costs = self._pacer, self._domain, self._pacer.costs
-        with pacer.lock:
-            plan = self._plan = pacer.plan_for(domain, self._own)
-            if not costs.are_known:
-                warm_up = WARM_UP_TOKENS[round(costs.verify.weight) % len(WARM_UP_TOKENS)]
-                k = warm_up if costs.verify.weight <= costs.plain.weight else 0
-                self._begin_round(*((k, 0) if self._drafts else (0, k)))
-                return
-            domain.rounds += 1
-            refreshes = plan.speculates and domain.rounds % REFRESH_EVERY == 0
-            drafts = self._drafts and not refreshes and (plan.speculates or domain.probes(plan.examined))
-            looks_up = self.reads_text and not refreshes
-            self._begin_round(MAX_K if drafts else 0, MAX_K if looks_up else 0)
-            self._explores = domain.rounds % EXPLORE_EVERY == 0
-            base, slope = costs.verifying()
-            rate = max(domain.rate.per_time(plan.speedup / costs.plain.mean), 1 / costs.plain.mean)
-            # Tokens that the same time brings elsewhere: of a first candidate, of each candidate, of a draft forward.
-            self._first_price = rate * max(base - costs.plain.mean, 0.0)
-            self._verify_price = rate * slope
-            self._draft_price = rate * costs.draft.mean
-
-    def next(self, guesses: Sequence[Guess], may_draft: bool = True) -> Guess | Literal["draft"] | None:
-        with self._pacer.lock:
-            known = [(guess, self._domain.guessed(guess)) for guess in guesses]
-            best = max(known, key=lambda one: one[1].mean, default=None)
-            count = len(self._candidates)
-            if count == 0:
-                self._first_guess = best
-            may_draft = may_draft and count < self._max_drafted
-            if count >= self._max_guessed:
-                best = None
-            if not self._pacer.costs.are_known or self._plan.plain_seconds is None:
-                return DRAFT if may_draft else self._take(best)
-            draft_gain = self._chance * self._likely - self._draft_price - self._verify_price if may_draft else 0.0
-            text_gain = 0.0 if best is None else self._chance * best[1].mean - self._verify_price
-            if count == 0:  # the plan says whether a first token is drafted
-                if best is not None and not self._text_pays(best[1].mean):
-                    best = None
-                return DRAFT if may_draft and (best is None or draft_gain > text_gain) else self._take(best)
-            if best is not None and text_gain > max(draft_gain, 0.0):
-                return self._take(best)
-            if draft_gain > 0:
-                return DRAFT
-            # What is never drafted is never judged.
-            explores, self._explores = self._explores, False
-            return DRAFT if may_draft and explores else None
-
-    def _text_pays(self, chance: float) -> bool:
-        """Whether a round with this guess, and those that may follow it, is worth its time."""
-        length = 1 + self._domain.text_follows.mean
-        gain = chance * length - self._first_price - self._verify_price * length
-        self._domain.text_tokens.add(max(gain, 0.0))
-        if gain <= 0 and self._explores and not self._max_drafted:
-            self._pacer.costs.verify.doubt()
-            return True
-        return gain > 0
-
-    def _take(self, best: tuple[Guess, Average] | None) -> Guess | None:
-        if best is None:
-            return None
-        guess, known = best
-        self._candidates.append(_Candidate(guessed=known))
-        self._chance *= known.mean
-        self._likely = self._plan.alpha
-        return guess
-
-    def drafted(self, token: int, confidence: float) -> None:
-        with self._pacer.lock:
-            chance, self._likely = self._domain.chances(confidence, self._plan.alpha)
-            self._candidates.append(_Candidate(confidence))
-            self._chance *= chance
-
-    def judged(self, accepted: int, emitted: Sequence[int]) -> None:
-        with self._pacer.lock:
-            domain, candidates = self._domain, self._candidates
-            self._emitted = len(emitted)
-            hits = examined_drafts = 0
-            confidence_before: float | None = None
-            for i, (confidence, guessed) in enumerate(candidates[: min(accepted + 1, len(emitted))]):
-                is_accepted = i < accepted
-                if guessed is not None:
-                    guessed.add(is_accepted)
-                elif confidence is not None:
-                    domain.judged(confidence, confidence_before, is_accepted)
-                    examined_drafts += 1
-                    hits += is_accepted
-                confidence_before = confidence
-            self._judge_text(accepted, emitted)
-            if examined_drafts:
-                self._own.add(hits / examined_drafts, examined_drafts)
-                self._accepted += hits
-                self._examined += examined_drafts
-            else:
-                self._own.fade()  # while nothing is drafted, the text may change
-
-    def _judge_text(self, accepted: int, emitted: Sequence[int]) -> None:
-        is_guess = [candidate.guessed is not None for candidate in self._candidates]
-        if accepted and is_guess[0]:
-            self._domain.text_follows.add((*is_guess[:accepted], False).index(False) - 1)
-        # A guess that was not proposed also shows whether it would have been right.
-        if self._first_guess is not None and emitted and not (is_guess and is_guess[0]):
-            guess, known = self._first_guess
-            known.add(guess.token == emitted[0])
-        elif self._first_guess is None and self.reads_text and emitted:
-            self._domain.text_tokens.add(0.0)
-
-    def timed(self, time: RoundTime) -> None:
-        domain, costs = self._domain, self._pacer.costs
-        with self._pacer.lock:
-            emitted = time.rounds if time.is_plain else self._emitted
-            self._pacer.took(time, emitted)
-            if time.seconds is not None:
-                domain.rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
-            if time.forwards == 0:
-                domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
-            elif not self._plan.speculates:
-                domain.spend(probe_seconds=_lost_seconds(time, self._emitted, costs))
-
-    def ended(self) -> None:
-        with self._pacer.lock:
-            self._domain.ended(self._accepted, self._examined)
-
-
-def _lost_seconds(time: RoundTime, emitted: float, costs: Costs) -> float:
-    """Return the time that a round took longer than plain rounds for the same tokens. Of a round that also read the
-    prompt, the drafting is known to be extra."""
-    return time.draft_seconds if time.seconds is None else time.seconds - emitted * costs.level * costs.plain.mean
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
-class BatchRound(NamedTuple):
-    """At most k candidates for each row of a round: from past text for the rows `texts`, and from the draft for the
-    other rows if it `drafts`."""
+    Args:
+        k (`int`): Maximum number of candidates of a row.
+        text_rows (`frozenset[int]`, *optional*): Rows whose candidates come from past text.
+        drafts (`bool`, *optional*, defaults to `True`): Whether the draft proposes for the other rows.
+        stop (`StopRule`, *optional*): Ends a row's drafting early.
+    """
 
     k: int
-    texts: frozenset[int] = frozenset()
+    text_rows: frozenset[int] = frozenset()
     drafts: bool = True
+    stop: StopRule | None = None
 
 
-class BatchPace:
-    """Choose the number of candidates of each row in the rounds of one batch. With many rows, the target computes
-    instead of loading weights, and candidates cost more; as rows end, they may pay again."""
+class DraftLength:
+    """
+    Choose the number and the source of the candidates of one call, round by round.
+
+    With a fixed k, each round drafts k tokens. Otherwise three kinds of rounds are compared: plain ones, past text,
+    and the draft, with past text for the rows where it is likelier. With many rows, the target computes instead of
+    loading weights, and candidates cost more; as rows end, they may pay again.
+
+    Args:
+        pacer (`Pacer`): What is known of acceptance and costs.
+        domain (`Any`): Key of the call's domain in the pacer.
+        rows (`int`, *optional*, defaults to 1): Number of rows.
+        fixed_k (`int`, *optional*): Tokens drafted per round.
+        threshold (`float`, *optional*, defaults to 0.0): With a fixed k, ends drafting by confidence.
+        sources (`str`, *optional*, defaults to `"both"`): `"draft"`, `"text"` or `"both"`.
+        reads_text (`bool`, *optional*, defaults to `True`): Whether candidates may come from past text.
+        stops_early (`bool`, *optional*, defaults to `True`): Whether the draft's confidence ends a round early. On an
+            accelerator, this would need a transfer for each token.
+    """
 
     def __init__(
         self,
         pacer: Pacer,
-        domain: Any,
-        rows: int,
+        domain: Any = None,
+        rows: int = 1,
         *,
-        fixed: FixedPace | None = None,
+        fixed_k: int | None = None,
+        threshold: float = 0.0,
         sources: str = "both",
-        may_repeat: bool = True,
+        reads_text: bool = True,
+        stops_early: bool = True,
     ) -> None:
         self._pacer = pacer
-        self._fixed = fixed
-        self.threshold = 0.0 if fixed is None else fixed.threshold
+        self._fixed_k = fixed_k
+        self._threshold = threshold
         self._rows = rows
         self._drafts = sources != "text"
+        self._stops_early = stops_early
         self._own = Average(memory=REQUEST_MEMORY)
         with pacer.lock:
             known = self._domain = pacer.acceptance(domain)
             known.requests += 1
-            looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TEXT_PROBE_EVERY == 0
-            self._costs = pacer.of_batches(rows)
+            self._looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TEXT_PROBE_EVERY == 0
+            self._costs = pacer.costs_of(rows)
             self._plan = pacer.plan_for(known, None, rows)
-            # The drafts read the prompts to find out: few batches probe, and each for long.
+            # The drafts read the prompts to find out: few calls probe, and each for long.
             self._probes = known.probes(self._plan.examined, PROBE_ROUNDS * (self._plan.plain_seconds or 0.0))
-        self.reads_text = fixed is None and sources != "draft" and may_repeat and looks_up
+        self.reads_text = fixed_k is None and sources != "draft" and reads_text and (rows == 1 or self._looks_up)
 
     @property
     def is_plain(self) -> bool:
         """Whether no round will have candidates."""
-        return self._fixed is not None and self._fixed.k == 0
+        if self._fixed_k is not None:
+            return self._fixed_k == 0
+        drafts = self._drafts and (self._plan.speculates or self._probes)
+        return not drafts and not (self.reads_text and self._looks_up)
 
-    def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> BatchRound:
-        """Begin a round. For some of them, past text proposes tokens: `texts` has the probability of
+    def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> RoundPlan:
+        """Begin a round of so many rows. For some of them, past text proposes tokens: `texts` has the probability of
         each that it and all before it are accepted."""
         pacer, domain = self._pacer, self._domain
         with pacer.lock:
-            costs = self._costs = pacer.of_batches(rows)
+            costs = self._costs = pacer.costs_of(rows)
             self._rows = rows
-            if self._fixed is not None:
-                return BatchRound(self._fixed.k)
+            if self._fixed_k is not None:
+                return RoundPlan(self._fixed_k, stop=StopRule(self._threshold) if self._threshold else None)
             plan = self._plan = pacer.plan_for(domain, self._own, rows)
-            domain.rounds += costs.are_known
-            if costs.plain.weight < MIN_KNOWN_ROUNDS or (costs.are_known and domain.rounds % REFRESH_EVERY == 0):
-                return BatchRound(0)
             if not costs.are_known:
+                if costs.plain.weight < min(costs.verify.weight, MIN_KNOWN_ROUNDS):
+                    return RoundPlan(0)
                 k = WARM_UP_TOKENS[round(costs.verify.weight) % len(WARM_UP_TOKENS)]
-                return BatchRound(k, frozenset(() if self._drafts else texts), self._drafts)
+                return RoundPlan(k, frozenset(() if self._drafts else texts), self._drafts)
+            domain.rounds += 1
+            if plan.speculates and domain.rounds % REFRESH_EVERY == 0:
+                return RoundPlan(0)
             k = 0
             if self._drafts and plan.speculates:
                 k = plan.k
             elif self._drafts and self._probes and domain.probes(plan.examined):
                 k = best_rate(costs, plan.alpha)[1]
-            return self._with_text(k, plan.alpha, texts) if self.reads_text else BatchRound(k)
+            return self._with_text(k, plan, texts) if self.reads_text else self._drafting(k, plan)
 
-    def _with_text(self, k: int, alpha: float, texts: Mapping[int, Sequence[float]]) -> BatchRound:
+    def _with_text(self, k: int, plan: DraftingPlan, texts: Mapping[int, Sequence[float]]) -> RoundPlan:
         """Return the best of three: k tokens of the draft, with past text for the rows where it is likelier; past text
         alone; a plain round."""
-        costs, rows = self._costs, self._rows
-        drafted = expected_block_efficiency(alpha, k) - 1 if k else 0.0
+        costs, rows, domain = self._costs, self._rows, self._domain
+        drafted = expected_block_efficiency(plan.alpha, k) - 1 if k else 0.0
         text_rate, text_k = 0.0, 0
         for n in range(1, max(map(len, texts.values()), default=0) + 1):
             rate = (rows + sum(sum(chances[:n]) for chances in texts.values())) / costs.round(n, 0)
             text_rate, text_k = max((text_rate, text_k), (rate, n))
-        self._domain.text_tokens.add(max(text_rate * costs.plain.mean / rows - 1, 0.0))
+        domain.text_tokens.add(max(text_rate * costs.plain.mean / rows - 1, 0.0))
         better = frozenset(row for row, chances in texts.items() if sum(chances[:k]) > drafted)
         gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
         other_rate = (rows + gained) / costs.round(k, k) if k else min_speedup(rows) * rows / costs.plain.mean
-        explores = bool(texts) and not k and self._domain.rounds % EXPLORE_EVERY == 0
+        explores = bool(texts) and not k and domain.rounds % EXPLORE_EVERY == 0
         if explores:
             costs.verify.doubt()
         if text_rate > other_rate or explores:
-            return BatchRound(text_k, frozenset(texts), False)
-        return BatchRound(k, better if k else frozenset())
+            return RoundPlan(text_k, frozenset(texts), False)
+        return self._drafting(k, plan, better if k else frozenset())
+
+    def _drafting(self, k: int, plan: DraftingPlan, text_rows: frozenset[int] = frozenset()) -> RoundPlan:
+        """Return a round of about k drafted tokens: more or fewer where the draft's confidence can be read."""
+        if not k or not self._stops_early or self._rows > 1:  # a batch drafts until its last row has stopped
+            return RoundPlan(k, text_rows)
+        costs, domain = self._costs, self._domain
+        rate = max(domain.rate.per_time(max(plan.speedup, 1.0) / costs.plain.mean), 1 / costs.plain.mean)
+        # Tokens that the time of one more candidate brings elsewhere.
+        worth = rate * (costs.verifying()[1] + costs.draft.mean)
+        if domain.rounds % EXPLORE_EVERY == 0:
+            worth /= 2
+        return RoundPlan(MAX_K, text_rows, stop=StopRule(worth, domain.tables(plan.alpha)))
 
     def likeliest(self, guesses: Sequence[Guess]) -> tuple[Guess, float]:
         """Return the guess that is right most often, and how often."""
@@ -756,20 +575,28 @@ class BatchPace:
         with self._pacer.lock:
             self._domain.guessed(guess).add(is_right)
 
-    def judged(self, accepted: int, examined: int) -> None:
-        """Take in the draft's candidates of one row in a round."""
-        if examined:
-            with self._pacer.lock:
-                self._own.add(accepted / examined, examined)
+    def judged(self, accepted: int, examined: int, confidences: Sequence[float] | None = None) -> None:
+        """Take in the draft's candidates of one row in a round, with its confidence in each."""
+        with self._pacer.lock:
+            if not examined:
+                self._own.fade()  # acceptance may change while nothing is drafted
+                return
+            self._own.add(accepted / examined, examined)
+            for i, confidence in enumerate((confidences or ())[:examined]):
+                self._domain.judged(confidence, confidences[i - 1] if confidences and i else None, i < accepted)
 
     def timed(self, time: RoundTime, emitted: int) -> None:
-        """Take in the time of rounds."""
+        """Take in the time of rounds that emitted so many tokens."""
         domain, costs = self._domain, self._costs
         with self._pacer.lock:
             self._pacer.took(time, emitted, costs, self._rows)
-            if self._fixed is None and time.forwards == 0:
+            if self._fixed_k is not None:
+                return
+            if time.seconds is not None and self._rows == 1:
+                domain.rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
+            if time.forwards == 0:
                 domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
-            elif self._fixed is None and not self._plan.speculates:
+            elif not self._plan.speculates:
                 domain.spend(probe_seconds=_lost_seconds(time, emitted / self._rows, costs))
 
     def ended(self, accepted: int, examined: int) -> None:
@@ -778,75 +605,7 @@ class BatchPace:
             self._domain.ended(accepted, examined)
 
 
-# --- measured forwards ----------------------------------------------------------------------------------------------
-
-TIMED_K = 5
-MIN_TURNS, MAX_TURNS = 4, 64
-TIMED_SECONDS = 0.5
-
-
-@torch.inference_mode()
-def measured_costs(
-    target: PreTrainedModel,
-    drafts: Sequence[PreTrainedModel],
-    prompt_ids: Sequence[int] | NDArray[np.int32],
-    clock: Callable[[], float],
-) -> list[ForwardSeconds]:
-    """Time forwards of the target and of each draft, in turns. A draft with a large vocabulary has a head of some
-    thousand tokens, as when it serves."""
-    models = [unwrap(target), *map(_with_serving_vocabulary, drafts)]
-    prompt = torch.from_numpy(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
-    with fast_kernels(*models, is_request=True):  # weights are packed in the second block, as when they serve
-        timed = [_TimedModel(model, prompt, clock) for model in models]
-    turns, started = 0, clock()
-    with fast_kernels(*models, is_request=True):
-        while turns < MIN_TURNS or (turns < MAX_TURNS and clock() - started < TIMED_SECONDS):
-            for model in timed:
-                model.time_forward(1)
-            timed[0].time_forward(1 + TIMED_K)
-            turns += 1
-    unpack(*models)
-    one, several = timed[0].seconds[1], timed[0].seconds[1 + TIMED_K]
-    more = max(several - one, 0.0) / TIMED_K
-    return [
-        ForwardSeconds(one, more, model.seconds[1], timed[0].prompt_seconds, model.prompt_seconds)
-        for model in timed[1:]
-    ]
-
-
-def _with_serving_vocabulary(draft: PreTrainedModel) -> PreTrainedModel:
-    if vocab_size_of(draft) < vocabulary.MIN_VOCAB_SIZE:
-        return draft
-    try:
-        restricted: PreTrainedModel = vocabulary.RestrictedDraft(draft, np.arange(vocabulary.SIZES[1])).model
-        return restricted
-    except UnsupportedModelError:
-        return draft
-
-
-class _TimedModel:
-    """A model that has read a prompt. `seconds` has the minimum time of its forwards by their number of tokens."""
-
-    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.seconds: dict[int, float] = {}
-        self.prompt_seconds = math.inf
-        self.token = prompt[:, :1]
-        for _ in range(2):  # the first time, much is set up
-            started = clock()
-            if model.config.is_encoder_decoder:
-                mask = torch.ones_like(prompt)
-                outputs = model.get_encoder()(prompt, attention_mask=mask)
-                self.forward = DraftForward(model, {"attention_mask": mask, "encoder_outputs": outputs})
-                self.forward.feed(self.token)
-            else:
-                self.forward = DraftForward(model)
-                self.forward.feed(prompt)
-            self.prompt_seconds = min(self.prompt_seconds, clock() - started)
-
-    def time_forward(self, tokens: int) -> None:
-        """Time a forward over new tokens, and remove them."""
-        length, started = self.forward.length, self.clock()
-        self.forward.feed(self.token.expand(1, tokens))
-        self.seconds[tokens] = min(self.clock() - started, self.seconds.get(tokens, math.inf))
-        self.forward.crop(length)
+def _lost_seconds(time: RoundTime, emitted: float, costs: Costs) -> float:
+    """Return the time that a round took longer than plain rounds for the same tokens. Of a round that also read the
+    prompt, the drafting is known to be extra."""
+    return time.draft_seconds if time.seconds is None else time.seconds - emitted * costs.level * costs.plain.mean

@@ -1,53 +1,49 @@
 """
-Run the forwards of a round: of the draft and of the target, over caches from which rejected tokens are removed.
-
-A forward is eager, compiled over a static cache, or captured as CUDA graphs over a static cache.
+Run the eager forwards of a round, of the draft and of the target: over one row with any cache from which transformers
+can remove tokens, or over several rows that continue independently.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import math
-import threading
-import time
-import types
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, StaticCache
+from torch import Tensor
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.generation.candidate_generator import (
+    _prepare_attention_mask,
+    _prepare_position_ids,
+    _prepare_token_type_ids,
+)
 
-from osd_hf.config import OnlineConfig
-from osd_hf.decoding.checks import KNOWN_ARGUMENTS, difference
-from osd_hf.errors import UnsupportedModelError, first_line
-from osd_hf.models import num_positions, vocab_size_of
-from osd_hf.utils.kernels import fast_kernels
+from osd_hf.decoding.draft_length import MAX_K
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from osd_hf.decoding.compiled import Verification
 
-# Tokens of static caches. Each power of two in between is compiled once; longer sequences are eager.
-SMALLEST_STATIC_CACHE, LARGEST_STATIC_CACHE = 256, 8192
 AHEAD = 256  # tokens of an answer in a request's first cache; longer answers move to larger caches
-MAX_COMPILED_TOKENS = 32  # per call of a compiled draft
-# A mask hides the unused end of a static cache; attention by lengths would see it.
+# A mask hides the unused end of a cache; attention by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
-CHECKED_PROMPT_TOKENS = 4  # before the tokens that a compiled forward is compared on with the eager one
-MIN_EAGER_FORWARDS = 3  # of a number of tokens, before it is captured
-MAX_CAPTURE_FAILURES = 3  # in a row, before the draft runs eagerly: other threads may break a capture
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in configurations
+GROWTH = 1.5  # of a full cache
 
-# Checking at each call whether compiled code still fits takes a fifth of a small model's forward.
-UNGUARDED = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+
+# --- one row ---------------------------------------------------------------------------------------------------------
 
 
 class DraftForward:
-    """Run one request's draft over its cache."""
+    """
+    Run a draft over one row.
+
+    Args:
+        draft (`PreTrainedModel`): The draft.
+        source (`dict`, *optional*): Further arguments of each forward, such as an encoder's outputs.
+        cache (`Cache`, *optional*): By default a new dynamic one.
+    """
 
     def __init__(
         self, draft: PreTrainedModel, source: dict[str, Any] | None = None, cache: Cache | None = None
@@ -70,9 +66,9 @@ class DraftForward:
         self.cache = self._settings["past_key_values"] = cache
         cache.activate_past_recording()
 
-    def feed(self, ids: torch.Tensor) -> torch.Tensor:
+    def feed(self, ids: Tensor) -> Tensor:
         """Append tokens, `(1, tokens)`; return the raw logits after the last one, `(1, vocab)`."""
-        logits: torch.Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
+        logits: Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
         self.length += ids.shape[1]
         return logits
 
@@ -81,571 +77,392 @@ class DraftForward:
         self.cache.crop(length - self.length)
         self.length = length
 
+    def read(self, texts: Sequence[Sequence[int]], room: int) -> Tensor:
+        """Feed the tokens that were not read yet, and return the logits after the last one, `(rows, vocab)`. At most
+        `room` candidates follow."""
+        return self.feed(torch.tensor([texts[0][self.length :]], device=self.device))
+
+    def keep(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row, and at most those that were read."""
+        if self.length:  # sliding windows need this call after every round
+            self.crop(min(self.length, length))
+
+    def leave(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+
     def close(self) -> None:
         """End the request."""
 
 
-class CroppableCache(StaticCache):
-    """A static cache that can remove its last tokens: they are masked, and overwritten by the next ones."""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove tokens; their number is given as a negative number."""
-        lengths = [layer.cumulative_length for layer in self.layers if layer.is_initialized]
-        if tokens_to_remove and lengths:
-            with torch.inference_mode(lengths[0].is_inference()):
-                torch._foreach_add_(lengths, tokens_to_remove)  # one kernel for all layers
-
-    def cut(self, length: int) -> None:
-        """Keep the first `length` tokens, also after a failed forward."""
-        with torch.inference_mode(self.layers[0].cumulative_length.is_inference()):
-            for layer in self.layers:
-                if layer.is_initialized:
-                    layer.cumulative_length.fill_(length)
+# Arguments of transformers' loop that the model's forward does not take.
+LOOP_ARGUMENTS = (
+    "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor",
+    "assistant_model", "assistant_tokenizer", "tokenizer",
+)  # fmt: skip
 
 
-def static_size(tokens: int) -> int:
-    """Return the size of the static cache for this number of tokens."""
-    return max(SMALLEST_STATIC_CACHE, 1 << (tokens - 1).bit_length())
+def forward_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the loop without those that the forward does not take."""
+    return {name: value for name, value in kwargs.items() if name not in LOOP_ARGUMENTS}
 
 
-def _first_tokens(begins: int, ends: int) -> int:
-    """Return the tokens that the first cache of a sequence with these lengths must hold."""
-    tokens = min(begins + AHEAD, ends)
-    return min(tokens, LARGEST_STATIC_CACHE) if begins < LARGEST_STATIC_CACHE else tokens
-
-
-def compiles_draft(config: OnlineConfig, device_type: str) -> bool:
-    """Whether a draft on a device of this type, such as `"cuda"`, is compiled or captured."""
-    return device_type not in ("cpu", "meta") if config.compile_draft == "auto" else config.compile_draft
-
-
-def hindrance(config: PreTrainedConfig, role: str = "model") -> str | None:
-    """Return why a model cannot be compiled over a static cache; `None` if it can."""
-    if config.is_encoder_decoder:
-        return "an encoder-decoder cannot remove tokens from a static cache"
-    text = config.get_text_config(decoder=True)
-    attention = getattr(text, "_attn_implementation", None)
-    if attention not in MASKED_ATTENTION:
-        return f"its attention, {attention}, may see the unused end of a static cache"
-    try:
-        layers = StaticCache(config=text, max_cache_len=8).layers
-    except Exception as error:  # noqa: BLE001 - configurations of any kind
-        return f"no static cache can be made for it: {first_line(error)}"
-    if any(getattr(layer, "is_sliding", True) for layer in layers):  # recurrent layers have no such attribute
-        return f"a {role} with sliding windows or recurrent layers cannot remove tokens from a static cache"
-    return None
-
-
-# --- compiled forwards ----------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Compiled:
-    """A compiled forward over caches of one size."""
-
-    step: Any
-    several: Any  # for several tokens, if that is another function
-    size: int
-    free: list[CroppableCache]
-    running: threading.Lock = field(default_factory=threading.Lock)
-
-
-class CompiledForward:
+class TargetForward:
     """
-    Compile a forward of few tokens over static caches, which requests use in turn.
+    Verify the candidates of one row, as transformers' assisted loop does, with any cache that it can crop.
 
-    The forward is that of `model` and its copies. Their weights, dtype, and device may change between requests. What
-    cannot be compiled runs eagerly, and the log says why, once. On CUDA, compiled code is captured as graphs, for each
-    copy, cache, thread, and number of tokens.
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): The prompt.
+        kwargs (`dict`): The arguments of the loop.
+        num_cached (`int`, *optional*): Tokens of the prompt that the cache holds already.
+        verification (`Verification`, *optional*): Compiled rounds behind the prompt.
     """
-
-    role = "draft"
-    doing, done = "compiling", "compiled"
-    counts: tuple[int, ...] = (1, 3)  # tokens to compile for: one, and any number of several
-    mark_dynamic = staticmethod(torch._dynamo.mark_dynamic)
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        # By size of the cache and of the output head; `None` if compiling failed or is under way.
-        self._compiled: dict[tuple[int, int], _Compiled | None] = {}
-        self._free: dict[int, list[CroppableCache]] = {}  # by size; shared by heads of all sizes
-        self._placement: tuple[Any, ...] = ()
-        self._lock = threading.Lock()
-        why = "its weights are offloaded" if model.device.type == "meta" else hindrance(model.config, self.role)
-        self.can_be_compiled = why is None
-        if why:
-            self._warn(why)
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether some requests run eagerly."""
-        return not self.can_be_compiled or None in self._compiled.values()
-
-    def _warn(self, why: str) -> None:
-        logger.warning("The %s is not %s and runs eagerly: %s.", self.role, self.done, why)
-
-    def _warn_failed(self, error: Exception) -> None:
-        cause = getattr(error, "inner_exception", error)  # of the compiler
-        self._warn(f"{self.doing} failed with {type(cause).__name__}: {first_line(cause)}")
-
-    def give_up(self, compiled: _Compiled, error: Exception) -> None:
-        """Run eagerly from now on, because compiled code has failed. Called while no other request runs it."""
-        compiled.step = compiled.several = self.step
-        with self._lock:
-            for key, known in self._compiled.items():
-                if known is compiled:
-                    self._compiled[key] = None
-        self._warn_failed(error)
-
-    @staticmethod
-    def step(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> Any:
-        """The function to compile."""
-        return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
-
-    def own_step(self) -> Any:
-        """Return a copy of the function. The compiler caches by code object, and each size needs its own code."""
-        return types.FunctionType(self.step.__code__.replace(), globals())
-
-    def compile_step(self, options: dict[str, Any]) -> Any:
-        """Return the function, which is compiled at its first call. Only its weights may change later."""
-        return torch.compile(self.own_step(), fullgraph=True, options=options | UNGUARDED)
-
-    def warm_up(self, step: Any, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> None:
-        for _ in range(3):
-            step(model, ids, cache)
-
-    def mode(self) -> AbstractContextManager[Any]:
-        """Return the context in which caches are created and changed."""
-        return torch.inference_mode()
-
-    def lease(self, model: PreTrainedModel, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
-        """Return the compiled forward for at most `tokens` tokens, and an empty cache; `None` if the model runs
-        eagerly. The first request waits for the compiler; others run eagerly until then."""
-        size = static_size(tokens)
-        if not self.can_be_compiled or torch.is_autocast_enabled(model.device.type):  # code has one dtype
-            return None
-        key = size, getattr(model.get_output_embeddings(), "out_features", 0)
-        with self._lock:
-            if self._placement != (model.dtype, model.device):
-                self._compiled, self._free, self._placement = {}, {}, (model.dtype, model.device)
-            known, free, is_new = self._compiled, self._free.setdefault(size, []), key not in self._compiled
-            if is_new:
-                known[key] = None
-        with self.mode():
-            if is_new:
-                known[key] = self._compile(model, size, free)
-            compiled = known[key]
-            if compiled is None:
-                return None
-            cache = self._cache(model, size, free)
-            cache.reset()
-        return compiled, cache
-
-    def _cache(self, model: PreTrainedModel, size: int, free: list[CroppableCache]) -> CroppableCache:
-        with self._lock:
-            return free.pop() if free else self.new_cache(model, size)
-
-    def new_cache(self, model: PreTrainedModel, size: int) -> CroppableCache:
-        return CroppableCache(config=model.config.get_text_config(decoder=True), max_cache_len=size)
-
-    def first_lease(self, model: PreTrainedModel, begins: int, ends: int) -> tuple[_Compiled, CroppableCache] | None:
-        """Return a lease for a sequence with these lengths."""
-        return self.lease(model, _first_tokens(begins, ends))
-
-    def larger(
-        self, model: PreTrainedModel, compiled: _Compiled, cache: CroppableCache, tokens: int
-    ) -> tuple[_Compiled | None, Any]:
-        """Exchange a lease for one with more tokens, and move the cache's content. If the model continues eagerly, the
-        result is `None` and a dynamic cache."""
-        try:
-            leased = self.lease(model, tokens)
-        except Exception as error:  # noqa: BLE001 - such as too little memory
-            self._warn(f"no cache of {tokens} tokens could be made: {first_line(error)}")
-            leased = None
-        larger = DynamicCache(config=model.config.get_text_config(decoder=True)) if leased is None else leased[1]
-        with self.mode():
-            for new, old in zip(larger.layers, cache.layers, strict=True):
-                end = int(old.cumulative_length) if old.is_initialized else 0
-                if end:
-                    new.update(old.keys[:, :, :end].clone(), old.values[:, :, :end].clone())
-        compiled.free.append(cache)
-        return (None, larger) if leased is None else leased
-
-    def prepare(self, model: PreTrainedModel, tokens: int) -> None:
-        """Compile for sequences of at most `tokens` tokens."""
-        size = SMALLEST_STATIC_CACHE
-        while size < 2 * tokens and size <= LARGEST_STATIC_CACHE:
-            with fast_kernels(model):  # as requests are served
-                leased = self.lease(model, size)
-            if leased is not None:
-                leased[0].free.append(leased[1])
-            size *= 2
-
-    def _compile(self, model: PreTrainedModel, size: int, free: list[CroppableCache]) -> _Compiled | None:
-        if size > LARGEST_STATIC_CACHE:
-            self._warn(f"a sequence is longer than {LARGEST_STATIC_CACHE} tokens, the largest static cache")
-            return None
-        options: dict[str, Any] = {"freezing": False}  # weights change
-        if model.device.type == "cuda":
-            options["triton.cudagraphs"] = (
-                True  # launching the kernels of a small model takes longer than running them
-            )
-        started = time.perf_counter()
-        what = f"the {self.role}'s forward for up to {size} tokens"
-        logger.info("%s %s.", self.doing.capitalize(), what)
-        try:
-            cache, steps = self._cache(model, size, free), []
-            cache.reset()
-            token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-            model(input_ids=token, past_key_values=cache, use_cache=True)
-            # Each size has its own code, although there are several.
-            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-                for count in self.counts:
-                    ids = token.repeat(1, count)
-                    if count > 1:
-                        self.mark_dynamic(ids, 1)
-                    steps.append(self.compile_step(options))
-                    self.warm_up(steps[-1], model, ids, cache)
-        except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the eager forward does the same
-            self._warn_failed(error)
-            return None
-        logger.info("%s %s in %.1f s.", self.done.capitalize(), what, time.perf_counter() - started)
-        free.append(cache)
-        return _Compiled(steps[0], steps[-1], size, free)
-
-
-# --- the draft ------------------------------------------------------------------------------------------------------
-
-
-class CompiledDraft(CompiledForward):
-    """Compile a draft and its copies for a single token, and for several: those that it missed while past text
-    proposed."""
-
-    def forward(self, draft: PreTrainedModel, begins: int, ends: int) -> DraftForward:
-        """Return the forward of one request with these sequence lengths."""
-        leased = self.first_lease(draft, begins, ends)
-        return DraftForward(draft) if leased is None else StaticForward(self, draft, *leased)
-
-
-class StaticForward(DraftForward):
-    """Run few tokens by the compiled forward and a prompt by the eager one, over one static cache. A full cache is
-    exchanged for a larger one; beyond the largest, all is eager."""
-
-    def __init__(
-        self, owner: CompiledDraft, draft: PreTrainedModel, compiled: _Compiled, cache: CroppableCache
-    ) -> None:
-        super().__init__(draft, cache=cache)
-        self._owner = owner
-        self._compiled: _Compiled | None = compiled
-
-    def feed(self, ids: torch.Tensor) -> torch.Tensor:
-        count = ids.shape[1]
-        if self._compiled is not None and self.length + count > self._compiled.size:
-            self._compiled, cache = self._owner.larger(self.draft, self._compiled, self.cache, self.length + count)
-            self._use(cache)
-        if self._compiled is None or self.length == 0 or count > MAX_COMPILED_TOKENS:
-            return super().feed(ids)
-        with self._compiled.running:
-            step = self._compiled.step if count == 1 else self._compiled.several
-            fed = ids.clone()  # a tensor of inference mode
-            try:
-                logits: torch.Tensor = step(self.draft, fed, self.cache)
-            except Exception as error:  # such as a failed capture
-                if step is self._owner.step:
-                    raise
-                self._owner.give_up(self._compiled, error)
-                self.cache.cut(self.length)
-                logits = self._owner.step(self.draft, fed, self.cache)
-            self.length += count
-            return logits.clone()  # a captured graph writes the next logits to the same place
-
-    def close(self) -> None:
-        if self._compiled is not None:
-            self._compiled.free.append(self.cache)
-
-
-# --- the target -----------------------------------------------------------------------------------------------------
-
-
-class CompiledTarget(CompiledForward):
-    """Compile the target for at least two tokens. The target is the user's, and may change between requests: each call
-    checks whether compiled code still fits, and compiles again if not."""
-
-    role = "target"
-    counts = (3,)
-    mark_dynamic = staticmethod(torch._dynamo.maybe_mark_dynamic)  # compiled again where a number is fixed
-
-    @staticmethod
-    def step(model: PreTrainedModel, ids: torch.Tensor, cache: Cache) -> Any:
-        return model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True).logits
-
-    def compile_step(self, options: dict[str, Any]) -> Any:
-        return torch.compile(self.own_step(), fullgraph=True, options=options)
-
-    def warm_up(self, step: Any, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> None:
-        super().warm_up(step, model, ids, cache)
-        self._check(step, model, cache)
-
-    def _check(self, step: Any, model: PreTrainedModel, cache: CroppableCache) -> None:
-        """Raise UnsupportedModelError if the compiled forward over several tokens differs from eager forwards over
-        one."""
-        count, eager = self.counts[0], DynamicCache(config=model.config.get_text_config(decoder=True))
-        ids = torch.arange(1, CHECKED_PROMPT_TOKENS + count + 1, device=model.device)[None] % vocab_size_of(model)
-        prompt, behind = ids[:, :-count], ids[0, -count:].clone()[None]  # not a view of the sequence
-        self.mark_dynamic(behind, 1)
-        cache.reset()
-        for used in (cache, eager):
-            self.step(model, prompt, used)
-        compiled_logits = step(model, behind, cache)[0]
-        eager_logits = torch.cat([self.step(model, behind[:, i : i + 1], eager)[0] for i in range(count)])
-        if why := difference(model, list(compiled_logits), list(eager_logits)):
-            raise UnsupportedModelError(f"compiled, {why}")
-
-    @contextlib.contextmanager
-    def mode(self) -> Iterator[None]:
-        # The loop writes into the logits, so they are no tensors of inference mode. Hooks change what a forward does.
-        check_hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
-        with check_hooks, torch.inference_mode(False), torch.no_grad():
-            yield
-
-    def verification(
-        self, target: PreTrainedModel, kwargs: dict[str, Any], begins: int, ends: int, limit: float = math.inf
-    ) -> Verification | None:
-        """Return the verification of a request with these sequence lengths and loop arguments; `None`
-        if the eager forward verifies. No forward reads more than `limit` tokens."""
-        config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
-            return None
-        has_other_arguments = any(kwargs[name] is not None for name in kwargs.keys() - KNOWN_ARGUMENTS)
-        if has_other_arguments or config.output_attentions or config.output_hidden_states:
-            return None
-        if mask is not None and not mask.all():
-            return None
-        if positions is not None and not torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)):
-            return None
-        leased = self.first_lease(target, begins, ends + 1)  # a single token is fed with another one
-        return None if leased is None else Verification(self, target, *leased, limit)
-
-
-class Verification:
-    """Verify one request's candidates by the compiled target. The prompt is read eagerly into the cache of the loop.
-    Its content moves to a static cache for the rounds, to larger ones as the sequence grows, and back at the end."""
 
     def __init__(
         self,
-        owner: CompiledTarget,
-        target: PreTrainedModel,
-        compiled: _Compiled,
-        cache: CroppableCache,
-        limit: float = math.inf,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        kwargs: dict[str, Any],
+        num_cached: int | None = None,
+        verification: Verification | None = None,
     ) -> None:
-        self.cache = cache
-        self.given: DynamicCache | None = None  # the cache of the loop, once its content has moved
-        self._owner = owner
-        self._target = target
-        self._compiled: _Compiled | None = compiled  # `None`: the request continues eagerly
-        self._limit = min(num_positions(target.config) or math.inf, limit)
+        self.model, self.ids = model, input_ids
+        self.kwargs = forward_arguments(kwargs)
+        self.outputs: Any = None
+        self._num_cached, self._verification, self._count = num_cached or 0, verification, 0
+        self.kwargs["past_key_values"].activate_past_recording()
 
-    def begins(self, given: Any, tokens: int) -> bool:
-        """Take over the loop's cache for a round after which the sequence has at most `tokens` tokens. Return whether
-        the round is verified here; if not, the loop uses [`~Verification.given`]."""
-        is_ours, layers = given is self.cache, given.layers
-        if not is_ours and (
-            len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers)
-        ):
-            return False
-        if self._compiled is not None and tokens > self._compiled.size:
-            self._compiled, cache = self._owner.larger(self._target, self._compiled, self.cache, tokens)
-            if self._compiled is None:
-                self._put_back(cache)
-            else:
-                self.cache = cache
-        if self._compiled is None or is_ours:
-            return self._compiled is not None
-        self.given = given
-        with self._owner.mode():
-            for static, dynamic in zip(self.cache.layers, layers, strict=True):
-                static.update(dynamic.keys, dynamic.values)
-                dynamic.keys, dynamic.values = dynamic.keys[:, :, :0].clone(), dynamic.values[:, :, :0].clone()
-        return True
+    def verify(self, tokens: Tensor, is_proposed: Tensor) -> Tensor:
+        """Return the logits at each candidate and behind the last one, `(1, k + 1, vocab)`."""
+        self._count = count = tokens.shape[1]
+        ids, is_first = torch.cat([self.ids, tokens], dim=1), self.outputs is None
+        self.outputs = self._compiled(ids, count + 1) if self._verification is not None and not is_first else None
+        if self.outputs is None:
+            self.outputs = self._eager(ids, count, is_first)
+        return self.outputs.logits[:, -count - 1 :]  # type: ignore[no-any-return]
 
-    def inputs(self, ids: torch.Tensor, count: int) -> dict[str, Any]:
-        """Return the arguments of [`~Verification.forward`] for the last `count` tokens of a sequence."""
-        return {"past_key_values": self.cache, "ids": ids[:, -count:], "length": ids.shape[1]}
+    def _compiled(self, ids: Tensor, count: int) -> Any:
+        verification = self._verification
+        assert verification is not None
+        begins = verification.begins(self.kwargs["past_key_values"], ids.shape[1] + 1)
+        if begins:
+            return verification.forward(**verification.inputs(ids, count))
+        if self.kwargs["past_key_values"] is verification.cache:
+            self.kwargs["past_key_values"] = verification.given
+        return None
 
-    def forward(self, past_key_values: CroppableCache, ids: torch.Tensor, length: int) -> CausalLMOutputWithPast:
-        """Return the target's logits for the last tokens, `(1, tokens)`, of a sequence of this length."""
-        cache, count = past_key_values, ids.shape[1]
-        assert self._compiled is not None
-        with self._owner.mode(), self._compiled.running:
-            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # not a view of the sequence
-            torch._dynamo.maybe_mark_dynamic(fed, 1)
-            if count == 1 and length == self._limit:  # there is no position for a second token
-                logits = self._owner.step(self._target, ids, cache)
-            else:
-                logits = self._compiled_logits(fed, length - count)
-                if count == 1:
-                    cache.crop(-1)
-            return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
+    def _eager(self, ids: Tensor, count: int, is_first: bool) -> Any:
+        is_encoder_decoder = self.model.config.is_encoder_decoder
+        kwargs = _prepare_attention_mask(copy.copy(self.kwargs), ids.shape[1], is_encoder_decoder)
+        kwargs = _prepare_token_type_ids(kwargs, ids.shape[1])
+        if (positions := kwargs.get("position_ids")) is not None and count:
+            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + count, is_encoder_decoder)
+        new_tokens = count + 1
+        if is_first:
+            # A cache of an earlier turn holds a part of the prompt.
+            new_tokens = ids.shape[1] - self._num_cached if self._num_cached else None  # type: ignore[assignment]
+        inputs = self.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=new_tokens, is_first_iteration=is_first, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        return self.model(**inputs, return_dict=True)
 
-    def _compiled_logits(self, ids: torch.Tensor, begins: int) -> torch.Tensor:
-        assert self._compiled is not None
-        step = self._compiled.step
-        try:
-            logits: torch.Tensor = step(self._target, ids, self.cache)
-        except Exception as error:  # the target has changed, or a capture has failed
-            if step is self._owner.step:
-                raise
-            self._owner.give_up(self._compiled, error)
-            self.cache.cut(begins)
-            logits = self._owner.step(self._target, ids, self.cache)
-        return logits
+    def keep(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Keep the emitted tokens of the row, and remove the rejected candidates from the cache."""
+        tokens = torch.tensor(emitted, device=self.ids.device)
+        count = tokens.shape[1]
+        self.outputs.past_key_values.crop(-(self._count + 1 - count))
+        self.kwargs = self.model._update_model_kwargs_for_generation(
+            self.outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder, num_new_tokens=count
+        )
+        self.ids = torch.cat([self.ids, tokens], dim=1)
 
-    def close(self) -> None:
-        """End the request: the cache of the loop gets its content back."""
-        if self._compiled is not None:
-            self._put_back(self.cache)
-            self._compiled.free.append(self.cache)
-
-    def _put_back(self, cache: Any) -> None:
-        if self.given is not None:
-            end = int(cache.get_seq_length())
-            for static, dynamic in zip(cache.layers, self.given.layers, strict=True):
-                dynamic.keys, dynamic.values = (x[:, :, :end].clone() for x in (static.keys, static.values))
+    def leave(self, row: int) -> None:
+        """Do nothing: the request ends with its only row."""
 
 
-# --- captured graphs ------------------------------------------------------------------------------------------------
-
-Step = Callable[[PreTrainedModel, torch.Tensor, CroppableCache], torch.Tensor]
-Replay = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _GraphDevice:
-    """What the graphs of a device share: a stream and memory, which libraries keep for each stream, and a lock, as one
-    graph is captured or runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.lock = threading.Lock()
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
-        self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.first = self.capture(lambda: torch.zeros(1, device=device))  # keeps the memory
-
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # A failed capture leaves the thread on the capture stream. Other threads may learn at the same time.
-        try:
-            with (
-                torch.cuda.device(self.device),
-                torch.cuda.stream(now),
-                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
-            ):
-                result = run()
-        except RuntimeError as error:
-            raise error.__context__ or error from None
-        return graph, result
-
-    def replay(
-        self, graph: torch.cuda.CUDAGraph, result: torch.Tensor, read: torch.Tensor, given: torch.Tensor
-    ) -> torch.Tensor:
-        """Run a graph that reads from `read` on the given tensor, after earlier graphs of any stream."""
-        now = torch.cuda.current_stream(self.device)
-        with self.lock:
-            self.done.wait(now)
-            read.copy_(given)
-            graph.replay()
-            found = result.clone()
-            self.done.record(now)
-        return found
-
-
-_graph_devices: dict[torch.device, _GraphDevice] = {}
-_graph_devices_lock = threading.Lock()
-
-
-def capture(run: Callable[[torch.Tensor], torch.Tensor], example: torch.Tensor) -> Replay:
-    """Capture the kernels of a function of a tensor like `example`; return a function that runs them on another one.
-    Other tensors are read from where they were."""
-    device, read = example.device, example.clone()
-    with _graph_devices_lock:
-        if device not in _graph_devices:
-            _graph_devices[device] = _GraphDevice(device)
-        shared = _graph_devices[device]
-    with shared.lock:
-        graph, result = shared.capture(lambda: run(read))
-    return lambda given: shared.replay(graph, result, read, given)
+# --- several rows ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _CacheGraphs:
-    """Graphs over one cache, and eager forwards, by the number of tokens."""
+class _Place:
+    """Where the tokens of a forward are written: rows, `(rows, 1)`, and columns, `(rows, tokens)`. The first `width`
+    columns are read."""
 
-    graphs: dict[int, Replay] = field(default_factory=dict)
-    calls: Counter[int] = field(default_factory=Counter)
+    rows: Tensor
+    columns: Tensor
+    width: int
 
 
-class CapturedStep:
-    """A forward of few tokens over static caches that captures itself: for each model, cache, and number of tokens,
-    the first calls are eager. One thread calls it at a time."""
+class _RaggedLayer(DynamicLayer):
+    """Keys and values of one layer, each at the column of its position in its row."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._graphs: WeakKeyDictionary[Any, WeakKeyDictionary[CroppableCache, _CacheGraphs]] = WeakKeyDictionary()
-        self._addresses: WeakKeyDictionary[Any, tuple[int, ...]] = WeakKeyDictionary()  # of a model's weights
-        self._failures = 0
+    keys: Tensor
+    values: Tensor
+    place: _Place
 
-    def begin_request(self, model: PreTrainedModel) -> None:
-        """Drop graphs that read weights from where they no longer are."""
-        if model in self._graphs and self._addresses[model] != _addresses(model):
-            del self._graphs[model]
+    def take_over(self, layer: DynamicLayer, padding: Sequence[int], size: int) -> None:
+        """Move the content of a layer, without the padding of each row, to `size` columns."""
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = (_resized(part, size, padding) for part in (layer.keys, layer.values))
+        layer.reset()
 
-    def __call__(self, model: PreTrainedModel, ids: torch.Tensor, cache: CroppableCache) -> torch.Tensor:
-        if model not in self._graphs:
-            self._graphs[model], self._addresses[model] = WeakKeyDictionary(), _addresses(model)
-        known, count = self._graphs[model].setdefault(cache, _CacheGraphs()), ids.shape[1]
-        if count in known.graphs:
-            return known.graphs[count](ids)
-        logits = self._step(model, ids, cache)  # libraries choose their kernels here
-        known.calls[count] += 1
-        if count == 1 or known.calls[count] >= MIN_EAGER_FORWARDS:
-            try:
-                known.graphs[count] = capture(lambda read: self._step(model, read, cache), ids)
-                self._failures = 0
-            except RuntimeError:
-                self._failures += 1
-                if self._failures == MAX_CAPTURE_FAILURES:
-                    raise
+    def make_room(self, columns: int, rows: int) -> None:
+        held = self.keys.shape[2]
+        if columns > held:
+            size = grown(held, columns)
+            self.keys, self.values = (_resized(part[:rows], size) for part in (self.keys, self.values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        place, device = self.place, self.keys.device
+        rows, columns = place.rows.to(device), place.columns.to(device)
+        self.keys[rows, :, columns] = key_states.transpose(1, 2).to(self.keys)  # autocast may use another dtype
+        self.values[rows, :, columns] = value_states.transpose(1, 2).to(self.values)
+        held = len(rows)
+        return self.keys[:held, :, : place.width], self.values[:held, :, : place.width]
+
+    def get_seq_length(self) -> int:
+        return self.place.width - self.place.columns.shape[1]
+
+
+def first_columns(tokens: int, max_new_tokens: int) -> int:
+    """Return the columns of a new cache."""
+    return tokens + min(max_new_tokens + MAX_K, AHEAD)
+
+
+def grown(held: int, columns: int) -> int:
+    """Return the columns of a cache that had `held`, and needs more."""
+    return max(columns + AHEAD, int(GROWTH * held))
+
+
+def _resized(states: Tensor, size: int, padding: Sequence[int] = ()) -> Tensor:
+    """Copy states without the padding of each row to `size` columns. Unused columns are masked, but must be finite."""
+    larger, held = states.new_zeros(*states.shape[:2], size, states.shape[3]), states.shape[2]
+    for row, pad in enumerate(padding or [0] * len(states)):
+        larger[row, :, : held - pad] = states[row, :, pad:]
+    return larger
+
+
+class Ragged:
+    """Run the forwards of a model over rows of different lengths. Each token is written at the column of its position,
+    so a round overwrites what was rejected, and rows go on independently without moving anything."""
+
+    def __init__(self, model: PreTrainedModel, cache: DynamicCache, padding: Sequence[int], size: int = 0) -> None:
+        self.model = model
+        self.rows = len(padding)
+        self._device = None if model.device.type == "meta" else model.device  # offloaded weights have no device
+        size = max(size, cache.get_seq_length())
+        layers = [_RaggedLayer() for _ in cache.layers]
+        for new, old in zip(layers, cache.layers, strict=True):
+            new.take_over(old, padding, size)
+        self.cache = DynamicCache()
+        self.cache.layers = layers
+        config = model.config.get_text_config(decoder=True)
+        self._is_additive = config._attn_implementation == "eager"
+        self._window = getattr(config, "sliding_window", None)
+        self._has_kinds = getattr(config, "layer_types", None) is not None
+        self._kinds = set(config.layer_types if self._has_kinds else [SLIDING] if self._window else ())
+
+    def feed(self, ids: Tensor, starts: Sequence[int], last: Tensor | None = None, **settings: Any) -> Tensor:
+        """Return the logits after tokens, `(rows, tokens, vocab)`."""
+        device, count, width = self._device or ids.device, ids.shape[1], max(starts) + ids.shape[1]
+        ids, last = ids.to(device), None if last is None else last.to(device)
+        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(count, device=device)
+        place = _Place(torch.arange(self.rows, device=device)[:, None], columns, width)
+        for layer in self.cache.layers:
+            layer.make_room(width, self.rows)
+            layer.place = place
+        logits: Tensor = self.model(
+            input_ids=ids,
+            attention_mask=self._mask(columns, width),
+            position_ids=columns if last is None else columns.minimum(last),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **settings,
+        ).logits
         return logits
 
+    def _mask(self, columns: Tensor, width: int) -> Any:
+        """Return the mask in the form that the model takes: a token sees its row up to itself, or a window of it."""
+        at, columns = torch.arange(width, device=columns.device), columns[:, None, :, None]
+        masks = {FULL: at <= columns}
+        if SLIDING in self._kinds:
+            masks[SLIDING] = masks[FULL] & (at > columns - int(self._window or 0))
+        if self._is_additive:
+            dtype = self.model.dtype
+            lowest, zero = torch.finfo(dtype).min, torch.zeros((), dtype=dtype, device=columns.device)
+            masks = {kind: zero.where(mask, lowest) for kind, mask in masks.items()}
+        if SLIDING not in self._kinds:
+            return masks[FULL]
+        return {kind: masks[kind] for kind in self._kinds} if self._has_kinds else masks[SLIDING]
 
-def _addresses(model: PreTrainedModel) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-
-
-class CapturedDraft(CompiledDraft):
-    """Capture the eager forward of a draft and its copies. That takes less time than compiling, and a token takes
-    more."""
-
-    doing, done = "capturing", "captured"
-    counts = (1,)  # other numbers are captured if they occur often
-
-    def compile_step(self, options: dict[str, Any]) -> Any:
-        return CapturedStep(self.step)
-
-    def lease(self, model: PreTrainedModel, tokens: int) -> tuple[_Compiled, CroppableCache] | None:
-        leased = super().lease(model, tokens)
-        if leased is not None:
-            with leased[0].running:
-                if isinstance(leased[0].step, CapturedStep):
-                    leased[0].step.begin_request(model)
-        return leased
+    def leave(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        self.rows -= 1
+        for layer in self.cache.layers if row < self.rows else ():
+            for states in (layer.keys, layer.values):
+                states[row] = states[self.rows]
 
 
-def static_draft(base: PreTrainedModel, config: OnlineConfig) -> CompiledDraft | None:
-    """Return the compiled or captured forward of a draft and its copies; `None` if they are eager."""
-    if not compiles_draft(config, base.device.type):
-        return None
-    is_captured = config.compile_draft == "auto" and base.device.type == "cuda"
-    made = (CapturedDraft if is_captured else CompiledDraft)(base)
-    return made if made.can_be_compiled else None
+def read_padded(
+    model: PreTrainedModel,
+    ids: Tensor,
+    padding: Sequence[int],
+    cache: DynamicCache,
+    max_positions: int | None = None,
+    **settings: Any,
+) -> Tensor:
+    """Read rows, `(rows, tokens)`, that begin with padding, into a cache; return their logits. Those of rows with more
+    than `max_positions` mean nothing."""
+    cache.activate_past_recording()
+    positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
+    last = None if max_positions is None else max_positions - 1
+    logits: Tensor = model(
+        input_ids=ids,
+        attention_mask=(positions >= 0).long(),
+        position_ids=positions.clamp(min=0, max=last),
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **settings,
+    ).logits
+    return logits
+
+
+class BatchDraftForward:
+    """
+    Run a draft over several rows, each with its own length. The methods are those of [`DraftForward`].
+
+    Args:
+        draft (`PreTrainedModel`): The draft, for which [`~osd_hf.decoding.exactness.batch_hindrance`] returns `None`.
+        rows (`int`): Number of rows.
+        max_positions (`int`, *optional*): Positions of the draft.
+    """
+
+    def __init__(self, draft: PreTrainedModel, rows: int, max_positions: int | None) -> None:
+        self.draft, self.device = draft, draft.device
+        self._limit = max_positions
+        self._settings = {"logits_to_keep": 1} if draft._supports_logits_to_keep() else {}
+        self._ragged: Ragged | None = None
+        self._read = [0] * rows  # tokens of each row in the cache
+        self._known: list[int] = []  # tokens of each row before this round
+        self._fed = 0  # candidates of the round that were fed
+
+    def read(self, texts: Sequence[Sequence[int]], room: int) -> Tensor:
+        self._known, self._fed = [len(text) for text in texts], 0
+        count = max(len(text) - read for text, read in zip(texts, self._read, strict=True))
+        if self._ragged is None or count > min(self._known):
+            logits = self._prefill(texts, room)
+        else:  # rows that have read more get their last tokens again, at the same positions
+            ids = torch.tensor([list(text[-count:]) for text in texts], device=self.device)
+            logits = self._feed(ids, [known - count for known in self._known])
+        self._read = list(self._known)
+        return logits
+
+    def _prefill(self, texts: Sequence[Sequence[int]], room: int) -> Tensor:
+        width = max(self._known)
+        padding = [width - known for known in self._known]
+        ids = torch.tensor(
+            [[0] * pad + list(text) for pad, text in zip(padding, texts, strict=True)], device=self.device
+        )
+        cache = DynamicCache(config=self.draft.config.get_text_config(decoder=True))
+        logits = read_padded(self.draft, ids, padding, cache, self._limit, **self._settings)
+        self._ragged = Ragged(self.draft, cache, padding, first_columns(width, room))
+        return logits[:, -1]
+
+    def feed(self, ids: Tensor) -> Tensor:
+        logits = self._feed(ids, [known + self._fed for known in self._known])
+        self._fed += 1
+        self._read = [known + self._fed for known in self._known]
+        return logits
+
+    def _feed(self, ids: Tensor, starts: Sequence[int]) -> Tensor:
+        assert self._ragged is not None
+        last = None
+        if self._limit is not None and max(starts) + ids.shape[1] > self._limit:
+            last = torch.full_like(ids[:, :1], self._limit - 1)
+        return self._ragged.feed(ids, starts, last, **self._settings)[:, -1]
+
+    def keep(self, row: int, length: int) -> None:
+        self._read[row] = min(self._read[row], length)
+
+    def leave(self, row: int) -> None:
+        last = self._read.pop()
+        if row < len(self._read):
+            self._read[row] = last
+        if self._ragged is not None:
+            with torch.inference_mode():
+                self._ragged.leave(row)
+
+
+class BatchTargetForward:
+    """
+    Verify the candidates of several rows, which continue independently by their own accepted tokens.
+
+    Args:
+        model (`PreTrainedModel`): The target, for which [`~osd_hf.decoding.exactness.batch_hindrance`] returns `None`.
+        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts, padded on the left.
+        kwargs (`dict`): The arguments of the loop.
+        texts (`Sequence[Sequence[int]]`): The prompts without padding.
+        max_new_tokens (`int`): Longest answer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        kwargs: dict[str, Any],
+        texts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+    ) -> None:
+        self.model, self.input_ids, self.kwargs = model, input_ids, forward_arguments(kwargs)
+        self._padding = [input_ids.shape[1] - len(text) for text in texts]
+        self._known, self._newest = [len(text) for text in texts], [text[-1] for text in texts]
+        self._max_new_tokens = max_new_tokens
+        self._ragged: Ragged | None = None
+
+    def verify(self, tokens: Tensor, is_proposed: Tensor) -> Tensor:
+        """Return the logits at each candidate and behind the last one, `(rows, k + 1, vocab)`."""
+        if self._ragged is None:
+            return self._prefill(tokens)[:, -tokens.shape[1] - 1 :]
+        newest = torch.tensor(self._newest, device=tokens.device)[:, None]
+        starts = [known - 1 for known in self._known]
+        last = torch.tensor(starts, device=tokens.device)[:, None] + is_proposed.sum(1, keepdim=True)
+        return self._ragged.feed(torch.cat([newest, tokens], 1), starts, last)
+
+    def _prefill(self, tokens: Tensor) -> Tensor:
+        """Read the prompts and the first candidates by a forward such as that of transformers' loop."""
+        kwargs, count = dict(self.kwargs), tokens.shape[1]
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is not None:
+            kwargs["attention_mask"] = torch.cat([mask, torch.ones_like(tokens, dtype=mask.dtype)], 1)
+        if positions is not None:
+            following = positions[:, -1:] + 1 + torch.arange(count, device=positions.device)
+            kwargs["position_ids"] = torch.cat([positions, following], 1)
+        kwargs["past_key_values"].activate_past_recording()
+        inputs = self.model.prepare_inputs_for_generation(
+            torch.cat([self.input_ids, tokens], 1), next_sequence_length=None, is_first_iteration=True, **kwargs
+        )
+        inputs["past_key_values"] = kwargs["past_key_values"]  # Phi-3 drops an empty one behind a length
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = count + 1
+        logits: Tensor = self.model(**inputs, return_dict=True).logits
+        columns = first_columns(self.input_ids.shape[1], self._max_new_tokens)
+        self._ragged = Ragged(self.model, kwargs["past_key_values"], self._padding, columns)
+        return logits
+
+    def keep(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Keep the emitted tokens of each row. Rejected candidates are overwritten by the next round."""
+        self._known = [known + len(tokens) for known, tokens in zip(self._known, emitted, strict=True)]
+        self._newest = [tokens[-1] for tokens in emitted]
+
+    def leave(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        assert self._ragged is not None
+        for state in (self._known, self._newest):
+            last = state.pop()
+            if row < len(state):
+                state[row] = last
+        self._ragged.leave(row)

@@ -1,4 +1,4 @@
-"""Capture a target's assisted requests by a hook without an extra forward, and record its own answers."""
+"""Capture a target's assisted requests by a hook, without an extra forward."""
 
 from __future__ import annotations
 
@@ -11,44 +11,54 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from osd_hf.decoding.batch import BatchRequest
-from osd_hf.decoding.checks import StandIn, check_generation, log_once
-from osd_hf.decoding.request import (
-    NO_WARPING,
+from osd_hf.decoding.checks import (
+    ASSISTED_ONLY,
+    check_generation,
+    given_arguments,
+    log_failed_draft,
+    log_once,
+    not_watched,
+    of_row,
+    undrafted,
+)
+from osd_hf.decoding.compiled import Verification
+from osd_hf.decoding.draft_length import DraftLength, RoundTime
+from osd_hf.decoding.exactness import Limits, batch_hindrance, has_adapter_per_row, limits_of
+from osd_hf.decoding.forward import BatchDraftForward, DraftForward
+from osd_hf.decoding.loop import Loop
+from osd_hf.decoding.record import (
     Binding,
     Lease,
     Request,
-    Rows,
+    Round,
     Sink,
-    bounded,
-    compress_rows,
-    sampling_settings,
+    hand_over,
 )
-from osd_hf.errors import CaptureError, ConfigError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.decoding.sources import Drafting, DraftSource
+from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.logits_processors import ReplayedProcessor
-from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
-from osd_hf.replay import padded, raw_rows
-from osd_hf.target_version import target_version
-from osd_hf.trace import Trace, ids_dtype
-from osd_hf.utils.context import default_device, neutral_context
+from osd_hf.models import unwrap
+from osd_hf.trace import Trace
 from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
-
-# Settings that stay when a target answers without the settings of its config: special tokens, and caches.
-_BASIC_SETTINGS = {
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
-    "cache_config", "max_cache_len", "compile_config", "disable_compile", "transformers_version",
-}  # fmt: skip
 
 # --- the hook -------------------------------------------------------------------------------------------------------
 #
@@ -165,73 +175,331 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
             p.begin(prompt_tokens) if type(p) is ReplayedProcessor else p for p in kwargs["logits_processor"]
         )
         kwargs["generation_config"] = bounded(kwargs["generation_config"], criteria, prompt_tokens)
-        request = (Request if input_ids.shape[0] == 1 else BatchRequest)(self, input_ids, kwargs, bindings)
-        with request.served():
+        call = Call(self, input_ids, kwargs, bindings)
+        with call.served():
             try:
-                if isinstance(request, BatchRequest):
-                    output = request.decode()
-                elif request.is_plain:
-                    output = request.decode_plainly()
-                else:
-                    with default_device(input_ids.device):  # the loop's sampling creates an `arange`
-                        output = request.returned(decode(_WatchedModel(self, request), input_ids, **kwargs))
+                output = call.decode()
             finally:
-                request.close()
-        request.finish()
+                call.close()
+        call.finish()
         return output
 
     return _assisted_decoding
 
 
-class _Watched(StandIn):
-    """A model or a generator as the loop of one request sees it."""
+def bounded(config: GenerationConfig, criteria: StoppingCriteriaList, begins: int) -> GenerationConfig:
+    """Return a copy of a request's generation config, because `max_length` changes from round to round."""
+    config = copy.copy(config)
+    for criterion in criteria:
+        if type(criterion) is MaxLengthCriteria:  # the caller's replaces that of the config
+            config.max_length = max(int(criterion.max_length), begins + 1)
+    return config
 
-    __slots__ = ("_request",)
 
-    def __init__(self, watched: Any, request: Request) -> None:
-        super().__init__(watched)
-        object.__setattr__(self, "_request", request)
+# --- one call of `generate` -----------------------------------------------------------------------------------------
 
 
-class _WatchedModel(_Watched):
-    __slots__ = ()
+class Call:
+    """
+    One assisted call of `generate`.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts.
+        kwargs (`dict`): The arguments of transformers' assisted loop.
+        bindings (`Sequence[Binding]`): The listeners.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, input_ids: Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
+    ) -> None:
+        self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
+        self.config, count = kwargs["generation_config"], len(input_ids)
+        self.requests = [
+            Request(model, input_ids[i : i + 1], of_row(kwargs, i, count) if count > 1 else kwargs, bindings)
+            for i in range(count)
+        ]
+        self.draftings: list[Drafting] = []  # of each row
+        self.length: DraftLength | None = None
+        self.limits = Limits()
+        self.verification: Verification | None = None
+        self.clock: Callable[[], float] = time.perf_counter
+        self._loop: Loop | None = None
 
     @property
-    def device(self) -> Any:
-        """The device of candidates. Offloaded weights have none."""
-        device = self._original.device
-        return self._request.input_ids.device if device.type == "meta" else device
+    def is_served(self) -> bool:
+        """Whether a listener serves a draft. Otherwise the call is only captured."""
+        return self.requests[0].is_served
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        verification = self._request.verification
-        if verification is not None and kwargs.get("past_key_values") is verification.cache:
-            return verification.forward(**kwargs)
-        return self._original(*args, **kwargs)
+    @contextlib.contextmanager
+    def served(self) -> Iterator[None]:
+        """Lease the drafts of all rows while the call runs."""
+        with contextlib.ExitStack() as stack:
+            for request in self.requests:
+                request.lease(stack)
+            self._find_limits()
+            self._prepare(stack)
+            yield
 
-    def _get_candidate_generator(self, **kwargs: Any) -> Any:
-        return _WatchedGenerator(self._request.make_generator(**kwargs), self._request)
+    def _find_limits(self) -> None:
+        why = undrafted(self.model, self.config, self.kwargs["logits_processor"])
+        if why and not self.is_served and len(self.requests) == 1:
+            raise not_watched(why)
+        self.limits = Limits(why, max_tokens=1) if why else limits_of(self.model, self.input_ids, self.kwargs)
+        if len(self.requests) == 1:
+            self._log_limits()
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        verification = self._request.verification
-        if verification is not None and not kwargs.get("is_first_iteration"):
-            if verification.begins(kwargs["past_key_values"], input_ids.shape[1] + 1):
-                return verification.inputs(input_ids, kwargs["next_sequence_length"])
-            if kwargs["past_key_values"] is verification.cache:
-                kwargs["past_key_values"] = verification.given
-        if self._request.num_cached and kwargs.get("is_first_iteration"):
-            # The loop would feed the entire prompt after the tokens of an earlier turn in the cache.
-            kwargs["next_sequence_length"] = input_ids.shape[1] - self._request.num_cached
-        return self._original.prepare_inputs_for_generation(input_ids, *args, **kwargs)
+    def _log_limits(self) -> None:
+        """Log, once for each model, why a request is answered without speculation, or with less of it."""
+        limits, prompt_tokens = self.limits, self.input_ids.shape[1]
+        if not limits.reason or limits.allow_any(prompt_tokens, self.config.max_length - 1):
+            return
+        how = "without speculation" if limits.max_tokens < 2 else "without speculation where that is not exact"
+        log_once(self.model, f"{type(self.model).__name__} answers {how}: {limits.reason}.")
+
+    def _prepare(self, stack: contextlib.ExitStack) -> None:
+        first, processors = self.requests[0], self.kwargs["logits_processor"]
+        self.draftings = [r.drafting or Drafting(r.assistant_model, None) for r in self.requests]
+        # A draft's token is one that the processors allow. Text may propose others, which not all processors can take.
+        reads_text = first.prompts is not None and all(map(takes_any_token, processors))
+        self.length = self.draftings[0].length(
+            first.domain, len(self.requests), do_sample=bool(self.config.do_sample), reads_text=reads_text
+        )
+        self.clock = self.draftings[0].clock
+        drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
+        if drafts:
+            stack.enter_context(fast_kernels(self.model, *drafts.values(), is_request=True))
+        compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
+        prompt_tokens, most = self.input_ids.shape[1], self.config.max_length
+        if len(self.requests) == 1 and compiled is not None and self.limits.allow_any(prompt_tokens, most - 1):
+            self.verification = compiled.verification(
+                self.model, self.kwargs, prompt_tokens, most, self.limits.max_length
+            )
+
+    def decode(self) -> Any:
+        """Return the answers as `generate` returns them. Calls that cannot have candidates are decoded by the target
+        alone, and the log says why, once."""
+        if len(self.requests) == 1 and self.limits.forbid(self.input_ids.shape[1]):
+            return self.decode_alone(is_usual=False)
+        is_batch = len(self.requests) > 1
+        why = self._hindrance() or (self._batch_hindrance() if is_batch else None)
+        if why is not None:
+            what = "Batches are decoded" if is_batch else "The target decodes"
+            log_once(self.model, f"{what} without a draft: {why}.")
+            return self.decode_alone(is_usual=False)
+        assert self.length is not None
+        if self.length.is_plain and self.verification is None:
+            return self.decode_alone()
+        self._loop = Loop(self)
+        output = self._loop.decode()
+        self._keep_chat()
+        return output
+
+    def _hindrance(self) -> str | None:
+        """Return why our loop cannot decode the call; `None` if it can."""
+        if self.input_ids.shape[1] == 0:
+            return "the prompt has no token ids"
+        if self.kwargs.get("synced_gpus"):
+            return "several machines compute in step"
+        # The hook replaces the method where it is defined.
+        owner = next(cls for cls in type(self.model).__mro__ if "_assisted_decoding" in vars(cls))
+        if owner is not GenerationMixin:
+            return f"{owner.__name__} has a loop of its own"
+        source = self.kwargs.get("inputs_tensor")
+        for drafting in self.draftings:
+            if self.model.config.is_encoder_decoder and not drafting.reads(source):
+                return "the draft cannot read the source of the prompt"
+            if why := drafting.hindrance():
+                return why
+        return None
+
+    def _batch_hindrance(self) -> str | None:
+        """Return why the rows of a batch cannot be decoded independently; `None` if they can."""
+        config, cache, processors = self.config, self.kwargs.get("past_key_values"), self.kwargs["logits_processor"]
+        if why := undrafted(self.model, config, processors):
+            return why
+        drafts = list({id(drafting.draft): drafting for drafting in self.draftings}.values())
+        if self.kwargs.get("streamer") is not None:
+            return "a batch is streamed"
+        if config.return_dict_in_generate:
+            return "more than tokens is asked for (`return_dict_in_generate`)"
+        if self.kwargs.get("mm_encoder_outputs") is not None:
+            return "a multimodal model numbers the positions of a batch by itself"
+        if others := list(given_arguments(self.kwargs)):
+            return f"`{others[0]}` was given"
+        if has_adapter_per_row(self.model):
+            return (
+                "PEFT uses an adapter for each row (`adapter_names`, or aLoRA), and rows leave the batch as they end"
+            )
+        if any(type(p) is ReplayedProcessor for p in processors):
+            return "a processor is replayed"
+        if not all(map(takes_any_token, processors)):
+            return "a processor may not take rows that are shorter than others"
+        if not isinstance(cache, DynamicCache) or cache.offloading or cache.get_seq_length():
+            return "the cache is not one of the request's own"
+        is_padded = _is_padded_left(self.kwargs, self.input_ids)
+        if not (all(request.prompts for request in self.requests) and is_padded):
+            return "prompts are not token ids behind padding"
+        limits, most = self.limits, config.max_length
+        # Rows are read by forwards of our own, which a model that reads its prompt again would not go through.
+        if not limits.allow_any(self.input_ids.shape[1], most - 1) or most > limits.max_length + 1:
+            return f"of {type(self.model).__name__}, {limits.reason}"
+        for name, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
+            if why := batch_hindrance(model):
+                return f"{name} cannot hold rows that continue independently: {why}"
+        return None
+
+    # --- drafts ---
+
+    def draft_sources(self, loop: Loop) -> list[DraftSource]:
+        """Return the drafts of the rows that have not ended, each for its rows. A draft that fails is left out."""
+        groups: dict[int, list[int]] = {}
+        for row in loop.live:
+            groups.setdefault(id(self.draftings[row].draft), []).append(row)
+        sources = []
+        for rows in groups.values():
+            drafting = self.draftings[rows[0]]
+            try:
+                source = self._draft_source(loop, drafting, rows)
+            except Exception as error:  # noqa: BLE001 - of drafts of any kind
+                self._check_failure(drafting.draft, error)
+                continue
+            sources += [] if source is None else [source]
+        return sources
+
+    def _draft_source(self, loop: Loop, drafting: Drafting, rows: list[int]) -> DraftSource | None:
+        model, token_ids = drafting.model()
+        forward: DraftForward | BatchDraftForward | None
+        if len(self.requests) == 1:
+            forward = drafting.forward(self.kwargs, loop.rows[0].tokens, int(self.config.max_length))
+        else:
+            forward = BatchDraftForward(model, len(rows), drafting.max_positions)
+        if forward is None:
+            return None
+        return DraftSource(
+            forward,
+            rows,
+            loop.processors,
+            vocab_size=loop.vocab_size,
+            do_sample=loop.do_sample,
+            eos=loop.eos,
+            token_ids=token_ids,
+            max_positions=drafting.max_positions,
+            clock=self.clock,
+        )
+
+    def draft_failed(self, source: DraftSource, error: Exception) -> None:
+        """Log the failure of a draft; raise the error again if the draft is the caller's own."""
+        self._check_failure(self.draftings[source.rows[0]].draft, error)
+
+    def _check_failure(self, draft: Any, error: Exception) -> None:
+        if isinstance(error, OSDError) or not self.is_served:
+            raise error
+        log_failed_draft(draft, error)
+        logger.debug("The draft failed.", exc_info=error)
+
+    def _keep_chat(self) -> None:
+        loop = self._loop
+        if loop is None or len(self.requests) > 1 or not loop.sources or loop.sources[0].has_failed:
+            return
+        forward = loop.sources[0].forward
+        assert isinstance(forward, DraftForward)
+        self.draftings[0].keep_chat(forward, loop.rows[0].tokens, self.kwargs.get("past_key_values"))
+
+    # --- without a draft ---
+
+    def decode_alone(self, *, is_usual: bool = True) -> Any:
+        """Let the target decode by transformers' own loop, and record its rows. The time of an unusual call says
+        nothing about others."""
+        times, requests = list[float](), self.requests
+
+        def record(scores: Tensor) -> None:
+            times.append(self.clock())
+            kept = scores.clone() if any(request.rows.parts for request in requests) else scores
+            for i, request in enumerate(requests):
+                if request.rows.parts:
+                    request.rows.add(kept[i : i + 1])
+
+        criteria = _RecordedCriteria(self.kwargs["stopping_criteria"])
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
+        kwargs["logits_processor"] = _WatchedProcessors(self.kwargs["logits_processor"], record)
+        output = self.model._sample(self.input_ids, **{**kwargs, "stopping_criteria": criteria})
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        begins = self.input_ids.shape[1]
+        total = sequences.shape[1] - begins
+        ends = [total] * len(requests)
+        if len(requests) > 1:
+            done = torch.stack([met.expand(len(requests)) for met in criteria.met[:total]]).cpu()
+            ends = done.int().argmax(0).add(1).where(done.any(0), total).tolist()
+        nothing = self.input_ids[0, :0]
+        for i, (request, end) in enumerate(zip(requests, ends, strict=True)):
+            request.sequence = sequences[i : i + 1, : begins + end]
+            request.rounds = [Round(nothing, 1)] * end
+        if len(times) > 1 and is_usual and self.length is not None:
+            rounds = len(times) - 1
+            time = RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds)
+            self.length.timed(time, sum(ends) - len(ends))
+        return output
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Release caches, whether the call ended well or not."""
+        for source in self._loop.sources if self._loop is not None else ():
+            if isinstance(source.forward, DraftForward):
+                source.forward.close()
+        verification, self.verification = self.verification, None
+        if verification is not None:
+            verification.close()
+
+    def finish(self) -> None:
+        """Deliver the traces to the listeners after the call has ended well."""
+        hand_over(self.requests)
 
 
-class _WatchedGenerator(_Watched):
-    __slots__ = ()
+def takes_any_token(processor: Any) -> bool:
+    """Whether a processor may be called behind tokens that it forbids: those of transformers, except
+    `prefix_allowed_tokens_fn`, which calls a function of the user."""
+    own = type(processor) is not PrefixConstrainedLogitsProcessor
+    return own and type(processor).__module__ == LogitsProcessor.__module__
 
-    def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._request.propose(input_ids, **kwargs)  # type: ignore[no-any-return]
 
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        self._request.end_round(input_ids, scores, num_matches)
+class _WatchedProcessors(LogitsProcessorList):
+    """The target's logits processors, with a function that sees each raw row before they overwrite it in place."""
+
+    def __init__(self, processors: LogitsProcessorList, see: Callable[[Tensor], object]) -> None:
+        super().__init__(processors)
+        self.see = see
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.see(scores)
+        processed: Tensor = super().__call__(input_ids, scores, **kwargs)
+        return processed
+
+
+class _RecordedCriteria(StoppingCriteriaList):
+    """The target's stopping criteria, whose results are kept."""
+
+    def __init__(self, criteria: StoppingCriteriaList) -> None:
+        super().__init__(criteria)
+        self.met: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        met: Tensor = super().__call__(input_ids, scores, **kwargs)
+        self.met.append(met)
+        return met
+
+
+def _is_padded_left(kwargs: dict[str, Any], input_ids: Tensor) -> bool:
+    """Whether the mask hides only padding before each prompt, and positions are counted behind it."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None and (mask.shape != input_ids.shape or not bool(mask[:, -1].all() & (mask.diff() >= 0).all())):
+        return False
+    counted = (torch.ones_like(input_ids) if mask is None else mask.long()).cumsum(-1) - 1
+    return positions is None or bool((positions == counted.clamp(min=0)).all())
+
+
+# --- capture alone --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -241,8 +509,8 @@ def capture_traces(
     """
     Give `sink` one [`Trace`] for every assisted `generate` on `target` inside the `with` block. Any draft works, and
     nothing is learned. Greedy output is unchanged. Sampled output has the same distribution, but other tokens for one
-    seed, because two bugs of transformers that spoil drafts are worked around. Only requests of this context (thread
-    or task) are seen; start other threads with `contextvars.copy_context().run`.
+    seed, because the loop of this package decodes. Only requests of this context (thread or task) are seen; start
+    other threads with `contextvars.copy_context().run`.
 
     Args:
         target (`PreTrainedModel`): The model that `generate` is called on; also a `PeftModel` or a compiled model.
@@ -278,163 +546,3 @@ def capture_traces(
             f"The sink failed on a trace ({failures[0]!r}). Answers were delivered, and later traces were still "
             "offered. Correct the sink; the traces on which it failed are lost."
         ) from failures[0]
-
-
-# --- recordings of the target's own answers -------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def record_traces(
-    target: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int = 32,
-    num_logprobs: int | None = 64,
-    domain: str | None = None,
-) -> Iterator[Trace]:
-    """
-    Record the target's greedy answer to each prompt, as traces without rounds. Of the target's generation config, only
-    special tokens count.
-
-    Prompts are answered in padded batches. In fp32, a batch may rarely break a tie of the top two logits in another
-    way than a single prompt does.
-
-    Args:
-        target (`PreTrainedModel`): Decoder-only or encoder-decoder.
-        prompts (`Sequence[Sequence[int]]`): Token ids of each prompt.
-        max_new_tokens (`int`): Maximum length of each answer.
-        batch_size (`int`, *optional*, defaults to 32): Prompts per batch.
-        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores full rows.
-        domain (`str`, *optional*): Label written into the traces.
-
-    Yields:
-        `Trace`: In the order of the prompts.
-
-    Raises:
-        ConfigError: A prompt is empty.
-    """
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
-    is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
-    sampling = {"max_new_tokens": max_new_tokens, "processors": []}
-    sampling["eos_token_id"] = target.generation_config.eos_token_id
-    for first in range(0, len(prompts), batch_size):
-        batch, version = prompts[first : first + batch_size], target_version(target)
-        ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
-        recorder = _Recorder(num_logprobs)
-        with fast_kernels(unwrap(target)), own_choice(target):
-            output = target.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                logits_processor=LogitsProcessorList([recorder]),
-            )
-        sequences = output.cpu().numpy().astype(np.int32)
-        start = sequences.shape[1] - len(recorder.steps)
-        rows = recorder.rows(size)
-        for row, prompt in enumerate(batch):
-            answer = until_end(sequences[row, start:], target.generation_config)
-            top_logits, top_ids, tail = (part[row, : len(answer)].copy() for part in rows)
-            yield Trace(
-                prompt_ids=np.asarray(prompt, dtype=np.int32),
-                decoder_prompt_ids=sequences[row, :start] if is_encoder_decoder else None,
-                completion_ids=answer,
-                rounds=(),
-                top_logits=top_logits,
-                top_ids=top_ids,
-                tail_logprob=tail,
-                vocab_size=size,
-                domain=domain,
-                sampling=sampling,
-                created_at_seconds=time.time(),
-                target=version,
-            )
-
-
-@contextlib.contextmanager
-def own_choice(target: Any) -> Iterator[None]:
-    """Inside the block, the target's generation config has special tokens and cache settings only. A draft learns the
-    target's raw rows; other settings apply to target and draft alike when they serve."""
-    inner = unwrap(target)
-    before = inner.generation_config
-    inner.generation_config = copy.deepcopy(before)
-    for name, default in vars(GenerationConfig()).items():
-        if name not in _BASIC_SETTINGS and not name.startswith("_"):
-            setattr(inner.generation_config, name, default)
-    ignored = sampling_settings(before).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
-    ignored |= {name for name in ("stop_strings", "guidance_scale") if getattr(before, name) is not None}
-    if ignored:
-        log_once(
-            inner,
-            f"The target answers without {', '.join(f'`{name}`' for name in sorted(ignored))} of its generation "
-            "config: a draft learns from its raw rows, and is judged by them.",
-        )
-    try:
-        yield
-    finally:
-        inner.generation_config = before
-
-
-class _Recorder(LogitsProcessor):
-    """Compress the raw rows of a batch at each step, because all of them would be gigabytes."""
-
-    def __init__(self, num_logprobs: int | None) -> None:
-        self.num_logprobs = num_logprobs
-        self.steps: list[tuple[torch.Tensor, ...]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.steps.append(compress_rows(scores, self.num_logprobs))
-        return scores
-
-    @neutral_context()
-    def rows(self, vocab_size: int) -> tuple[NDArray[Any], ...]:
-        """Return `top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
-        top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
-        return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
-
-
-def rescore(target: PreTrainedModel, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
-    """
-    Return traces with the rows of another target, by one forward over each prompt and answer. Drafts can learn from
-    them. The answers are those of the earlier target, so the traces have no rounds, and [`replay`] refuses them.
-
-    Args:
-        target (`PreTrainedModel`): A target with the vocabulary of the traces.
-        traces (`Sequence[Trace]`): Traces of any version. Those without rows are returned as they are.
-        batch_size (`int`, *optional*, defaults to 8): Maximum number of traces per forward.
-
-    Raises:
-        VocabularyMismatchError: A trace has another vocabulary.
-    """
-    size, version = vocab_size_of(target), target_version(target)
-    if odd := next((trace for trace in traces if trace.vocab_size != size), None):
-        raise VocabularyMismatchError(
-            f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
-        )
-    known = [trace for trace in traces if trace.num_kept]
-    widths = [trace.top_ids.shape[1] or None for trace in known]
-    rescored = dict(zip(known, scored(target, known, widths, batch_size), strict=True))
-    for trace, new in rescored.items():
-        sampling = {**trace.sampling, "rescored": True}
-        rescored[trace] = replace(new, rounds=(), target=version, draft_version=0, sampling=sampling)
-    return [rescored.get(trace, trace) for trace in traces]
-
-
-@torch.inference_mode()
-def scored(
-    target: PreTrainedModel, traces: Sequence[Trace], widths: Sequence[int | None], batch_size: int
-) -> list[Trace]:
-    """Return traces with the rows of a target, by one forward over each. `widths` are the entries stored per row."""
-    found = list(traces)
-    for i, first, part in raw_rows(target, traces, batch_size):
-        trace, width = traces[i], widths[i]
-        if first == 0:
-            rows = Rows({width})
-        rows.add(part)
-        if first + len(part) == len(trace):
-            top_logits, top_ids, tail = rows.stored(width, len(trace), trace.vocab_size)
-            found[i] = replace(trace, top_logits=top_logits, top_ids=top_ids, tail_logprob=tail)
-    return found

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.decoding.hook import capture_traces, record_traces
-from osd_hf.decoding.request import NO_WARPING, sampling_settings
+from osd_hf.decoding.hook import capture_traces
+from osd_hf.decoding.record import NO_WARPING, record_traces, sampling_settings
 from osd_hf.errors import (
     ConfigError,
     DataError,

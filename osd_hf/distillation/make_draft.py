@@ -18,9 +18,9 @@ from transformers.initialization import no_init_weights
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
-from osd_hf.decoding.draft_length import measured_costs
-from osd_hf.decoding.forward import compiles_draft
-from osd_hf.decoding.hook import record_traces, scored
+from osd_hf.decoding.compiled import compiles_draft
+from osd_hf.decoding.record import record_traces, scored
+from osd_hf.decoding.timing import measured_costs
 from osd_hf.distillation.data import read_rows, read_traces
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.requests import DraftRequests

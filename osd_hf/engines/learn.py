@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.hook import rescore
+from osd_hf.decoding.record import rescore
 from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
 from osd_hf.hub.cards import DraftFacts

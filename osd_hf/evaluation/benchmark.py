@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.draft_length import measured_costs
-from osd_hf.decoding.generator import LeanDrafting
+from osd_hf.decoding.sources import Drafting
+from osd_hf.decoding.timing import measured_costs
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
 from osd_hf.evaluation.display import progress
 from osd_hf.models import device_clock, eos_ids, set_fixed_k, unwrap
@@ -540,17 +540,17 @@ class ControlledAcceptance:
 
         draft.register_forward_hook(steer, with_kwargs=True)
 
-    def steer_lean(self, drafting: LeanDrafting) -> None:
+    def steer_lean(self, drafting: Drafting) -> None:
         """Put proposals into the logits of the draft of each later request."""
-        make = drafting.generator
+        make = drafting.forward
 
-        def generator(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             made: Any = make(*args, **kwargs)
             if made is not None:
-                made.forward.feed = self._steered(made.forward)
+                made.feed = self._steered(made)
             return made
 
-        drafting.generator = generator  # type: ignore[method-assign]
+        drafting.forward = forward  # type: ignore[method-assign]
 
     def _steered(self, forward: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         feed = forward.feed

@@ -14,9 +14,9 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.draft_length import measured_costs
-from osd_hf.decoding.forward import compiles_draft
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.compiled import compiles_draft
+from osd_hf.decoding.record import record_traces
+from osd_hf.decoding.timing import measured_costs
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.evaluation.display import progress

@@ -16,7 +16,7 @@ from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, benchmark

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from osd_hf.config import OnlineConfig
+from osd_hf.decoding.compiled import static_draft
 from osd_hf.decoding.draft_length import Pacer
-from osd_hf.decoding.forward import static_draft
-from osd_hf.decoding.generator import LeanDrafting
+from osd_hf.decoding.sources import Drafting
 from osd_hf.errors import StateError
 from osd_hf.learning.gate import MIN_EFFORT
 from osd_hf.learning.requests import DraftRequests, ReadableTraces
@@ -69,7 +69,7 @@ class ServingDraft:
     """A model that drafts. Its weights change only while it has no leases."""
 
     model: Any  # adapters merged
-    drafting: LeanDrafting  # generates its candidates
+    drafting: Drafting  # generates its candidates
     domain: str | None = None  # of its weights
     holds: DraftVersion | None = None  # `None` while weights are written
     leases: int = 0  # requests that use it
@@ -322,9 +322,9 @@ class DomainDrafts:
         base = {p.data_ptr() for p in self.base.parameters()}
         return {name: weight.clone() if weight.data_ptr() in base else weight for name, weight in weights.items()}
 
-    def _drafting(self, model: PreTrainedModel) -> LeanDrafting:
+    def _drafting(self, model: PreTrainedModel) -> Drafting:
         k, sources = self.config.num_assistant_tokens, self.config.candidates
-        return LeanDrafting(model, k, sources=sources, compiled=self._compiled, pacer=self.pacer)
+        return Drafting(model, k, sources=sources, compiled=self._compiled, pacer=self.pacer)
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot, target_version: str | None = None) -> None:
         """Serve a version, which learned from this version of the target, from the next request on. Running requests

@@ -1,0 +1,549 @@
+"""Record what a target decodes as traces: requests, its answers without a draft, and answers of another target."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    WatermarkingConfig,
+)
+from transformers.generation.configuration_utils import BaseWatermarkingConfig
+
+from osd_hf.decoding.checks import foreign_arguments, log_once
+from osd_hf.decoding.compiled import CompiledTarget
+from osd_hf.decoding.sources import Drafting
+from osd_hf.decoding.text import TextIndex
+from osd_hf.errors import ConfigError, UnsupportedGenerationError, VocabularyMismatchError
+from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
+from osd_hf.replay import padded, raw_rows
+from osd_hf.target_version import target_version
+from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
+from osd_hf.utils.context import neutral_context
+from osd_hf.utils.kernels import fast_kernels
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[Trace], object]
+Sinks = Callable[[Sequence[Trace]], object]
+
+MAX_PENDING_LOGITS = 1 << 19  # elements that wait to be compressed: 2 MiB in float32
+# `None` would be replaced by defaults, top_k = 50 among them.
+NO_WARPING = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None, "top_h": None, "typical_p": 1.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+}  # fmt: skip
+# Settings that shape the distribution or bound the answer, with the value under which each does nothing. A trace keeps
+# the others: a replay processes a draft's logits as the request did.
+SAMPLING_FIELDS: dict[str, Any] = {
+    "do_sample": False, **NO_WARPING, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "sequence_bias": None,
+    "min_length": 0, "min_new_tokens": 0, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
+    "remove_invalid_values": False, "renormalize_logits": False, "watermarking_config": None, "eos_token_id": None,
+}  # fmt: skip
+
+# Settings that stay when a target answers without the settings of its config: special tokens, and caches.
+_BASIC_SETTINGS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
+    "cache_config", "max_cache_len", "compile_config", "disable_compile", "transformers_version",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The draft of one request. Its version and domain are written into the trace."""
+
+    version: int = 0
+    domain: str | None = None
+    model: PreTrainedModel | None = None  # replaces the request's assistant model
+    drafting: Drafting | None = None  # makes the candidates; with `None`, transformers' own generator does
+    earlier: Sequence[TextIndex] = ()  # text of earlier requests
+
+
+@dataclass(eq=False)
+class Binding:
+    """A listener of a target's assisted requests."""
+
+    sink: Sinks  # gets the traces of successful requests; an error of the sink costs the answer
+    # Gets the request's assistant model and prompt (token ids, int32, `(prompt,)`; `None` if there is more than ids).
+    # The context around the request yields the draft.
+    serving: Callable[[Any, Any], AbstractContextManager[Lease]]
+    owner: object  # of several bindings of one owner, only the innermost one listens
+    num_logprobs: int | None = 64  # target entries stored per position; `None` stores full rows
+    num_assistant_tokens: int | str | None = None  # k of these requests, if it differs from the draft's
+    compiled: CompiledTarget | None = None  # verifies the candidates
+    target: PreTrainedModel | None = field(default=None, init=False)
+
+    def end(self) -> None:
+        """Stop listening and release everything. Requests that are running go on."""
+        self.target = None
+        self.sink = lambda traces: None
+        self.serving = lambda *_: nullcontext(Lease())
+
+
+# --- the content of a trace -----------------------------------------------------------------------------------------
+
+
+def sampling_settings(generation_config: GenerationConfig, *, padding: int = 0) -> dict[str, Any]:
+    """Return the settings of `SAMPLING_FIELDS` that do something, ready for JSON. `min_length` counts the `padding`
+    tokens before the prompt, which a trace does not have."""
+    settings: dict[str, Any] = {}
+    for name, neutral in SAMPLING_FIELDS.items():
+        value = _as_json(getattr(generation_config, name, None))
+        if value is not None and name == "min_length":
+            value = max(value - padding, 0)
+        does_something = value is not None and (neutral is None or value != neutral)
+        if does_something and (generation_config.do_sample or name not in NO_WARPING):
+            settings[name] = value
+    return settings
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.tolist()
+    if isinstance(value, BaseWatermarkingConfig):  # other kinds have a state
+        return value.to_dict() if type(value) is WatermarkingConfig else None
+    if isinstance(value, tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, dict):  # biases by tuples of ids; transformers accepts pairs as well
+        return [[list(ids), bias] for ids, bias in value.items()]
+    return value
+
+
+def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:
+    """Return the tokens of `ids`, of shape `(1, tokens)`, that a mask of the same shape does not hide; all without
+    one."""
+    row = ids[0]
+    return row[mask[0].bool()] if isinstance(mask, torch.Tensor) and mask.shape == ids.shape else row
+
+
+def _num_cached(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], cached: int) -> int | None:
+    """Return the prompt tokens that are in a cache of an earlier turn; `None` if the cache has tokens that the prompt
+    does not repeat: then the mask is longer than the prompt."""
+    if cached == 0:
+        return 0
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    length = getattr(kwargs["generation_config"], "_mask_length", None) if mask is None else mask.shape[1]
+    is_repeated = length in (None, input_ids.shape[1]) and cached < input_ids.shape[1]
+    return cached if is_repeated else None
+
+
+def _prompt_ids(
+    model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], *, is_partial: bool
+) -> tuple[Any, Any] | None:
+    """Return prompt ids without padding and, for an encoder-decoder, the decoder's prompt; `None` if the request
+    depends on more than token ids, because no draft could learn from its trace."""
+    is_encoder_decoder = model.config.is_encoder_decoder
+    source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
+    foreign = foreign_arguments(kwargs)
+    is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
+    # If the encoder's outputs were given, negative ids replace the source.
+    if source is None or is_empty or foreign or is_partial or (is_encoder_decoder and bool((source < 0).any())):
+        what = ", ".join(foreign) or ("part of it is only in the cache" if is_partial else "embeddings or features")
+        log_once(
+            model,
+            "Requests are not captured, so nothing is learned from them: the prompt does not consist of token ids "
+            f"alone ({what}).",
+        )
+        return None
+    prompt = without_padding(source, kwargs.get("attention_mask")).to(torch.int32).cpu().numpy()
+    return prompt, input_ids[0].to(torch.int32).cpu().numpy() if is_encoder_decoder else None
+
+
+@neutral_context()
+def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Compress raw target rows, `(rows, vocab)`, to what a [`Trace`] stores.
+
+    Returns:
+        `tuple`: Logits of the K largest entries relative to the largest (float16, `(rows, K)`), their ids (int64,
+            `(rows, K)`), and the log-mass of the others (float32, `(rows,)`). `None` stores full rows and no ids.
+    """
+    logits = logits.float()
+    if num_logprobs is None or num_logprobs >= logits.shape[-1]:
+        relative = logits - logits.amax(-1, keepdim=True)
+        no_ids = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        return relative.half(), no_ids, torch.full_like(relative[:, 0], -torch.inf)
+    top, ids = logits.topk(num_logprobs, dim=-1)
+    kept = (top.logsumexp(-1) - logits.logsumexp(-1)).clamp(max=0)
+    return (top - top[:, :1]).half(), ids, torch.log(-torch.expm1(kept))
+
+
+class Rows:
+    """Target rows of one answer, in every width that a listener stores."""
+
+    def __init__(self, widths: set[int | None]) -> None:
+        self.parts: dict[int | None, list[tuple[torch.Tensor, ...]]] = {width: [] for width in widths - {0}}
+        self._pending: list[torch.Tensor] = []
+        self._num_pending = 0
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Add raw rows, `(rows, vocab)`, of emitted tokens."""
+        self._pending.append(rows)
+        self._num_pending += rows.numel()
+        if self._num_pending > MAX_PENDING_LOGITS:
+            self._compress()
+
+    @neutral_context()
+    def _compress(self) -> None:
+        if self._pending:
+            rows = torch.cat(self._pending)
+            self._pending, self._num_pending = [], 0
+            for width, parts in self.parts.items():
+                parts.append(compress_rows(rows, width))
+
+    @neutral_context()
+    def stored(
+        self, width: int | None, num_tokens: int, vocab_size: int
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return `top_logits`, `top_ids` and `tail_logprob` of a [`Trace`]. The target's own loop may have run for one
+        more step."""
+        dtype = ids_dtype(vocab_size)
+        if width == 0:
+            nothing = np.zeros((num_tokens, 0), np.float16)
+            return nothing, nothing.astype(dtype), np.zeros(num_tokens, np.float32)
+        self._compress()
+        columns = zip(*self.parts[width], strict=True)
+        top_logits, top_ids, tail = (torch.cat(column)[:num_tokens].cpu().numpy() for column in columns)
+        return top_logits, top_ids.astype(dtype), tail
+
+
+@dataclass(eq=False)
+class Round:
+    """What one round proposed, and how many tokens it emitted."""
+
+    drafted: torch.Tensor
+    num_emitted: int
+    from_text: Sequence[bool] = ()
+    p: torch.Tensor | None = None
+    q: torch.Tensor | None = None
+
+
+def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any, tuple[DraftRound, ...]]:
+    """Return the completion's token ids and the rounds. Tensors are moved from the device together."""
+    emitted = completion.to(torch.int32).cpu().numpy()
+    drafted = torch.cat([r.drafted for r in rounds]).to(torch.int32).cpu().numpy()
+    found = []
+    num_emitted = num_drafted = 0
+    for r in rounds:
+        theirs = emitted[num_emitted : num_emitted + r.num_emitted]
+        ours = drafted[num_drafted : num_drafted + len(r.drafted)]
+        num_emitted, num_drafted = num_emitted + len(theirs), num_drafted + len(ours)
+        accepted = num_accepted(ours, theirs)
+        examined = min(accepted + 1, len(ours), len(theirs))
+        p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
+        from_text = np.array(r.from_text, dtype=bool) if any(r.from_text) else None
+        if from_text is not None:  # a trace has no text of other requests
+            ours = np.where(from_text & (np.arange(len(ours)) >= accepted), np.int32(-1), ours)
+        found.append(DraftRound(ours, accepted, len(theirs), p, q, from_text))
+    return emitted, tuple(found)
+
+
+# --- the request ----------------------------------------------------------------------------------------------------
+
+
+class Request:
+    """
+    One row of a call of `generate`, from its beginning to its end. Tensors stay on their device until the end.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): The prompt.
+        kwargs (`dict`): The arguments of the loop for this row.
+        bindings (`Sequence[Binding]`): The listeners.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
+    ) -> None:
+        self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
+        self.config = kwargs["generation_config"]
+        cache = kwargs.get("past_key_values")
+        cached = 0 if cache is None else int(cache.get_seq_length())
+        self.num_cached = _num_cached(model, input_ids, kwargs, cached)
+        self.prompts = _prompt_ids(model, input_ids, kwargs, is_partial=self.num_cached is None)
+        padding = 0
+        if self.prompts is not None and not model.config.is_encoder_decoder:
+            padding = input_ids.shape[1] - len(self.prompts[0])
+        self.settings = {
+            **sampling_settings(self.config, padding=padding),
+            "max_new_tokens": int(self.config.max_length) - input_ids.shape[1],
+            "processors": [type(p).__name__ for p in kwargs["logits_processor"]],
+        }
+        self.leases: list[Lease] = []
+        self.drafting: Drafting | None = None
+        self.domain: str | None = None
+        self.earlier: Sequence[TextIndex] = ()
+        self.sequence = input_ids  # prompt and answer so far
+        self.rounds: list[Round] = []
+        self.rows = Rows({b.num_logprobs for b in bindings})
+        self.version = target_version(model) if self.rows.parts else None
+
+    @property
+    def assistant_model(self) -> Any:
+        """The draft that serves the request."""
+        return self.kwargs.get("assistant_model")
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a listener serves the draft. Otherwise the request is only captured."""
+        return any(lease.model is not None for lease in self.leases)
+
+    @property
+    def source_tokens(self) -> list[int]:
+        """The tokens that an encoder reads; empty without them."""
+        source = self.kwargs.get("inputs_tensor") if self.model.config.is_encoder_decoder else None
+        if source is None or source.is_floating_point():
+            return []
+        tokens: list[int] = without_padding(source, self.kwargs.get("attention_mask")).tolist()
+        return tokens
+
+    def lease(self, stack: ExitStack) -> None:
+        """Lease the draft of every listener until the stack is left. The innermost draft that serves replaces the
+        caller's assistant model."""
+        prompt = None if self.prompts is None else self.prompts[0]
+        for binding in self.bindings:
+            lease = stack.enter_context(binding.serving(self.assistant_model, prompt))
+            self.leases.append(lease)
+            if lease.drafting is not None:
+                k = binding.num_assistant_tokens
+                self.drafting = lease.drafting if k is None else lease.drafting.at(k)
+                self.domain, self.earlier = lease.domain, lease.earlier
+                self.settings |= {} if k is None else {"num_assistant_tokens": k}
+        for lease in self.leases:
+            if lease.model is not None:
+                self.kwargs["assistant_model"] = lease.model
+        if self.kwargs.get("assistant_tokenizer") is not None:
+            raise UnsupportedGenerationError(
+                "`assistant_tokenizer` is not supported: the draft must have the target's tokenizer. Make such a "
+                "draft from the target with `make_draft`."
+            )
+
+    def trim(self, count: int) -> None:
+        """Keep the rounds of the first `count` tokens of the answer."""
+        rounds, left = list[Round](), count
+        for r in self.rounds:
+            if left >= r.num_emitted:
+                rounds.append(r)
+            elif left > 0:  # it ends at an accepted candidate
+                rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
+            left -= min(left, r.num_emitted)
+        self.rounds = rounds
+
+    def traces(self) -> list[Trace | None]:
+        """Return the trace for each listener; `None` if the request cannot be captured."""
+        if self.prompts is None:
+            return [None] * len(self.bindings)
+        prompt, decoder_prompt = self.prompts
+        size, found = vocab_size_of(self.model), list[Trace | None]()
+        has_changed = self.rows.parts and target_version(self.model) != self.version
+        if has_changed:
+            logger.info("The target has changed during a request, so its rows are not stored.")
+        for binding, lease in zip(self.bindings, self.leases, strict=True):
+            width = 0 if has_changed else binding.num_logprobs
+            try:
+                completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
+                top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
+            except Exception:  # such as too little memory: the answer is there
+                logger.exception("A request is not captured; its answer is delivered.")
+                found.append(None)
+                continue
+            trace = Trace(
+                prompt_ids=prompt,
+                decoder_prompt_ids=decoder_prompt,
+                completion_ids=completion,
+                rounds=rounds,
+                top_logits=top_logits,
+                top_ids=top_ids,
+                tail_logprob=tail,
+                vocab_size=size,
+                domain=lease.domain,
+                draft_version=lease.version,
+                sampling=self.settings,
+                created_at_seconds=time.time(),
+                target=None if has_changed else self.version,
+            )
+            found.append(trace)
+        return found
+
+
+def hand_over(requests: Sequence[Request]) -> None:
+    """Give each listener the traces of requests that were answered together."""
+    traces = [request.traces() for request in requests]
+    for i, binding in enumerate(requests[0].bindings):
+        if kept := [trace for each in traces if (trace := each[i]) is not None]:
+            binding.sink(kept)
+
+
+# --- recordings of the target's own answers -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def record_traces(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    num_logprobs: int | None = 64,
+    domain: str | None = None,
+) -> Iterator[Trace]:
+    """
+    Record the target's greedy answer to each prompt, as traces without rounds. Of the target's generation config, only
+    special tokens count.
+
+    Prompts are answered in padded batches. In fp32, a batch may rarely break a tie of the top two logits in another
+    way than a single prompt does.
+
+    Args:
+        target (`PreTrainedModel`): Decoder-only or encoder-decoder.
+        prompts (`Sequence[Sequence[int]]`): Token ids of each prompt.
+        max_new_tokens (`int`): Maximum length of each answer.
+        batch_size (`int`, *optional*, defaults to 32): Prompts per batch.
+        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores full rows.
+        domain (`str`, *optional*): Label written into the traces.
+
+    Yields:
+        `Trace`: In the order of the prompts.
+
+    Raises:
+        ConfigError: A prompt is empty.
+    """
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
+    is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
+    sampling = {"max_new_tokens": max_new_tokens, "processors": []}
+    sampling["eos_token_id"] = target.generation_config.eos_token_id
+    for first in range(0, len(prompts), batch_size):
+        batch, version = prompts[first : first + batch_size], target_version(target)
+        ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
+        recorder = _Recorder(num_logprobs)
+        with fast_kernels(unwrap(target)), own_choice(target):
+            output = target.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                logits_processor=LogitsProcessorList([recorder]),
+            )
+        sequences = output.cpu().numpy().astype(np.int32)
+        start = sequences.shape[1] - len(recorder.steps)
+        rows = recorder.rows(size)
+        for row, prompt in enumerate(batch):
+            answer = until_end(sequences[row, start:], target.generation_config)
+            top_logits, top_ids, tail = (part[row, : len(answer)].copy() for part in rows)
+            yield Trace(
+                prompt_ids=np.asarray(prompt, dtype=np.int32),
+                decoder_prompt_ids=sequences[row, :start] if is_encoder_decoder else None,
+                completion_ids=answer,
+                rounds=(),
+                top_logits=top_logits,
+                top_ids=top_ids,
+                tail_logprob=tail,
+                vocab_size=size,
+                domain=domain,
+                sampling=sampling,
+                created_at_seconds=time.time(),
+                target=version,
+            )
+
+
+@contextlib.contextmanager
+def own_choice(target: Any) -> Iterator[None]:
+    """Inside the block, the target's generation config has special tokens and cache settings only. A draft learns the
+    target's raw rows; other settings apply to target and draft alike when they serve."""
+    inner = unwrap(target)
+    before = inner.generation_config
+    inner.generation_config = copy.deepcopy(before)
+    for name, default in vars(GenerationConfig()).items():
+        if name not in _BASIC_SETTINGS and not name.startswith("_"):
+            setattr(inner.generation_config, name, default)
+    ignored = sampling_settings(before).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
+    ignored |= {name for name in ("stop_strings", "guidance_scale") if getattr(before, name) is not None}
+    if ignored:
+        log_once(
+            inner,
+            f"The target answers without {', '.join(f'`{name}`' for name in sorted(ignored))} of its generation "
+            "config: a draft learns from its raw rows, and is judged by them.",
+        )
+    try:
+        yield
+    finally:
+        inner.generation_config = before
+
+
+class _Recorder(LogitsProcessor):
+    """Compress the raw rows of a batch at each step, because all of them would be gigabytes."""
+
+    def __init__(self, num_logprobs: int | None) -> None:
+        self.num_logprobs = num_logprobs
+        self.steps: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps.append(compress_rows(scores, self.num_logprobs))
+        return scores
+
+    @neutral_context()
+    def rows(self, vocab_size: int) -> tuple[NDArray[Any], ...]:
+        """Return `top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
+        top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
+        return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
+
+
+def rescore(target: PreTrainedModel, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
+    """
+    Return traces with the rows of another target, by one forward over each prompt and answer. Drafts can learn from
+    them. The answers are those of the earlier target, so the traces have no rounds, and [`replay`] refuses them.
+
+    Args:
+        target (`PreTrainedModel`): A target with the vocabulary of the traces.
+        traces (`Sequence[Trace]`): Traces of any version. Those without rows are returned as they are.
+        batch_size (`int`, *optional*, defaults to 8): Maximum number of traces per forward.
+
+    Raises:
+        VocabularyMismatchError: A trace has another vocabulary.
+    """
+    size, version = vocab_size_of(target), target_version(target)
+    if odd := next((trace for trace in traces if trace.vocab_size != size), None):
+        raise VocabularyMismatchError(
+            f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
+        )
+    known = [trace for trace in traces if trace.num_kept]
+    widths = [trace.top_ids.shape[1] or None for trace in known]
+    rescored = dict(zip(known, scored(target, known, widths, batch_size), strict=True))
+    for trace, new in rescored.items():
+        sampling = {**trace.sampling, "rescored": True}
+        rescored[trace] = replace(new, rounds=(), target=version, draft_version=0, sampling=sampling)
+    return [rescored.get(trace, trace) for trace in traces]
+
+
+@torch.inference_mode()
+def scored(
+    target: PreTrainedModel, traces: Sequence[Trace], widths: Sequence[int | None], batch_size: int
+) -> list[Trace]:
+    """Return traces with the rows of a target, by one forward over each. `widths` are the entries stored per row."""
+    found = list(traces)
+    for i, first, part in raw_rows(target, traces, batch_size):
+        trace, width = traces[i], widths[i]
+        if first == 0:
+            rows = Rows({width})
+        rows.add(part)
+        if first + len(part) == len(trace):
+            top_logits, top_ids, tail = rows.stored(width, len(trace), trace.vocab_size)
+            found[i] = replace(trace, top_logits=top_logits, top_ids=top_ids, tail_logprob=tail)
+    return found
