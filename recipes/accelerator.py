@@ -38,7 +38,8 @@ from transformers.generation.streamers import BaseStreamer
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.decoding import forward
-from osd_hf.decoding.forward import CapturedDraft, DraftForward
+from osd_hf.decoding.compiled import CapturedDraft
+from osd_hf.decoding.forward import DraftForward
 from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.evaluation.benchmark import (
     System,

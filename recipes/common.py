@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.acceptance import alpha_gain_interval
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner

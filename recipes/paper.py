@@ -22,7 +22,7 @@ from datasets import load_dataset
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, replay
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
 from osd_hf.models import Pair, prompt_room

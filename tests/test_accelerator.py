@@ -20,7 +20,7 @@ from test_batches import divergences, padded
 from test_lossless import transitions_fit
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.decoding.forward import CapturedDraft, capture
+from osd_hf.decoding.compiled import CapturedDraft, capture
 from osd_hf.errors import LearnerError
 from osd_hf.evaluation.benchmark import compare_outputs
 from osd_hf.learning import learner

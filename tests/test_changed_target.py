@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.decoding.hook import record_traces, rescore
+from osd_hf.decoding.record import record_traces, rescore
 from osd_hf.distillation.data import read_traces
 from osd_hf.errors import DataError, LearnerError, VocabularyMismatchError
 from osd_hf.learning import learner as learner_module

@@ -32,7 +32,7 @@ from waiting import LONG
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.main import main
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.engines import completions as module
 from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
 from osd_hf.engines.completions import CompletionClient, ResponseReader

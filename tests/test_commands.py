@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import CorrectionStore
 from osd_hf.cli import learn, settings
 from osd_hf.cli.main import COMMANDS, command_module, main, parse
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
 
 ROOT = Path(__file__).parents[1]

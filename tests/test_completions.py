@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import Trace, replay
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.engines.completions import ResponseReader, unwrap_line
 from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors

@@ -17,7 +17,7 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.prompts import encode_turn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))

@@ -156,12 +156,10 @@ def test_a_lora_draft_is_served_merged_after_each_update() -> None:
     assert not any("lora" in name for name, _ in assistant.draft.named_modules())
 
 
-@pytest.mark.parametrize("why", ["'heuristic'", "adapter cannot be merged"])
+@pytest.mark.parametrize("why", ["'heuristic'", "a soft prompt of PEFT"])
 @peft_warns
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # by peft, in transformers' loop
-def test_drafts_that_our_loop_does_not_serve_are_left_to_transformers(
-    why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_drafts_with_a_schedule_or_a_soft_prompt_change_no_answer(why: str, caplog: pytest.LogCaptureFixture) -> None:
     target, draft = models.pair(noise=0.05)
     if why == "'heuristic'":
         draft.generation_config.num_assistant_tokens_schedule = "heuristic"

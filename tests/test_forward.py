@@ -16,8 +16,8 @@ from transformers import DynamicCache, TextStreamer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.decoding import forward as forwards
-from osd_hf.decoding.forward import SMALLEST_STATIC_CACHE, CapturedDraft, CompiledDraft, Verification, static_draft
+from osd_hf.decoding import compiled as forwards
+from osd_hf.decoding.compiled import SMALLEST_STATIC_CACHE, CapturedDraft, CompiledDraft, Verification, static_draft
 from osd_hf.learning import drafts as drafts_module
 
 COMPILABLE = ("llama", "gpt2")
@@ -285,6 +285,7 @@ def test_what_static_caches_cannot_serve_runs_eagerly(
 def test_requests_of_two_threads_do_not_meet(untraced: None, fed: list[int]) -> None:
     target = models.build(num_hidden_layers=1)
     assistant = models.assistant_of(target, copy.deepcopy(target), **BOTH)
+    assistant.warm_up(256)  # while one thread compiles, the other one runs eagerly
     prompts = models.prompts(2)
     answer(assistant.generate, prompts[0])  # compiles
     fed.clear()

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.errors import OSDError
 from osd_hf.models import eos_ids
 

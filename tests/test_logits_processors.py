@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from osd_hf import Trace, logits_processors
-from osd_hf.decoding.request import compress_rows
+from osd_hf.decoding.record import compress_rows
 from osd_hf.logits_processors import Processors
 from osd_hf.losses import overlap
 from osd_hf.trace import bare_trace

@@ -18,9 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay
 from osd_hf.cli.main import main
-from osd_hf.decoding import draft_length
+from osd_hf.decoding import timing
 from osd_hf.decoding.forward import DraftForward
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.distillation import make_draft as making
 from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
@@ -353,7 +353,7 @@ def test_invalid_settings_are_refused() -> None:
 def test_costs_are_measured_with_alternating_forwards() -> None:
     target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
     clock = models.ForwardTime({target: 2.0, draft: 0.5})
-    (costs,) = draft_length.measured_costs(target, [draft], asked(1)[0], clock)
+    (costs,) = timing.measured_costs(target, [draft], asked(1)[0], clock)
     assert costs == ForwardSeconds(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
 

@@ -20,7 +20,7 @@ from trl.experimental.gkd import GKDTrainer
 
 from osd_hf import AcceptanceStats, CorrectionStore, capture_traces, replay
 from osd_hf import models as pairs
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, HeldOut, Sampler, unanswered
 from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill

@@ -15,7 +15,7 @@ import osd_hf
 from osd_hf import CorrectionStore, replay
 from osd_hf.cli.distill import distill_command, make_parser
 from osd_hf.cli.main import main
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.prompts import encode_turn
 

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AttentionInterface
 
 from osd_hf import OnlineConfig, Trace
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts

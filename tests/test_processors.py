@@ -146,7 +146,7 @@ def test_a_criterion_that_remembers_stops_where_it_stops_the_target(
     criterion = AtTheTenthCall()
     assert answer(assistant.generate, stopping_criteria=StoppingCriteriaList([criterion]), **kwargs) == alone
     assert criterion.calls == 10
-    assert (assistant.stats.drafted > 0) == (not kwargs)  # what was shown of a round cannot be taken back
+    assert assistant.stats.drafted > 0
 
 
 class Stop(StoppingCriteria):  # type: ignore[misc]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from osd_hf import Trace, capture_traces
-from osd_hf.decoding.hook import record_traces
+from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
 
 

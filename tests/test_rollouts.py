@@ -162,7 +162,7 @@ def test_what_fails_costs_no_step(
     if part == "learner":
         monkeypatch.setattr(Updater, "micro_steps", fail)
     else:
-        monkeypatch.setattr("osd_hf.decoding.batch.BatchDraft.propose", fail)
+        monkeypatch.setattr("osd_hf.decoding.sources.DraftSource.propose", fail)
     trainer = rollouts(tmp_path, [rollout], seen, gradient_checkpointing=True, generation_kwargs=GREEDY)
     assert seen == alone[0]
     assert same(trained(trainer), alone[1])

@@ -29,7 +29,7 @@ from osd_hf import CorrectionStore, LabelRouter, OnlineConfig, Trace, replay, si
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.main import main
 from osd_hf.cli.settings import lora_config
-from osd_hf.decoding.hook import record_traces, rescore
+from osd_hf.decoding.record import record_traces, rescore
 from osd_hf.engines import deploy
 from osd_hf.engines import learn as module
 from osd_hf.engines.completions import ResponseReader

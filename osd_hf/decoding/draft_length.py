@@ -427,7 +427,8 @@ class StopRule:
         def continues(confidence: torch.Tensor) -> torch.Tensor:
             bucket = torch.bucketize(confidence, edges)
             chance.mul_(is_accepted[bucket])
-            return chance * is_next_accepted[bucket] > self.threshold
+            is_worth_it: torch.Tensor = chance * is_next_accepted[bucket] > self.threshold
+            return is_worth_it
 
         return continues
 

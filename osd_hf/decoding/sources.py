@@ -246,7 +246,7 @@ class Candidates(NamedTuple):
 
     def to(self, device: torch.device) -> Candidates:
         """Return the same on another device."""
-        return Candidates(*(None if part is None else part.to(device) for part in self))
+        return Candidates(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
     def cut(self, count: int) -> Candidates:
         """Return the first `count` candidates of each row."""
@@ -394,7 +394,9 @@ class DraftSource:
 
     def _id(self, column: Tensor) -> Tensor:
         """Return the token of a column of the processed logits."""
-        return self.token_ids[column.to(self.token_ids.device)] if self._is_reduced else column  # type: ignore[index]
+        if self.token_ids is None or not self._is_reduced:
+            return column
+        return self.token_ids[column.to(self.token_ids.device)]
 
     def _whole(self, rows: Tensor, missing: float = -torch.inf) -> Tensor:
         """Spread rows over the target's vocabulary."""
