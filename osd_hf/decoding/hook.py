@@ -291,9 +291,7 @@ class Call:
         if self.length.is_plain and self.verification is None:
             return self.decode_alone()
         self._loop = Loop(self)
-        output = self._loop.decode()
-        self._keep_chat()
-        return output
+        return self._loop.decode()
 
     def _hindrance(self) -> str | None:
         """Return why our loop cannot decode the call; `None` if it can."""
@@ -371,7 +369,7 @@ class Call:
         model, token_ids = drafting.model()
         forward: DraftForward | BatchDraftForward | None
         if len(self.requests) == 1:
-            forward = drafting.forward(self.kwargs, loop.rows[0].tokens, int(self.config.max_length))
+            forward = drafting.forward(self.kwargs, len(loop.rows[0].tokens), int(self.config.max_length))
         else:
             forward = BatchDraftForward(model, len(rows), drafting.max_positions)
         if forward is None:
@@ -397,14 +395,6 @@ class Call:
             raise error
         log_failed_draft(draft, error)
         logger.debug("The draft failed.", exc_info=error)
-
-    def _keep_chat(self) -> None:
-        loop = self._loop
-        if loop is None or len(self.requests) > 1 or not loop.sources or loop.sources[0].has_failed:
-            return
-        forward = loop.sources[0].forward
-        assert isinstance(forward, DraftForward)
-        self.draftings[0].keep_chat(forward, loop.rows[0].tokens, self.kwargs.get("past_key_values"))
 
     # --- without a draft ---
 

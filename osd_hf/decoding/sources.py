@@ -7,14 +7,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.compiled import CompiledDraft
@@ -24,30 +22,15 @@ from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL, RowProcessors
 from osd_hf.models import has_soft_prompt, num_positions, unwrap
-from osd_hf.trace import num_accepted
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 
-MAX_CHATS = 8  # for which a draft's cache is kept
-
-
-class _ChatCache(NamedTuple):
-    """What a draft has read of a chat."""
-
-    cache: Any
-    ids: list[int]
-    placement: tuple[Any, Any]  # dtype and device of the draft
-
 
 class Drafting:
     """
-    Serve the requests of one draft. Its weights may change in place between requests, after which
-    [`~Drafting.forget`] is called.
-
-    Where the caller keeps the target's cache for another turn of a chat, the draft's cache is kept with it, as long as
-    that object lives. A compiled draft reads each prompt again, because requests share its static caches.
+    Serve the requests of one draft. Its weights may change in place between requests.
 
     Args:
         draft (`PreTrainedModel`): The draft.
@@ -73,7 +56,6 @@ class Drafting:
         self.num_assistant_tokens, self.sources, self.pacer = num_assistant_tokens, sources, pacer or Pacer()
         self.token_ids: NDArray[np.int64] | None = None  # the draft's vocabulary; `None`: all tokens
         self._restricted: dict[int, RestrictedDraft] = {}  # by the size of the vocabulary
-        self._chats: WeakKeyDictionary[Any, _ChatCache] = WeakKeyDictionary()  # by the target's cache, oldest first
         self._can_be_restricted = True
         self._compiled = compiled
 
@@ -132,13 +114,13 @@ class Drafting:
         """Number of positions of the draft."""
         return num_positions(self.draft.config)
 
-    def forward(self, kwargs: dict[str, Any], tokens: list[int], most: int) -> DraftForward | None:
+    def forward(self, kwargs: dict[str, Any], length: int, most: int) -> DraftForward | None:
         """
         Return the forwards of one request.
 
         Args:
             kwargs (`dict`): The arguments of the target's loop.
-            tokens (`list[int]`): The prompt without padding.
+            length (`int`): Number of tokens of the prompt, without padding.
             most (`int`): Largest length of the sequence.
 
         Returns:
@@ -152,8 +134,8 @@ class Drafting:
             return DraftForward(model, self._encode(source, kwargs.get("attention_mask")))
         most = most if limit is None else min(most, limit)
         if self._compiled is not None:
-            return self._compiled.forward(model, len(tokens), most)
-        return self._continued(model, kwargs.get("past_key_values"), tokens)
+            return self._compiled.forward(model, length, most)
+        return DraftForward(model)
 
     @torch.inference_mode()
     def _encode(self, source: Tensor, mask: Tensor | None) -> dict[str, Any]:
@@ -164,36 +146,7 @@ class Drafting:
         outputs = self.draft.get_encoder()(**given, return_dict=True)
         return {"encoder_outputs": outputs, "attention_mask": mask}
 
-    def _continued(self, model: PreTrainedModel, target_cache: Any, tokens: list[int]) -> DraftForward:
-        """Return a forward that has read what an earlier turn of the chat shares with these tokens."""
-        read = None if target_cache is None else self._chats.pop(target_cache, None)
-        if read is None or read.placement != (model.dtype, model.device):
-            return DraftForward(model)
-        # One token is left to be fed: the first candidate is drafted from its logits.
-        same = min(num_accepted(read.ids, tokens), len(tokens) - 1)
-        if same < len(read.ids) and any(type(layer) is not DynamicLayer for layer in read.cache.layers):
-            return DraftForward(model)  # a window or a state cannot be restored for an earlier token
-        forward = DraftForward(model, cache=read.cache)
-        forward.length = len(read.ids)
-        forward.crop(same)
-        return forward
-
-    def keep_chat(self, forward: DraftForward, tokens: list[int], target_cache: Any) -> None:
-        """Keep what the draft has read of a request that ended well, for the next turn with the target's cache."""
-        if target_cache is None or self._compiled is not None or self.draft.config.is_encoder_decoder:
-            return
-        if not 0 < forward.length <= len(tokens):  # layers that were never fed cannot be cropped
-            return
-        placement = self.draft.dtype, self.draft.device
-        self._chats[target_cache] = _ChatCache(forward.cache, tokens[: forward.length], placement)
-        while len(self._chats) > MAX_CHATS:
-            self._chats.pop(next(iter(self._chats)), None)
-
     # --- changes of the draft ---
-
-    def forget(self) -> None:
-        """Forget what was read of chats, because the draft has other weights."""
-        self._chats.clear()
 
     def prepare(self, tokens: int) -> None:
         """Compile the draft with its whole head, if it is to be compiled, for sequences of at most so many tokens."""

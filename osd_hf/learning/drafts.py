@@ -301,7 +301,6 @@ class DomainDrafts:
             self._made.add(model)
         else:
             serving.holds = None
-            serving.drafting.forget()
             write_snapshot(weights, serving.model, share=self._shares_weights)
         serving.drafting.restrict(self._vocabulary(domain))
         serving.holds = version
