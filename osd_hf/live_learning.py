@@ -7,7 +7,7 @@ import logging
 import threading
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,14 @@ class Failures:
     """Log failures that do not affect answers, once per kind of error, and keep them until the same work succeeds."""
 
     def __init__(self) -> None:
-        self._standing: dict[str, Exception] = {}  # by work, newest last
-        self._in_a_row: Counter[str] = Counter()
+        # By work, newest last: the last error, and the failures in a row.
+        self._failures: dict[str, tuple[Exception, int]] = {}
         self._logged: set[tuple[str, type]] = set()
 
     @property
     def standing(self) -> list[Exception]:
         """The last error of each work that has not succeeded since, newest last."""
-        return list(self._standing.values())
+        return [error for error, _ in self._failures.values()]
 
     def add(self, work: str, error: Exception) -> int:
         """Record an error of some work; returns the number of failures in a row."""
@@ -67,19 +67,17 @@ class Failures:
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)  # the frames may hold memory of a GPU
             cause = cause.__cause__
-        self._standing.pop(work, None)
-        self._standing[work] = error
-        self._in_a_row[work] += 1
-        return self._in_a_row[work]
+        in_a_row = 1 + (self._failures.pop(work)[1] if work in self._failures else 0)
+        self._failures[work] = error, in_a_row
+        return in_a_row
 
     def clear(self, work: str) -> None:
         """Record a success."""
-        self._standing.pop(work, None)
-        self._in_a_row.pop(work, None)
+        self._failures.pop(work, None)
 
     def restart_counts(self) -> None:
         """Count failures in a row from zero, and log them again."""
-        self._in_a_row.clear()
+        self._failures = {work: (error, 0) for work, (error, _) in self._failures.items()}
         self._logged.clear()
 
     @contextlib.contextmanager

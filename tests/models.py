@@ -43,6 +43,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf.learning.updater import Updater
 
 VOCAB = 64
 WINDOW = 8  # of the sliding models; answers in tests are longer
@@ -209,6 +210,12 @@ def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> 
         output = assistant.generate(ids, **greedy(ids, **settings))
     (trace,) = traces
     return output, trace
+
+
+def observe(updater: Updater, trace: Trace) -> None:
+    """Let an updater without a learner learn from a request, if it can."""
+    if updater.accepts(trace):
+        updater.requests.pending.append(trace)
 
 
 def prompt(length: int = 6, seed: int = 0, vocab_size: int = VOCAB) -> torch.Tensor:

@@ -108,7 +108,7 @@ def test_what_is_over_the_budget_is_learned_in_parts_that_are_not(
         monkeypatch.setattr(updater, "_bounded_loss", counted)
         monkeypatch.setattr(updater, "_zero_grad", lambda: None)
         for trace in traces:
-            updater.observe(trace)
+            models.observe(updater, trace)
         assert updater.update().set_aside == {}
         return {n: p.grad.clone() for n, p in updater.parameters.items() if p.grad is not None}, sizes, kept
 

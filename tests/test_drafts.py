@@ -136,13 +136,13 @@ def test_learning_one_domain_leaves_the_others_alone(kind: str, traces: list[Tra
     drafts = made(kind)
     for domain in ("a", "b"):
         promote(drafts, domain)
-    drafts.updater("b").observe(traces[5])
+    models.observe(drafts.updater("b"), traces[5])
     drafts.updater("b").update()
     base, other, learned = weights(drafts.base), weights(drafts.model("b")), drafts.updater("b").snapshot()
     taught = drafts.updater("a")
     start = taught.snapshot()
     for trace in traces[:4]:
-        taught.observe(trace)
+        models.observe(taught, trace)
     assert taught.update().steps == 2
     drafts.promote("a", *drafts.candidate("a"))
     assert not same(taught.snapshot(), start)
@@ -266,7 +266,7 @@ def test_nothing_of_a_request_is_published(kind: str, traces: list[Trace], tmp_p
     drafts = made(kind)
     assert drafts.admit("a")
     for trace in traces:
-        drafts.updater("a").observe(trace)
+        models.observe(drafts.updater("a"), trace)
     drafts.updater("a").update()
     drafts.promote("a", *drafts.candidate("a"))
     drafts.model("a").save_pretrained(tmp_path)

@@ -109,7 +109,7 @@ def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: li
     for updater in (straight, interrupted):
         updater.micro_batch = 2
         for trace in recorded:
-            updater.observe(trace)
+            models.observe(updater, trace)
     report = straight.update()
     work, parts = interrupted.micro_steps(), 0
     while True:
@@ -124,7 +124,7 @@ def test_steps_that_are_interrupted_learn_as_others(optimizer: Any, recorded: li
         ids = models.prompt(4, seed=parts)
         with torch.inference_mode(parts % 2 == 0):  # requests come in between
             other.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=True)
-            interrupted.observe(recorded[0])
+            models.observe(interrupted, recorded[0])
     assert parts > 6
     assert same(dict(straight.parameters), dict(interrupted.parameters))
     assert same(straight.snapshot(), interrupted.snapshot())

@@ -397,7 +397,7 @@ def test_frozen_parameters_stay_as_they_are() -> None:
     target, draft = models.pair()
     updater = Updater(draft, OnlineConfig(), frozen={"lm_head.weight"})
     for trace in recorded(target, 8):
-        updater.observe(trace)
+        models.observe(updater, trace)
     updater.update(2)
     updater.copy_to(learned := copy.deepcopy(draft))
     changed = {name for (name, p), old in zip(learned.named_parameters(), draft.parameters(), strict=True)

@@ -115,7 +115,7 @@ def test_steps_are_in_fp32_while_forwards_compute_in_bf16(
             module.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
     for one in (updater, plain):
         for trace in traces:
-            one.observe(trace)
+            models.observe(one, trace)
     assert updater.update().steps == plain.update().steps == 2
     assert torch.bfloat16 in seen
     assert {p.dtype for p in updater.parameters.values()} == {torch.float32}

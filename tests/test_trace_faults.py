@@ -70,7 +70,7 @@ def one_is_hopeless(batch: Sequence[Trace]) -> bool:
 
 def taught(updater: Updater, traces: Sequence[Trace]) -> Any:
     for trace in traces:
-        updater.observe(trace)
+        models.observe(updater, trace)
     return updater.update()
 
 

@@ -50,7 +50,7 @@ def learned(draft: Any, traces: list[Trace], config: OnlineConfig, updates: int 
     updater = Updater(draft, config)
     for _ in range(updates):
         for trace in traces:
-            updater.observe(trace)
+            models.observe(updater, trace)
         updater.update()
     return updater
 
@@ -100,7 +100,7 @@ def test_an_update_brings_the_draft_closer(architecture: str, divergence: str) -
     losses = []
     for _ in range(6):
         for trace in traces:
-            updater.observe(trace)
+            models.observe(updater, trace)
         losses.append(updater.update().loss)
     assert losses[-1] < 0.8 * losses[0]
 
@@ -120,7 +120,7 @@ def test_micro_batches_add_up_to_one_batch(
         updater = Updater(draft, config)
         monkeypatch.setattr(updater, "_zero_grad", lambda: None)
         for trace in traces:
-            updater.observe(trace)
+            models.observe(updater, trace)
         report = updater.update()
         return {n: p.grad.clone() for n, p in updater.parameters.items() if p.grad is not None}, report.loss
 
@@ -159,7 +159,7 @@ def test_a_half_precision_draft_keeps_small_steps() -> None:
     assert changed() < 0.15  # one step rounds away in what serves, many do not
     for _ in range(40):
         for trace in traces:
-            updater.observe(trace)
+            models.observe(updater, trace)
         updater.update()
     assert changed() > 0.4
 
@@ -220,9 +220,9 @@ def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_lea
     poison = replace(traces[1], top_logits=nan, created_at_seconds=traces[1].created_at_seconds + 1)
     updater, clean = Updater(draft, replace(PLAIN, batch_size=8)), Updater(draft, replace(PLAIN, batch_size=8))
     for trace in (*traces, poison):
-        updater.observe(trace)
+        models.observe(updater, trace)
     for trace in traces:
-        clean.observe(trace)
+        models.observe(clean, trace)
     report = updater.update()
     assert (report.steps, report.dropped_steps, report.version) == (2, 0, 1)
     assert report.set_aside == {"with invalid log-probs": 1}
@@ -230,7 +230,7 @@ def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_lea
     expected = weights(clean)
     assert all(torch.equal(expected[n], p) for n, p in weights(updater).items())
     for trace in traces:
-        updater.observe(trace)
+        models.observe(updater, trace)
     report = updater.update()
     assert (report.dropped_steps, report.set_aside) == (0, {})
 
@@ -239,7 +239,7 @@ def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCap
     draft = models.pair()[1]
     updater = Updater(draft, PLAIN)
     for trace in traffic():
-        updater.observe(trace)
+        models.observe(updater, trace)
     before = weights(updater)
     hook = next(iter(updater.parameters.values())).register_hook(lambda gradient: gradient * float("inf"))
     with caplog.at_level(logging.INFO):
@@ -251,14 +251,6 @@ def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCap
     hook.remove()
     assert updater.update().dropped_steps == 0
     assert all(torch.isfinite(p).all() for p in weights(updater).values())
-
-
-def test_traces_without_rows_are_not_taken_in() -> None:
-    draft = models.pair()[1]
-    updater = Updater(draft, CONFIG)
-    trace = traffic(number=1)[0]
-    updater.observe(replace(trace, top_logits=np.zeros((len(trace), 0), np.float16)))
-    assert not updater.requests.pending
 
 
 # --- across updates -------------------------------------------------------------------------------------------------
@@ -288,7 +280,7 @@ def test_saved_and_resumed_equals_straight_through(config: OnlineConfig, request
     second.buffer.extend(first.buffer)
     for updater in (straight, second):
         for trace in traces[4:]:
-            updater.observe(trace)
+            models.observe(updater, trace)
         updater.update()
     assert second.version == straight.version == 2
     for name, parameter in weights(straight).items():
@@ -332,7 +324,7 @@ def test_requests_learned_from_are_replayed_later() -> None:
     updater = learned(draft, traces[:3], replace(CONFIG, replay_fraction=0.5, buffer_size=2, steps_per_update=1))
     assert not updater.requests.pending
     assert list(updater.buffer) == traces[1:3]
-    updater.observe(traces[3])
+    models.observe(updater, traces[3])
     report = updater.update()
     assert report.new_requests == 1
     assert report.positions == sum(len(t) for t in traces[1:])
@@ -357,20 +349,10 @@ def test_a_restart_is_a_fresh_beginning_and_holds_no_more_memory(optimizer: Any)
         one.buffer.restore([], [])
         one.buffer.rng.bit_generator.state = np.random.default_rng(1).bit_generator.state
         for trace in traces:
-            one.observe(trace)
+            models.observe(one, trace)
         one.update()
     ours, theirs = weights(updater), weights(fresh)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_rows_of_another_width_are_refused() -> None:
-    draft = models.pair()[1]
-    updater = Updater(draft, CONFIG)
-    updater.observe(traffic(number=1)[0])
-    for other, words in ((8, "8 and 16 entries"), (None, "all and 16 entries")):
-        with pytest.raises(StateError, match=words):
-            updater.observe(traffic(number=1, num_logprobs=other)[0])
-    assert len(updater.requests.pending) == 1
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -382,14 +364,14 @@ def test_a_failed_update_keeps_its_requests_and_the_weights_of_the_last_whole_st
     updater = Updater(draft, replace(PLAIN, optimizer=optimizer, learning_rate=1e-2, weight_average=0.5))
     traces = traffic(number=2)
     for trace in traces:
-        updater.observe(trace)
+        models.observe(updater, trace)
     updater.update(steps=2)
     before = weights(updater)
     if part != "_gradients":  # a step has begun: the average of those before stands
         assert any(not torch.equal(before[n], p) for n, p in updater.averaged.items())
         before = {name: p.clone() for name, p in updater.averaged.items()}
     for trace in traces:
-        updater.observe(trace)
+        models.observe(updater, trace)
     with monkeypatch.context() as patch:
         # The first optimizer of two has stepped when the last one fails.
         owner = updater.optimizers[-1] if part == "step" else updater

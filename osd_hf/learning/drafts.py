@@ -47,18 +47,11 @@ HOST = torch.device("cpu")
 
 
 class DraftVersion(NamedTuple):
-    """
-    A version of a draft. Equal numbers do not imply equal weights: a rollback or a session may bring others.
+    """A version of a draft. Equal numbers do not imply equal weights: a rollback or a session may bring others."""
 
-    Args:
-        number (`int`): 0 is the original draft.
-        weights (`dict[str, torch.Tensor]`): The learned weights.
-        target_version (`str`, *optional*): Version of the target that it learned from, if known.
-    """
-
-    number: int
+    number: int  # 0 is the original draft
     weights: Snapshot
-    target_version: str | None = None
+    target_version: str | None = None  # that it learned from, if known
 
 
 ORIGINAL = DraftVersion(0, {})
@@ -93,17 +86,11 @@ class _Draft:
 
 class DomainDrafts:
     """
-    Manage a base draft and, for each domain that is learned from, a separate draft: an adapter or a full copy.
+    Manage a base draft and, for each domain that is learned from, a separate draft: an adapter of `peft_config`, or by
+    default a full copy. Without `per_domain`, all domains share one draft.
 
-    Learned weights are kept by version. Models that serve are made from them when requests need them. May be used from
-    several threads.
-
-    Args:
-        draft (`PreTrainedModel`): The base; copied, not changed. A `PeftModel` serves with its adapter merged.
-        config (`OnlineConfig`, *optional*): How to draft and learn.
-        peft_config (`peft.PeftConfig`, *optional*):
-            Kind of adapter, such as `LoraConfig`. By default full copies learn.
-        per_domain (`bool`, *optional*, defaults to `True`): With `False`, all domains share one draft.
+    Learned weights are kept by version. Models that serve are made from them when requests need them, with adapters
+    merged. The caller's draft is copied. May be used from several threads.
 
     Raises:
         UnsupportedModelError: Adapters do not fit the draft, or cannot be merged.

@@ -197,9 +197,8 @@ class DraftChoice:
 
     def state_dict(self, places: Mapping[Any, int]) -> list[dict[str, Any]]:
         """Return the scores, ready for JSON, with the place of each request among the saved ones."""
-        names = ("original", "learned")
         return [
-            {"place": places.get(trace), **{n: s.to_dict(derived=False) for n, s in zip(names, pair, strict=True)}}
+            {"place": places.get(trace), "scores": [stats.to_dict(derived=False) for stats in pair]}
             for trace, pair in self._known.items()
         ]
 
@@ -208,7 +207,7 @@ class DraftChoice:
         self._known.clear()
         for row in state:
             trace: object = object() if row["place"] is None else saved[row["place"]]
-            original, learned = (AcceptanceStats.from_dict(row[name]) for name in ("original", "learned"))
+            original, learned = map(AcceptanceStats.from_dict, row["scores"])
             self._known[trace] = original, learned
         self._choose()
 
@@ -308,10 +307,9 @@ class Effort:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, ready for JSON."""
-        gains = [[None if math.isnan(value) else value for value in row] for row in self._gains]
         return {
             "share": self.share,
-            "gains": gains,
+            "gains": [list(row) for row in self._gains],
             "undecided": self._undecided,
             "cost": self._cost,
             "requests": self._requests,
@@ -324,9 +322,7 @@ class Effort:
         self._cost = float(state["cost"])
         self._requests = int(state["requests"])
         self._gains.clear()
-        for row in state["gains"]:
-            gain, saved = (math.nan if value is None else float(value) for value in row)
-            self._gains.append((gain, saved))
+        self._gains.extend((gain, saved) for gain, saved in state["gains"])
 
 
 def _rise(values: NDArray[np.float64]) -> tuple[float, float]:

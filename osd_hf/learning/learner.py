@@ -35,13 +35,8 @@ MIN_STEPS_PER_ANSWER = 0.2  # optimizer steps after an answer, at least, during 
 
 class Learner:
     """
-    Train the drafts of a [`DomainDrafts`]. Requests may arrive in any thread; one thread at a time may work.
-
-    Args:
-        drafts (`DomainDrafts`): The drafts that serve and learn.
-        config (`OnlineConfig`): How to learn.
-        accelerator (`Accelerator`, *optional*): Its trackers log the updates.
-        timer (`Callable[[], float]`, *optional*): Clock for the cost of learning.
+    Train the drafts of a [`DomainDrafts`]. Requests may arrive in any thread; one thread at a time may work. The
+    trackers of the `accelerator` log the updates.
     """
 
     def __init__(
@@ -282,7 +277,6 @@ class Learner:
         updater = self.updater(domain)
         newest = requests.still_valid(newest)
         target = requests.target
-        requests.check_width(newest)
         yield from self._watch(requests)
         report = yield from updater.micro_steps(steps, newest)
         report = replace(report, domain=domain, version=self.drafts.serving_version(domain))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import threading
 import traceback
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.vocabulary import TrafficVocabulary
-from osd_hf.errors import StateError, is_out_of_memory
+from osd_hf.errors import is_out_of_memory
 from osd_hf.learning.gate import MIN_EFFORT, DraftChoice, Effort
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
 
@@ -301,15 +300,9 @@ class DraftRequests:
 
     A request is held back to judge versions, or pending until an update learns from it, or in the replay buffer. A
     held-back request becomes pending when a newer one takes its place. All requests belong to one version of the
-    target (with `target_lag`: to the newest versions); those of other versions are removed.
+    target or to the `target_lag` versions before; those of other versions are removed.
 
     Requests may arrive in any thread that holds the `lock`. One thread learns.
-
-    Args:
-        domain (`str`, *optional*): Domain of the draft; `None` if all share one.
-        config (`OnlineConfig`, *optional*): How to learn.
-        target_lag (`int`, *optional*, defaults to 0): Earlier versions of the target that are still learned from.
-        min_effort (`float`, *optional*, defaults to 1/16): Least share of the configured updates.
     """
 
     def __init__(
@@ -551,17 +544,6 @@ class DraftRequests:
                 for trace in [trace for trace in kept if trace in self.set_aside]:
                     kept.remove(trace)
             self.buffer.discard(self.set_aside)
-
-    def check_width(self, traces: Sequence[Trace]) -> None:
-        """Raise StateError if traces keep another number of entries per row than those already there."""
-        with self.lock:
-            known = [*itertools.islice(self.pending, 1), *itertools.islice(self.buffer, 1)]
-        widths = {t.top_ids.shape[1] for t in (*traces, *known) if len(t) and t.num_kept}
-        if len(widths) > 1:
-            raise StateError(
-                f"Traces keep {' and '.join(str(w or 'all') for w in sorted(widths))} entries per position; a learner "
-                "takes one width. Use the `num_logprobs` that they were captured with."
-            )
 
     # --- saved state ------------------------------------------------------------------------------------------------
 

@@ -56,8 +56,7 @@ def save_session(
 
     Args:
         directory (`Path`): The folder of the session.
-        learner (`dict[str, Any]`), router (`dict[str, Any]`, *optional*):
-            States, from [`~Learner.state_dict`] and [`~Router.state_dict`].
+        learner (`dict[str, Any]`), router (`dict[str, Any]`, *optional*): States of the learner and of the router.
         facts (`dict[str, Any]`): Anything else, ready for JSON.
         patience_seconds (`float`, *optional*): How long to wait for another process that saves; 300 by default.
 

@@ -101,14 +101,8 @@ class Updater:
     Train an fp32 copy of a draft on traces. Copy and optimizer persist, so that updates continue where the last one
     ended.
 
-    Args:
-        draft (`PreTrainedModel`):
-            Copied, not changed. A draft with adapters learns its trainable parameters, and frozen fp32 weights are
-            shared; otherwise all parameters learn.
-        config (`OnlineConfig`): The settings.
-        requests (`DraftRequests`, *optional*): Requests of the draft; by default none.
-        dtype (`torch.dtype`, *optional*): Dtype of the serving draft; by default that of `draft`.
-        frozen (`Container[str]`, *optional*): Names of parameters that do not learn.
+    A draft with adapters learns its trainable parameters, and frozen fp32 weights are shared; otherwise all parameters
+    learn, except those of the names in `frozen`. The serving draft has the given `dtype`, by default that of `draft`.
 
     Raises:
         UnsupportedModelError: The draft has no trainable parameter.
@@ -147,14 +141,6 @@ class Updater:
         self.max_tokens = min(MAX_LEARN_TOKENS, self.activations.max_tokens)  # longer requests are shortened
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    def observe(self, trace: Trace) -> None:
-        """Add a request for the next update. Raises StateError if its rows have another width."""
-        if len(trace) and trace.num_kept and self.accepts(trace):
-            self.requests.check_width([trace])
-            with self.requests.lock:
-                self.requests.set_target_version(trace.target)
-            self.requests.pending.append(trace)
 
     def accepts(self, trace: Trace) -> bool:
         """Whether a request can be learned from; one that cannot is excluded."""
