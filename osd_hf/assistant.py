@@ -174,8 +174,8 @@ class OnlineAssistant:
         Args:
             inputs (`torch.Tensor` or `Mapping[str, torch.Tensor]`, *optional*):
                 Token ids, int64, of shape `(prompts, tokens)`, padded on the left for a decoder-only target; or the
-                output of a tokenizer or processor. With `inputs_embeds`, `encoder_outputs`, or a soft prompt, the
-                target answers without a draft.
+                output of a tokenizer or processor. Tensors are moved to the target's device. With `inputs_embeds`,
+                `encoder_outputs`, or a soft prompt, the target answers without a draft.
             domain (`str`, *optional*): Label under which the request is counted and logged.
             learn (`bool`, *optional*, defaults to `True`):
                 With `False`, nothing of the request is stored or learned from. Its acceptance is counted.

@@ -36,7 +36,7 @@ MAX_DOUBLINGS = 3  # of the pause, which is two update intervals long at first
 AUTOSAVE_PATIENCE_SECONDS = 5.0  # to wait for another process that saves to the folder
 # Work that must not affect answers, as phrases that begin a sentence.
 ROUTING, TAKING_IN, LOGGING = "Routing a request", "Taking in a request", "Logging a request"
-SAVING, TRACKING, REPORTING, STARTING = "Saving the session", "Tracking", "`on_update`", "Starting to learn"
+SAVING, TRACKING, REPORTING = "Saving the session", "Tracking", "`on_update`"
 
 
 class Failures:
@@ -154,14 +154,16 @@ class LiveLearning:
         self.is_closed = False
         self._is_stopped = False
         self._unsaved_updates = 0
-        self._idle_thread: threading.Thread | None = None
         self.save_thread: threading.Thread | None = None  # of the last autosave
         self._learning = threading.Lock()  # held by the thread that learns or saves
         self._waiting = 0  # threads that wait for that lock
         # Held while a request is counted and added, and while counts and requests are read together or loaded.
         self._taking_in = threading.Lock()
         self._reporting = threading.Lock()  # held by the thread that calls `on_update`
-        self._wake()
+        self._idle_thread: threading.Thread | None = None
+        if self.config.update_strategy == "idle":
+            self._idle_thread = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
+            self._idle_thread.start()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -370,13 +372,8 @@ class LiveLearning:
                 thread.join()
 
     def _wake(self) -> None:
-        """Let the idle thread look for work; start it at the first call."""
+        """Let the idle thread look for work."""
         with self.traffic.changed:
-            if self.config.update_strategy == "idle" and self._idle_thread is None and not self._is_stopped:
-                with self.failures.kept(STARTING):
-                    thread = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
-                    thread.start()
-                    self._idle_thread = thread
             self.traffic.changed.notify_all()
 
     def _learn_between(self) -> None:
@@ -419,10 +416,8 @@ class LiveLearning:
         if is_due and (self.save_thread is None or not self.save_thread.is_alive()):
             self._unsaved_updates = 0
             # No answer waits for the disk.
-            thread = threading.Thread(target=self._autosave, args=(self.autosave,), name="osd_hf-autosave")
-            with self.failures.kept(SAVING):
-                thread.start()
-                self.save_thread = thread
+            self.save_thread = threading.Thread(target=self._autosave, args=(self.autosave,), name="osd_hf-autosave")
+            self.save_thread.start()
         return report
 
     def _autosave(self, folder: Path) -> None:
