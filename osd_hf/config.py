@@ -25,18 +25,16 @@ class OnlineConfig:
     Args:
         num_assistant_tokens (`int` or `"auto"`, *optional*, defaults to `"auto"`):
             Candidate tokens per round. `"auto"` chooses their number and source by measured acceptance and costs. A
-            number is a fixed k, all from the draft, for reproducible comparisons. `None` keeps the setting of the
-            draft's own generation config.
+            number is a fixed k, all from the draft. `None` keeps the draft's own generation config.
         candidates (`str`, *optional*, defaults to `"both"`):
-            Sources of candidates with `"auto"`: `"draft"`, `"text"` (continuations of the last tokens in earlier
-            text) or `"both"`.
+            Sources of candidates with `"auto"`: `"draft"`, `"text"` (what followed the last tokens) or `"both"`.
         text_scope (`str`, *optional*, defaults to `"owner"`):
             Text that is searched in addition to the request's own prompt and answer: `"request"` (none), `"owner"`
             (earlier requests of the same owner) or `"domain"` (also earlier answers of the domain to any owner). The
             text stays in memory. Requests with `learn=False` are not kept.
         compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
-            Compile the draft's forward. `"auto"` captures CUDA graphs on CUDA devices, compiles on other accelerators
-            and does nothing on a CPU. Compilation takes seconds to a minute for each doubling of the longest sequence.
+            Compile the draft's forward, which takes up to a minute for each doubling of the longest sequence. `"auto"`
+            captures CUDA graphs on CUDA devices, compiles on other accelerators and does nothing on a CPU.
         compile_target (`bool`, *optional*, defaults to `False`):
             Compile the target's verification over a static cache, about 20 seconds for each doubling of the longest
             sequence. Where compilation is impossible, the target runs eagerly and a warning is logged.

@@ -290,25 +290,6 @@ def test_a_failing_learner_costs_no_answer_and_is_heard_of_by_update_and_close(
     assistant.close()
 
 
-def test_a_failing_store_costs_no_answer() -> None:
-    class Full(CorrectionStore):
-        is_full = True
-
-        def append(self, trace: Trace) -> None:
-            if self.is_full:
-                raise OSError("disk full")
-
-    store = Full()
-    assistant = OnlineAssistant(*models.pair(), config=FAST, store=store)
-    assert len(serve(assistant, 4)) == 4
-    assert "disk full" in str(assistant.learning_error)
-    assert assistant.version == 1  # and learning goes on
-    store.is_full = False
-    serve(assistant, 1)
-    assert assistant.learning_error is None
-    assistant.close()
-
-
 def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=1))
