@@ -310,6 +310,7 @@ def test_after_one_answer_a_draft_that_does_badly_is_not_asked_again(strategy: s
     with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy=strategy)) as assistant:
         prompts = models.prompts(8)
         served_version(assistant, prompts[0])
+        assert assistant.wait_until_idle(60)
         spoil(assistant)
         bad, versions = assistant.version, []
         for ids in prompts[1:3]:
