@@ -51,12 +51,11 @@ from osd_hf.models import (
     uncompiled,
     unwrap,
     vocab_size_of,
-    warn_of_order,
 )
 from osd_hf.prompts import RowError, render_chat
 from osd_hf.router import Router, as_router
 from osd_hf.store.store import CorrectionStore
-from osd_hf.target_version import record_target, warn_of_target
+from osd_hf.target_version import warn_of_target, write_target
 from osd_hf.trace import Trace
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack
@@ -128,7 +127,6 @@ class OnlineAssistant:
         self.target, source = load_named(target, draft, **model_kwargs)
         source = uncompiled(source)
         check_pair(unwrap(self.target), unwrap(source))
-        warn_of_order(unwrap(self.target), unwrap(source))
         check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         source = align_vocab(source, unwrap(self.target), tokenizer)
@@ -539,8 +537,9 @@ class OnlineAssistant:
             domain (`str`, *optional*): Domain of the draft; `None` is the base or the shared draft.
         """
         version = self.drafts.serving(domain).target_version
-        with self.drafts.lease(domain) as draft, record_target(draft.model, version):
+        with self.drafts.lease(domain) as draft:
             draft.model.save_pretrained(save_directory)
+        write_target(save_directory, version)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
@@ -554,7 +553,7 @@ class OnlineAssistant:
         facts = replace(facts, target_version=self.drafts.serving(domain).target_version)
         with tempfile.TemporaryDirectory() as folder, self.drafts.lease(domain) as draft:
             save_draft(folder, draft.model, self.tokenizer, repo_id=repo_id, facts=facts)
-            return push_folder(folder, repo_id, kept="The assistant still has it.", **kw)
+            return push_folder(folder, repo_id, **kw)
 
     def save_state(self, directory: str | os.PathLike[str]) -> None:
         """

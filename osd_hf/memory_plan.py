@@ -21,8 +21,6 @@ from osd_hf.learning.weights import adapted
 from osd_hf.models import config_value, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 
-__all__ = ["MemoryPlan", "Part", "memory_plan"]
-
 FP32_BYTES = 4
 LOGITS_COPIES = 4  # logits, log-probs, and the gradients of both
 
@@ -68,28 +66,26 @@ class MemoryPlan:
 
 
 def memory_plan(
-    target: PreTrainedConfig, draft: PreTrainedConfig, config: OnlineConfig | None = None, *, peft_config: Any = None,
-    target_dtype: str | torch.dtype = "auto", draft_dtype: str | torch.dtype = "auto", target_bytes: int | None = None,
-    prompt_tokens: int = 512, new_tokens: int = 256, rows: int = 1, drafts: int = 1, device_type: str = "cuda",
-) -> MemoryPlan:  # fmt: skip
+    target: PreTrainedConfig,
+    draft: PreTrainedConfig,
+    config: OnlineConfig | None = None,
+    *,
+    peft_config: Any = None,
+    target_dtype: str | torch.dtype = "auto",
+    draft_dtype: str | torch.dtype = "auto",
+    target_bytes: int | None = None,
+    prompt_tokens: int = 512,
+    new_tokens: int = 256,
+    rows: int = 1,
+    drafts: int = 1,
+    device_type: str = "cuda",
+) -> MemoryPlan:
     """
-    Plan the memory of a pair. No weights are loaded.
+    Plan the memory of a pair from its configurations, for requests of `rows` prompts and `drafts` domains that have a
+    draft of their own. No weights are loaded. The dtype `"auto"` is that of the configuration. A target in
+    `target_bytes` need not be estimated, as one with a `quantization_config` is.
 
-    Args:
-        target (`PreTrainedConfig`), draft (`PreTrainedConfig`): Configurations of the models.
-        config (`OnlineConfig`, *optional*): How to draft and learn.
-        peft_config (`peft.PeftConfig`, *optional*): Adapters that learn; by default the whole draft learns.
-        target_dtype (`str` or `torch.dtype`, *optional*), draft_dtype (`str` or `torch.dtype`, *optional*):
-            Dtypes of the weights; `"auto"` takes those of the configurations. A `quantization_config` counts.
-        target_bytes (`int`, *optional*): Size of the target's weights, if known.
-        prompt_tokens (`int`, *optional*, defaults to 512), new_tokens (`int`, *optional*, defaults to 256):
-            Lengths of a request.
-        rows (`int`, *optional*, defaults to 1): Prompts per request.
-        drafts (`int`, *optional*, defaults to 1): Domains that have a draft of their own.
-        device_type (`str`, *optional*, defaults to `"cuda"`): Type of the draft's device.
-
-    Raises:
-        UnsupportedModelError: A model cannot be built from its configuration, or the adapters do not fit.
+    Raises UnsupportedModelError if a model cannot be built from its configuration, or the adapters do not fit.
     """
     config = config or OnlineConfig()
     if vocab_size_of(draft) != vocab_size_of(target):  # `align_vocab` resizes the draft
@@ -184,28 +180,20 @@ def cache_bytes(config: PreTrainedConfig, prompt_tokens: int, new_tokens: int, d
 
 def _stored_bytes(model: PreTrainedModel, config: PreTrainedConfig) -> int:
     """Return the size of the weights, with linear layers in the bits of the configuration's quantization."""
-    sizes, bits = compute_module_sizes(model), _quantized_bits(getattr(config, "quantization_config", None))
-    if bits is None:
+    sizes, quantization = compute_module_sizes(model), getattr(config, "quantization_config", None)
+    if quantization is None:
         return int(sizes[""])
+    known = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    if known.get("load_in_8bit") or "fp8" in str(known.get("quant_method", "")).lower():
+        bits = 8.0
+    else:
+        bits = 4.5 if known.get("load_in_4bit") else known.get("bits")  # with scales of 64 weights
+    if bits is None:
+        raise UnsupportedModelError("The quantization names no bits per weight. Pass `target_bytes`, or leave it out.")
     head = model.get_output_embeddings()
     linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
     quantized = sum(sizes[f"{name}.weight"] for name in linear)
     return int(sizes[""] - quantized * (1 - bits / (8 * model.dtype.itemsize)))
-
-
-def _quantized_bits(quantization: Any) -> float | None:
-    """Return the bits of a quantized weight, scales included; `None` without quantization."""
-    if quantization is None:
-        return None
-    known = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    if known.get("load_in_8bit") or "fp8" in str(known.get("quant_method", "")).lower():
-        return 8.0
-    if known.get("load_in_4bit"):
-        return 4.127 if known.get("bnb_4bit_use_double_quant") else 4.5
-    bits, group = known.get("bits") or known.get("w_bit"), known.get("group_size") or known.get("q_group_size") or -1
-    if bits is None:
-        raise UnsupportedModelError("The quantization names no bits per weight. Pass `target_bytes`, or leave it out.")
-    return float(bits + (16 + bits) / group if group > 0 else bits)
 
 
 def _numel(parameters: Iterable[torch.Tensor]) -> int:

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from huggingface_hub.errors import GatedRepoError
 from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
@@ -32,7 +30,7 @@ from transformers import (
     PreTrainedModel,
     TorchAoConfig,
 )
-from transformers.utils import find_adapter_config_file
+from transformers.utils import cached_file, extract_commit_hash, find_adapter_config_file
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
@@ -43,17 +41,10 @@ logger = logging.getLogger(__name__)
 Quantization = Literal["4bit", "8bit", "int8"]
 # Arguments of `from_pretrained` that locate files, and those for the target only: a draft learns, unquantized and on
 # one device.
-HUB_ARGUMENTS = (
-    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
-)  # fmt: skip
-TARGET_ARGUMENTS = (
-    "device_map", "max_memory", "offload_buffers", "offload_folder", "quantization", "quantization_config",
-)  # fmt: skip
+HUB_ARGUMENTS = "cache_dir force_download local_files_only revision subfolder token trust_remote_code".split()
+TARGET_ARGUMENTS = "device_map max_memory offload_buffers offload_folder quantization quantization_config".split()
 BUNDLED_ARGUMENTS = (("dtype", "auto"), ("dtype", "float32"))  # true of the bundled pair
-SOURCE_ADVICE = "Name a folder that `save_pretrained` wrote, or a model of the Hub as `owner/name`."
 MAKE_ADVICE = "make one from the target with `make_draft`, or choose a draft of the target's family"
-MAX_DRAFT_RATIO = 2  # of the numbers of weights; a larger draft gets a warning
-MAX_WRAPPERS = 16  # bounds `unwrap` for objects that answer to every attribute
 # Tokenizers of models that were loaded by name, fetched with the same arguments.
 _TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -79,13 +70,9 @@ def has_soft_prompt(model: Any) -> bool:
 
 def unwrap(model: Any) -> Any:
     """Return the transformers model inside `torch.compile` and `PeftModel` wrappers."""
-    for _ in range(MAX_WRAPPERS):
-        inner = uncompiled(model)
-        inner = inner.get_base_model() if is_peft(inner) else inner
-        if inner is model:
-            break
-        model = inner
-    return model
+    inner = uncompiled(model)
+    inner = inner.get_base_model() if is_peft(inner) else inner
+    return model if inner is model else unwrap(inner)
 
 
 def merged(model: Any) -> Any:
@@ -229,9 +216,11 @@ class Pair(NamedTuple):
 
 
 def load_config(source: str, **model_kwargs: Any) -> PreTrainedConfig:
-    """Load a configuration; raises UnsupportedModelError. Since transformers 5.23 its `_commit_hash` is the commit of
-    the Hub."""
-    config: PreTrainedConfig = _load(AutoConfig, source, **_hub_arguments(model_kwargs))
+    """Load a configuration, with the commit of the Hub as its `_commit_hash`; raises UnsupportedModelError."""
+    arguments = _hub_arguments(model_kwargs)
+    config: PreTrainedConfig = _load(AutoConfig, source, **arguments)
+    place = {name: value for name, value in arguments.items() if name in ("cache_dir", "revision", "subfolder")}
+    config._commit_hash = extract_commit_hash(cached_file(source, "config.json", local_files_only=True, **place), None)
     return config
 
 
@@ -266,9 +255,14 @@ def quantization_config(name: Quantization, dtype: str = "auto") -> Any:
 
 
 def load_model(
-    source: str, *, dtype: Any = "auto", device: Any = None, device_map: Any = None,
-    quantization: Quantization | None = None, attn_implementation: str | None = None, **model_kwargs: Any,
-) -> PreTrainedModel:  # fmt: skip
+    source: str,
+    *,
+    dtype: Any = "auto",
+    device: Any = None,
+    device_map: Any = None,
+    quantization: Quantization | None = None,
+    **model_kwargs: Any,
+) -> PreTrainedModel:
     """
     Load a model in evaluation mode.
 
@@ -278,8 +272,7 @@ def load_model(
         device (`str` or `torch.device`, *optional*): By default CUDA if available, otherwise the CPU.
         device_map (`str` or `dict`, *optional*): Argument of `from_pretrained`, such as `"auto"`; replaces `device`.
         quantization (`str`, *optional*): Argument of [`quantization_config`].
-        attn_implementation (`str`, *optional*): Such as `"sdpa"` or `"eager"`; by default transformers' choice.
-        model_kwargs (`Any`): Other arguments of `from_pretrained`, such as `quantization_config`.
+        model_kwargs (`Any`): Other arguments of `from_pretrained`, such as `attn_implementation`.
 
     Raises:
         UnsupportedModelError: the model cannot be loaded.
@@ -289,16 +282,14 @@ def load_model(
     config = load_config(source, **model_kwargs)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if attn_implementation is not None:
-        model_kwargs["attn_implementation"] = attn_implementation
     if quantization is not None:
         model_kwargs["quantization_config"] = quantization_config(quantization, dtype)
     if model_kwargs.get("quantization_config") is not None:
         device_map = device_map or device  # quantized weights cannot be moved afterwards
     if device_map is not None:
-        model = _load(auto, source, dtype=dtype, device_map=device_map, **model_kwargs)
-    else:
-        model = placed(_load(auto, source, dtype=dtype, **model_kwargs), device)
+        model_kwargs["device_map"] = device_map
+    model = _load(auto, source, dtype=dtype, **model_kwargs)
+    model = model if device_map is not None else placed(model, device)
     model.config._commit_hash = getattr(config, "_commit_hash", None)
     return model.eval()
 
@@ -322,16 +313,13 @@ def load_draft(source: str, **model_kwargs: Any) -> PreTrainedModel:
 
 
 def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
-    """Load those of two models that are given by Hub id or folder, with their tokenizers. The arguments in
-    `TARGET_ARGUMENTS` are not used for the draft, which is placed on the target's device. Raises
-    UnsupportedModelError, and ConfigError for an argument that no model takes."""
+    """Load those of two models that are given by Hub id or folder, with their tokenizers. Raises
+    UnsupportedModelError, and ConfigError for an argument of `from_pretrained` that no model takes."""
     is_named = [isinstance(model, str | os.PathLike) for model in (target, draft)]
     for name in model_kwargs:
         if not any(is_named) or (name in TARGET_ARGUMENTS and not is_named[0]):
-            subject = "the target" if any(is_named) else "a model"
             raise ConfigError(
-                f"`{name}` would be passed on to `from_pretrained`, where {subject} is given by its id or path, got a "
-                f"{type(target).__name__}. Leave `{name}` out, name the model, or look at the spelling."
+                f"`{name}` is for a model that is given by its id or path. Leave it out, or name the model."
             )
     if is_named[0]:
         target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs), model_kwargs)
@@ -349,9 +337,14 @@ def _load_draft_beside(target: Any, source: str, model_kwargs: Mapping[str, Any]
 
 
 def load_pair(
-    target: str | None = None, draft: str | None = None, *, device: str | None = None, revision: str | None = None,
-    draft_revision: str | None = None, **model_kwargs: Any,
-) -> Pair:  # fmt: skip
+    target: str | None = None,
+    draft: str | None = None,
+    *,
+    device: str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    **model_kwargs: Any,
+) -> Pair:
     """Load a target and a draft by name with [`load_model`], or the bundled pair (fp32, by default on the CPU).
     `revision` is for the target, `draft_revision` for the draft. Raises ConfigError if only one model is named or the
     bundled pair does not take an argument, UnsupportedModelError, and VocabularyMismatchError."""
@@ -385,22 +378,7 @@ def _load(auto: Any, source: str, **kwargs: Any) -> Any:
     try:
         return auto.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError, TypeError) as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown and unknown[1] in kwargs:
-            raise ConfigError(
-                f"`{unknown[1]}` is no argument of `from_pretrained` for {source!r}. Leave it out, or look at the "
-                "spelling."
-            ) from error
-        advice = ""
-        is_folder = os.path.isdir(source)
-        if is_folder and not os.path.isfile(os.path.join(source, "config.json")):
-            advice = f"It is a folder without a `config.json`. {SOURCE_ADVICE}"
-        elif isinstance(error.__cause__ or error, GatedRepoError):
-            advice = "Ask for access on its page of the Hub, then log in with `hf auth login` or pass `token=`."
-        elif isinstance(error, OSError) and not is_folder:
-            advice = SOURCE_ADVICE
-        message = f"The model {source!r} cannot be loaded: {first_line(error)}. {advice}"
-        raise UnsupportedModelError(message.rstrip()) from error
+        raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
 
 
 def _hub_arguments(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -466,9 +444,8 @@ def check_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> Any:
     """
-    Give a draft the target's vocabulary size. Models of one family often have embeddings padded to different sizes
-    (Qwen2.5-0.5B has 151,936 rows, 7B 152,064), or added tokens (Gemma 3 4B has rows for images). Assisted generation,
-    TRL and vLLM need equal sizes.
+    Give a draft the target's vocabulary size, which assisted generation, TRL and vLLM need. Models of one family often
+    have embeddings padded to different sizes (Qwen2.5-0.5B has 151,936 rows, 7B 152,064), or added tokens.
 
     Args:
         draft (`PreTrainedModel` or `PeftModel`): Not changed.
@@ -481,8 +458,8 @@ def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> A
         close to the mean of the old ones.
 
     Raises:
-        VocabularyMismatchError: the tokenizers differ or cannot be found, tokens other than added ones are beyond the
-            smaller vocabulary, or an adapter of the draft changes the layers to resize.
+        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens, the tokenizers cannot
+            be found, or an adapter of the draft changes the layers to resize.
     """
     size, old_size = vocab_size_of(target), vocab_size_of(draft)
     if size == old_size:
@@ -554,8 +531,9 @@ def check_draft(draft: Any) -> None:
             )
         logger.warning(
             "Recurrent layers of the draft (%s) are not rolled back when a drafted token is rejected, so its tokens "
-            "are accepted less often. The answers are still the target's own.", kind,
-        )  # fmt: skip
+            "are accepted less often. The answers are still the target's own.",
+            kind,
+        )
 
 
 def check_learner(draft: PreTrainedModel) -> None:
@@ -571,18 +549,6 @@ def check_learner(draft: PreTrainedModel) -> None:
             f"Weights of the draft ({kind}) are offloaded, so they cannot learn. Load all of them onto one "
             "device; the target may be offloaded."
         )
-
-
-def warn_of_order(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Warn if the draft is much larger than the target, as when they are exchanged. Quantized targets do not show
-    their size."""
-    target_size, draft_size = (sum(w.numel() for w in model.parameters()) for model in (target, draft))
-    if getattr(target, "is_quantized", False) or not target_size or draft_size <= MAX_DRAFT_RATIO * target_size:
-        return
-    logger.warning(
-        "The draft has %s weights, the target %s: a draft has to be much smaller to save time. If they are exchanged, "
-        "pass the large model first: `OnlineAssistant(target, draft)`.", f"{draft_size:,}", f"{target_size:,}",
-    )  # fmt: skip
 
 
 def _cache_can_be_cropped(draft: Any) -> bool:

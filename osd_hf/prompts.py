@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import re
-import string
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +46,7 @@ class Prompt:
 @dataclass(frozen=True)
 class PromptSource:
     """
-    A source of prompts, and how a row becomes a prompt. A template is a format string over the columns, such as
+    A source of prompts, and how a row becomes a prompt. A template is a text with columns in braces, such as
     `"db: {db}\\n{question}"` or `"{messages[-1][content]}"`. A written `\\n` or `\\t` is a line break or a tab. Other
     braces, such as those of JSON, are text.
 
@@ -86,8 +84,9 @@ class EncodedPrompts:
         return [prompt.domain for prompt, _ in self.prompts]
 
 
-def list_skipped(skipped: Mapping[str, Sequence[int]]) -> str:
-    """List rows that are left out by reason, in a bounded length: a few row numbers for each of a few reasons."""
+def report_skipped(name: str, num_used: int, skipped: Mapping[str, Sequence[int]]) -> None:
+    """Log the rows that are left out, by reason: a few row numbers for each of a few reasons. Raises DataError if no
+    row is used. `name` is what a row is called."""
     parts = []
     for reason, rows in itertools.islice(skipped.items(), MAX_LISTED_REASONS):
         more = len(rows) - MAX_LISTED_ROWS
@@ -95,7 +94,11 @@ def list_skipped(skipped: Mapping[str, Sequence[int]]) -> str:
         parts.append(f"row{'s' if len(rows) > 1 else ''} {numbers}: {reason}")
     if others := sum(len(rows) for rows in itertools.islice(skipped.values(), MAX_LISTED_REASONS, None)):
         parts.append(f"{others} more rows for {len(skipped) - MAX_LISTED_REASONS} other reasons")
-    return "; ".join(parts)
+    listed, count = "; ".join(parts), sum(map(len, skipped.values()))
+    if not num_used:
+        raise DataError(f"No {name} can be used: {listed or 'there is none'}.")
+    if skipped:
+        logger.warning("Skipped %d of %d %ss: %s.", count, num_used + count, name, listed)
 
 
 # --- prompts of a source --------------------------------------------------------------------------------------------
@@ -112,14 +115,15 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
         DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows.
     """
     known, read = open_rows(source)
-    label = [] if source.domain_column is None else [source.domain_column]
+    text_of: Callable[[Mapping[str, Any]], str]
     if source.template is None:
         column = str(source.column)
         columns, text_of = [column], lambda row: prompt_text(row.get(column), column)
     else:
-        template = _Template(source.template.replace("\\n", "\n").replace("\\t", "\t"), known)
-        columns, text_of = template.columns, template.fill
-    wanted = list(dict.fromkeys([*columns, *label]))
+        template = source.template.replace("\\n", "\n").replace("\\t", "\t")
+        fields = _template_fields(template, known)
+        columns, text_of = [column for column, _ in fields.values()], lambda row: _filled(template, fields, row)
+    wanted = dict.fromkeys(columns if source.domain_column is None else [*columns, source.domain_column])
     if missing := [name for name in wanted if name not in known]:
         raise DataError(
             f"{source.location} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(known)}."
@@ -140,94 +144,55 @@ def _prompts(rows: Iterable[Any], source: PromptSource, text_of: Callable[[Any],
         yield Prompt(index, text, None if label is None else str(label), problem)
 
 
-def prompt_text(value: Any, name: str | None) -> str:
-    """Return the text of a column or field, which may be a list of text parts; raises RowError."""
+def prompt_text(value: Any, name: str) -> str:
+    """Return the text of a column, which may be a list of text parts; raises RowError."""
     if value is None:
         raise RowError(f"`{name}` is null")
-    if not isinstance(value, str):
-        try:
-            value = content_text(value)
-        except RowError:
-            raise RowError(f"`{name}` holds a {type(value).__name__}, not text") from None
-    if not is_text(value):
-        raise RowError(f"`{name}` holds half a character (a surrogate that stands alone)")
-    if not value.strip():
+    try:
+        text = content_text(value)
+    except RowError as error:
+        raise RowError(f"`{name}` {error}") from None
+    if not text.strip():
         raise RowError(NO_TEXT)
-    return value
+    return text
 
 
-FIELD = re.compile(r"\{[^{}]+\}")
+FIELD = re.compile(r"\{([^{}]+)\}")
 REFERENCE = re.compile(r"([^.\[\]]+)((?:\.\w+|\[[^\[\]]+\])*)")
 STEP = re.compile(r"[\w-]+|(?<=\[)[^\[\]]+")
 
 
-class _Template:
-    """
-    A prompt template over columns. `{name}` is a field if a column has this name or the name is an identifier. All
-    other braces are text, so JSON needs no escaping. Doubled braces mean single ones only if the template is a valid
-    Python format string over columns.
-
-    Raises:
-        ConfigError: the template has no field.
-    """
-
-    def __init__(self, template: str, known: Collection[str]) -> None:
-        self._known = known
-        try:
-            parts = list(string.Formatter().parse(template))
-            if not all(name is None or self._field(name) for _, name, _, _ in parts):
-                parts = self._parse_json(template)
-        except ValueError:
-            parts = self._parse_json(template)
-        # Text, the field behind it, its format and conversion.
-        self._parts = [
-            (text, self._field(name or ""), spec or "", conversion) for text, name, spec, conversion in parts
-        ]
-        self.columns = list(dict.fromkeys(field[0] for _, field, _, _ in self._parts if field))
-        if not self.columns:
-            raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
-
-    def _parse_json(self, template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-        """Parse a template like `string.Formatter`, with all braces that are no fields as text."""
-        parts, end = [], 0
-        for found in FIELD.finditer(template):
-            with contextlib.suppress(ValueError):
-                [(_, name, spec, conversion)] = string.Formatter().parse(found[0])
-                if self._field(name or ""):
-                    parts.append((template[end : found.start()], name, spec, conversion))
-                    end = found.end()
-        return [*parts, (template[end:], None, None, None)]
-
-    def _field(self, name: str) -> tuple[str, list[str]] | None:
-        """Split a name into a column and the steps inside of its value; `None` if it is no field."""
-        if name in self._known:
-            return name, []
+def _template_fields(template: str, known: Collection[str]) -> dict[str, tuple[str, list[str]]]:
+    """Return the fields of a template, with the column and the steps inside its value. Braces hold a field if they
+    name a column or an identifier. All others are text, so JSON needs no escaping."""
+    fields: dict[str, tuple[str, list[str]]] = {}
+    for name in FIELD.findall(template):
         found = REFERENCE.fullmatch(name)
-        if found is None or not (found[1] in self._known or found[1].isidentifier()):
-            return None
-        return found[1], STEP.findall(found[2])
-
-    def fill(self, row: Mapping[str, Any]) -> str:
-        """Return the prompt of a row; raises RowError."""
-        values, filled = list[str](), ""
-        for text, field, spec, conversion in self._parts:
-            values.append("" if field is None else _value(row, *field, spec, conversion))
-            filled += text + values[-1]
-        return prompt_text(filled if any(map(str.strip, values)) else "", "template")
+        if name in known:
+            fields[name] = name, []
+        elif found and (found[1] in known or found[1].isidentifier()):
+            fields[name] = found[1], STEP.findall(found[2])
+    if not fields:
+        raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
+    return fields
 
 
-def _value(row: Mapping[str, Any], column: str, steps: list[str], spec: str, conversion: Any) -> str:
+def _filled(template: str, fields: Mapping[str, tuple[str, list[str]]], row: Mapping[str, Any]) -> str:
+    """Return the prompt of a row; raises RowError."""
+    values = {name: _value(row, *field) for name, field in fields.items()}
+    text = FIELD.sub(lambda found: values.get(found[1], found[0]), template)
+    return prompt_text(text if any(map(str.strip, values.values())) else "", "template")
+
+
+def _value(row: Mapping[str, Any], column: str, steps: Sequence[str]) -> str:
+    """Return the text of a field; raises RowError."""
     value = row.get(column)
     try:
         for step in steps:
             value = value[int(step) if isinstance(value, list | tuple) else step]  # type: ignore[index]
-        if isinstance(value, list | dict) and conversion is None or value is None:
-            value = prompt_text(value, column)
-        return format(string.Formatter().convert_field(value, conversion), spec)
-    except RowError:
-        raise
     except (LookupError, ValueError, TypeError) as error:
         raise RowError(f"it does not fit the template ({type(error).__name__}: {first_line(error)})") from error
+    return prompt_text(value, column) if value is None or isinstance(value, list | dict) else str(value)
 
 
 # --- rows of a source -----------------------------------------------------------------------------------------------
@@ -243,7 +208,7 @@ def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str
         raise DataError(f"There is no file {source.location}.")
     if path.is_file() and kind not in FILES:
         raise DataError(f"{source.location} is none of {', '.join(FILES)}.")
-    read: Callable[[Collection[str]], Iterable[Any]]
+    read: Callable[[list[str]], Iterable[Any]]
     try:
         if kind not in FILES:
             dataset = _hub_dataset(source)
@@ -259,7 +224,7 @@ def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str
         raise DataError(f"{source.location} cannot be read: {first_line(error.__cause__ or error)}.") from error
     if not count:
         raise DataError(f"{source.location} has no rows.")
-    return list(names), lambda columns: read([name for name in names if name in columns])
+    return names, lambda columns: read([name for name in names if name in columns])
 
 
 def _hub_dataset(source: PromptSource) -> Any:
@@ -272,29 +237,27 @@ def _hub_dataset(source: PromptSource) -> Any:
 
 
 def _json_rows(path: Path) -> tuple[list[str], list[Any]]:
-    """Parse a list, or one value per line, without guessing types: a column may change its type, and text that looks
-    like a date is text. Return the names of all columns, and the rows or a RowError in place of each unusable one.
-    Raises ValueError if there is no JSON object."""
+    """Return the names of all columns, and the objects of a JSON list or of one line each, with a RowError in place of
+    each unusable one. Types are not guessed: text that looks like a date is text. Raises ValueError if there is no
+    JSON object."""
     text = path.read_bytes()
     values = _parsed(text)
     if not isinstance(values, list):
-        values = (
-            [values] if isinstance(values, dict) else [_parsed(line) for line in text.splitlines() if line.strip()]
-        )
-    names, rows = dict[str, None](), list[Any]()
-    for value in values:
-        row = {"text": value} if isinstance(value, str) else value
-        if isinstance(row, dict):
-            names |= dict.fromkeys(row)
-        elif not isinstance(row, RowError):
-            row = RowError(f"it is a value of type `{type(row).__name__}`, not a JSON object")
-        rows.append(row)
+        values = [_parsed(line) for line in text.splitlines() if line.strip()]
+    rows = [
+        value
+        if isinstance(value, dict | RowError)
+        else RowError(f"it is a value of type `{type(value).__name__}`, not a JSON object")
+        for value in values
+    ]
+    names = list(dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row))
     if rows and not names:
         raise ValueError(str(rows[0]))
-    return list(names), rows
+    return names, rows
 
 
 def _parsed(text: bytes) -> Any:
+    """Return the JSON value of a text, or a RowError."""
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -318,11 +281,9 @@ def content_text(content: Any) -> str:
     """Return the text of a message's content: a text, or a list of parts of the type `text`; raises RowError."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        if not all(map(is_text, parts)):
-            raise RowError("may hold parts of the type `text` alone")
-        content = "".join(map(str, parts))
+        content = "".join(parts) if all(map(is_text, parts)) else None
     if not is_text(content):
-        raise RowError("must be a text, or a list of parts of the type `text`")
+        raise RowError("must be a text of whole characters, or a list of parts of the type `text`")
     return content
 
 
@@ -347,43 +308,25 @@ def _parsed_call(call: Any) -> Any:
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None = None,
-    **how: Any,
-) -> str:  # fmt: skip
-    """
-    Return the text of messages in the tokenizer's chat template.
-
-    Raises:
-        ConfigError: `chat_template_kwargs` holds an argument that is set here.
-        RowError: the template cannot take the messages.
-    """
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any] | None, **how: Any
+) -> str:
+    """Return the text of messages in the tokenizer's chat template. Raises ConfigError if `chat_template_kwargs` holds
+    an argument that is set here, and RowError if the template cannot take the messages."""
     if fixed := OF_CHAT.intersection(chat_template_kwargs or ()):
         raise ConfigError(f"`chat_template_kwargs` must not hold `{min(fixed)}`, which is set already. Leave it out.")
+    how |= chat_template_kwargs or {}
     try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, **how, **(chat_template_kwargs or {})
-        )
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
     except Exception as error:  # templates raise errors of any type
         raise RowError(f"the chat template cannot take it ({type(error).__name__}: {first_line(error)})") from error
-    return text
 
 
 def encode_turn(
     tokenizer: Any, text: str, *, chat_template: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """
-    Return the token ids of a user turn.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`), text (`str`): The target's tokenizer, and what the user says.
-        chat_template (`bool`, *optional*, defaults to `True`):
-            Whether to put the text into the chat template, if the tokenizer has one.
-        chat_template_kwargs (`Mapping[str, Any]`, *optional*): Arguments of the template, such as `enable_thinking`.
-
-    Raises:
-        ConfigError: `chat_template_kwargs` without a chat template, or with what is set here.
-        RowError: the template cannot take the text.
-    """
+    """Return the token ids of a user turn, in the tokenizer's chat template if it has one and `chat_template` is set.
+    Raises ConfigError for `chat_template_kwargs` without a template or with an argument that is set here, and RowError
+    if the template cannot take the text."""
     if chat_template and getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": text}]
         text = render_chat(tokenizer, turn, chat_template_kwargs, add_generation_prompt=True)
@@ -395,20 +338,18 @@ def encode_turn(
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], tokenizer: Any, *, limit: int | None = None, max_prompt_tokens: int | None = None,
-    chat_template: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> EncodedPrompts:  # fmt: skip
-    """
-    Encode at most `limit` prompts of at most `max_prompt_tokens` as [`encode_turn`] does, reading no more than needed.
-    The others are left out, and the log lists them once.
-
-    Raises:
-        ConfigError: as [`encode_turn`] does.
-        DataError: no prompt can be used.
-    """
+    prompts: Iterable[Prompt],
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    max_prompt_tokens: int | None = None,
+    **how: Any,
+) -> EncodedPrompts:
+    """Encode at most `limit` prompts of at most `max_prompt_tokens` with [`encode_turn`] and its arguments. Reads no
+    more than needed. Other prompts are skipped and logged once. Raises ConfigError as [`encode_turn`], and DataError
+    if no prompt can be used."""
     encoded: list[tuple[Prompt, list[int]]] = []
     skipped: dict[str, list[int]] = {}
-    how: dict[str, Any] = {"chat_template": chat_template, "chat_template_kwargs": chat_template_kwargs}
     for prompt in prompts:
         if limit is not None and len(encoded) == limit:
             break
@@ -424,11 +365,7 @@ def encode_prompts(
             skipped.setdefault(str(error), []).append(prompt.index)
         else:
             encoded.append((prompt, ids))
-    if not encoded:
-        raise DataError(f"No prompt can be used: {list_skipped(skipped) or 'there is none'}.")
-    if skipped:
-        count = sum(map(len, skipped.values()))
-        logger.warning("Skipped %d prompt%s: %s.", count, "s" if count > 1 else "", list_skipped(skipped))
+    report_skipped("prompt", len(encoded), skipped)
     return EncodedPrompts(tuple(encoded), skipped)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -36,8 +35,6 @@ MEMORY = 64  # newest prompts kept per topic
 CHECK_EVERY = 8  # prompts of a topic between two attempts to split it
 MIN_TOPIC_PROMPTS = 6
 MIN_SEPARATION = 5.0  # of two topics, in standard deviations along the line between their centroids
-MAX_STRAYS = 16  # prompts far from all topics, collected before a search for a new topic among them
-MERGE_RATIO = 1.7  # a new topic replaces the two nearest ones if it is this many times as far away
 MAX_DEVIATIONS = 3.5  # of a prompt's distance to the centroid from the usual distances of the topic
 MAX_POSITION = 0.45  # of a prompt between the nearest centroid (0) and the second nearest (1)
 
@@ -90,8 +87,6 @@ class CallableRouter(Router):
     """Route by a function of the prompt's text that returns the name of a domain or `None`."""
 
     def __init__(self, function: Callable[[str], str | None]) -> None:
-        if not callable(function):
-            raise ConfigError(f"`function` must be callable, got {function!r}.")
         self.function = function
 
     def route(self, prompt: RoutedPrompt) -> str | None:
@@ -174,9 +169,8 @@ class TopicRouter(Router):
     A prompt is represented by the mean of the target's input embeddings over its distinct tokens, without the part
     that all embeddings share (arXiv 1702.01417), scaled to length 1. It gets the topic with the nearest centroid, or
     `None` if it is among the first 16, between two topics, or far from all. A topic consists of its newest prompts. If
-    they form two clusters, the one with the oldest prompt keeps the name and the other becomes a new topic. When
-    `max_topics` is reached and a distant new topic appears, the two nearest topics are merged under the older name,
-    and the new topic takes the other name. A topic that returns gets its old name.
+    they form two clusters, the one with the oldest prompt keeps the name and the other becomes a new topic, up to
+    `max_topics`. A topic that returns gets its old name.
 
     Args:
         target (`PreTrainedModel`):
@@ -196,7 +190,6 @@ class TopicRouter(Router):
         self._mean, self._common = _shared_part(self._weight)
         self._lock = threading.Lock()
         self._topics: list[_Topic] = []
-        self._strays: Vectors = np.zeros((0, len(self._mean)), np.float32)
         self._seen = 0
         self._prefix: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -252,11 +245,7 @@ class TopicRouter(Router):
         if not learn:
             return nearest.name if clear and self._seen > FIRST_PROMPTS else None
         full = len(self._topics) == self.max_topics
-        if full and not near and self._seen > FIRST_PROMPTS:
-            self._strays = np.concatenate([self._strays, vector[None]])
-            if len(self._strays) == MAX_STRAYS:
-                self._replace_near_topics(nearest)
-        else:  # a distant prompt may be the first of a new topic
+        if near or not full or self._seen <= FIRST_PROMPTS:  # a distant prompt may be the first of a new topic
             nearest.add(vector)
         if not full and nearest.unchecked >= CHECK_EVERY:
             nearest.unchecked = 0
@@ -264,19 +253,6 @@ class TopicRouter(Router):
                 self._topics.append(_Topic(f"topic-{len(self._topics) + 1}", nearest.vectors[part]))
                 nearest.replace(nearest.vectors[~part])
         return nearest.name if clear and self._seen > FIRST_PROMPTS else None
-
-    def _replace_near_topics(self, nearest: _Topic) -> None:
-        """If the strays form a distant topic, merge the two nearest topics and give it the free name."""
-        both = _Topic("", np.concatenate([nearest.vectors, self._strays]))
-        self._strays = self._strays[MAX_STRAYS // 2 :]
-        pairs = list(itertools.combinations(self._topics, 2))
-        gaps = [float(np.linalg.norm(a.centroid - b.centroid)) for a, b in pairs]
-        if not gaps or (part := both.second_cluster()) is None:
-            return
-        (a, b), new = pairs[int(np.argmin(gaps))], both.vectors[part]
-        if np.linalg.norm(new.mean(0) - nearest.centroid) > MERGE_RATIO * min(gaps):
-            a.replace(np.concatenate([a.vectors[-MEMORY // 2 :], b.vectors[-MEMORY // 2 :]]))
-            b.replace(new)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the topics with the vectors of their newest prompts, and the shared beginning of the prompts."""
@@ -286,7 +262,6 @@ class TopicRouter(Router):
                 "names": self.topics,
                 "unchecked": [topic.unchecked for topic in self._topics],
                 "vectors": [torch.from_numpy(topic.vectors.copy()) for topic in self._topics],
-                "strays": torch.from_numpy(self._strays.copy()),
                 "seen": self._seen,
                 "prefix": torch.from_numpy(self._prefix.copy()),
                 "mean_embedding": torch.from_numpy(self._mean.copy()),
@@ -306,7 +281,6 @@ class TopicRouter(Router):
         with self._lock:
             saved = zip(state["names"], state["vectors"], state["unchecked"], strict=True)
             self._topics = [_Topic(name, vectors.numpy().copy(), unchecked) for name, vectors, unchecked in saved]
-            self._strays = state["strays"].numpy().copy()
             self._prefix = state["prefix"].numpy().copy()
             self._seen = state["seen"]
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import operator
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,12 +24,10 @@ logger = logging.getLogger(__name__)
 
 MIN_SAMPLES = 256  # values per tensor
 ROWS_PER_SAMPLE = 8  # an update may change only a few rows of an embedding
-NUM_PROBES = 8  # parameters that are checked for replacement on each call
 TARGET_SETTING = "osd_hf_target"  # setting in a draft's configuration: the target version that it was trained for
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_tracked: WeakKeyDictionary[Any, _TrackedModel] = WeakKeyDictionary()
-_in_place_changes = operator.attrgetter("_version")  # counted by torch
+_tracked: WeakKeyDictionary[Any, tuple[_ModelState, str]] = WeakKeyDictionary()
 
 
 # --- the fingerprint ------------------------------------------------------------------------------------------------
@@ -36,16 +37,10 @@ _in_place_changes = operator.attrgetter("_version")  # counted by torch
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
     """
-    Return a short hash of a model's weights. It stays the same after saving and loading in the same dtype, on any
-    device. It changes after a training step, with another adapter, or with another quantization. It uses names,
-    shapes, dtypes and a sample of the values, so it takes milliseconds and may miss a change of a few values.
+    Return a hash of a model's weights, 16 hexadecimal digits. It stays the same after saving and loading in the same
+    dtype, on any device. It changes after a training step, with another adapter, or with another quantization. It uses
+    names, shapes, dtypes and a sample of the values, so it takes milliseconds and may miss a change of a few values.
     Offloaded weights contribute only their names and shapes.
-
-    Args:
-        model (`PreTrainedModel`): May be a `PeftModel` or compiled.
-
-    Returns:
-        `str`: 16 hexadecimal digits.
     """
     digest = hashlib.blake2b(digest_size=8)
     tensors = sorted(_named_tensors(unwrap(model), "", set()), key=operator.itemgetter(0))
@@ -125,12 +120,11 @@ def target_version(model: Any) -> str | None:
     Return the fingerprint of a model, or the name that [`target_changed`] gave it; `None` if it has none.
 
     The fingerprint is computed again only after a change that torch or PEFT count: in-place changes (optimizers,
-    `load_state_dict`), replaced weights, and adapters that are added, switched, merged or scaled. The check takes
-    about ten microseconds. Writes through `.data` are found only by [`look_closely`]. Hooks and patched methods are
-    not noticed.
+    `load_state_dict`), replaced weights, and adapters that are added, switched, merged or scaled. Writes through
+    `.data` are found only by [`look_closely`]. Hooks and patched methods are not noticed.
     """
     with _unknown_if_it_fails():
-        return _tracked_model(unwrap(model)).version
+        return _tracked_version(unwrap(model))
     return None
 
 
@@ -139,10 +133,10 @@ def look_closely(model: Any) -> str | None:
     `None`. Takes milliseconds."""
     with _unknown_if_it_fails():
         model = unwrap(model)
-        before, now = _tracked_model(model), _TrackedModel(model)
-        if now.version != before.version.partition("-")[0] and not before.has_changed(model):
-            _tracked[model] = now
-            return now.version
+        before, state, now = _tracked_version(model), _ModelState(model), fingerprint(model)
+        if now != before.partition("-")[0]:
+            _tracked[model] = state, now
+            return now
     return None
 
 
@@ -150,12 +144,11 @@ def target_changed(model: Any) -> str | None:
     """Give a model a new version, even if its weights do not show a change, and return it."""
     with _unknown_if_it_fails():
         model = unwrap(model)
-        before, now = _tracked_model(model).version, _TrackedModel(model)
+        before, state, now = _tracked_version(model), _ModelState(model), fingerprint(model)
         plain, _, number = before.partition("-")
-        if now.version == plain:
-            now.version = f"{plain}-{int(number or 0) + 1}"
-        _tracked[model] = now
-        return now.version
+        version = now if now != plain else f"{plain}-{int(number or 0) + 1}"
+        _tracked[model] = state, version
+        return version
     return None
 
 
@@ -167,44 +160,34 @@ def _unknown_if_it_fails() -> Iterator[None]:
         logger.info("The version of the target is not known: %s", first_line(error))
 
 
-def _tracked_model(model: Any) -> _TrackedModel:
-    tracked = _tracked.get(model)
-    if tracked is None or tracked.has_changed(model):
-        tracked = _TrackedModel(model)
-        if not tracked.has_changed(model):  # during the computation
-            _tracked[model] = tracked
-    return tracked
+def _tracked_version(model: Any) -> str:
+    state, known = _ModelState(model), _tracked.get(model)
+    if known is None or not state.is_same(known[0]):
+        # The state is older than the version: a change in between makes the next call compute it again.
+        known = _tracked[model] = state, fingerprint(model)
+    return known[1]
 
 
-class _TrackedModel:
-    """The version of a model, and the state of the counters of torch and PEFT before it was computed."""
+class _ModelState:
+    """What torch and PEFT count about a model: its tensors, their in-place changes, and the active adapters."""
 
     def __init__(self, model: Any) -> None:
         # Weights that are removed from the model stay alive until the next call. Weak references would keep torch from
         # swapping their contents.
-        weights = [tensor for module in model.modules() for _, tensor in _own_tensors(module)]
-        self._tensors = [tensor for tensor in weights if not tensor.is_inference()]  # those have no counter
-        places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
-        chosen = places[:: max(len(places) // NUM_PROBES, 1)]
-        self._probes = [(parameters, name, parameters[name]) for parameters, name in chosen]
-        self._peft_layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
-        self._counters = self._count(model)
-        self.version = fingerprint(model)
+        self.tensors = [tensor for module in model.modules() for _, tensor in _own_tensors(module)]
+        self.changes = [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
+        self.adapters: object = None
+        layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
+        if layer is not None:
+            scaling = getattr(layer, "scaling", None)
+            scales = dict(scaling) if isinstance(scaling, dict) else None
+            self.adapters = list(layer.active_adapters), layer.disable_adapters, list(layer.merged_adapters), scales
 
-    def _count(self, model: Any) -> object:
-        changes = (sum(map(_in_place_changes, self._tensors)), *vars(model).get("peft_config", ()))
-        layer = self._peft_layer
-        if layer is None:
-            return changes
-        scaling = getattr(layer, "scaling", None)
-        scales = tuple(scaling.values()) if isinstance(scaling, dict) else None
-        return changes, scales, tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters)
-
-    def has_changed(self, model: Any) -> bool:
-        """Return whether torch or PEFT have counted a change."""
-        if any(parameters.get(name) is not tensor for parameters, name, tensor in self._probes):
-            return True  # weights were replaced
-        return self._count(model) != self._counters
+    def is_same(self, other: _ModelState) -> bool:
+        """Return whether nothing has changed between two states of a model."""
+        if self.changes != other.changes or self.adapters != other.adapters:
+            return False
+        return all(map(operator.is_, self.tensors, other.tensors))
 
 
 # --- the version that a draft was trained for -----------------------------------------------------------------------
@@ -216,19 +199,13 @@ def recorded_target(draft: Any) -> str | None:
     return version
 
 
-@contextlib.contextmanager
-def record_target(draft: Any, version: str | None) -> Iterator[None]:
-    """Write the target version into the draft's configuration inside the block; with `None` change nothing."""
-    config, before = unwrap(draft).config, recorded_target(draft)
-    if version is not None:
-        setattr(config, TARGET_SETTING, version)
-    try:
-        yield
-    finally:
-        if before is not None:
-            setattr(config, TARGET_SETTING, before)
-        elif version is not None:
-            delattr(config, TARGET_SETTING)
+def write_target(folder: str | os.PathLike[str], version: str | None) -> None:
+    """Write the target version into the configuration of a saved draft; with `None` change nothing."""
+    path = Path(folder) / "config.json"
+    if version is not None and path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        text = json.dumps(settings | {TARGET_SETTING: version}, indent=2, sort_keys=True) + "\n"
+        path.write_text(text, encoding="utf-8")
 
 
 def warn_of_target(draft: Any, target: Any) -> None:
@@ -237,5 +214,7 @@ def warn_of_target(draft: Any, target: Any) -> None:
     if is_fingerprint(before) and (now := target_version(target)) not in (None, before):
         logger.warning(
             "The draft was trained for another version of its target (%s; this one is %s). The answers are still the "
-            "target's own. Fewer tokens may be accepted until the draft has learned from this version.", before, now,
-        )  # fmt: skip
+            "target's own. Fewer tokens may be accepted until the draft has learned from this version.",
+            before,
+            now,
+        )

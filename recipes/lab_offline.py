@@ -10,7 +10,7 @@ rates    teacher samples and forward KL at several learning rates; the draft's s
 best     the two best of the table on the other data sets, and the best with more seeds
 online   one pass of the online learner over the same prompts, with the same held-out requests
 
-The target's samples are its greedy answers; samples of the draft, and both in mix_token, use `--temperature`. Two
+The target's samples are its greedy answers; samples of the draft use `--temperature`. Two
 epochs over the prompts. Acceptance is measured by replay of the target's greedy answers to held-out prompts, k = 5.
 Finished runs are kept in `--runs`, so that a killed table can continue and parts can run in parallel.
 """

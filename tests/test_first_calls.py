@@ -314,7 +314,7 @@ def test_drafts_are_evaluated_on_texts() -> None:
     texts = ["abc", "xyz"]
     found = evaluate(target, draft, target, models.tokenizer(), texts)
     assert [prompt.text for prompt in found.dataset.prompts] == texts
-    assert found.stats("before").alpha < found.stats("after").alpha == 1
+    assert found.scores.totals["before"].alpha < found.scores.totals["after"].alpha == 1
     with pytest.raises(ConfigError, match="got one text. Put it into a list"):
         evaluate(target, draft, target, models.tokenizer(), "abc")
 

@@ -1,4 +1,4 @@
-"""Publishing drafts and stores: what is written, pushed to a Hub of one's own, and read back by transformers alone."""
+"""Publishing drafts: what is written, pushed to a Hub of one's own, and read back by transformers alone."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from typing import Any
 import models
 import pytest
 import torch
-import yaml
 from fake_hub import COMMIT, TOKEN, FakeHub, fake_hub
-from huggingface_hub import DatasetCard, ModelCard, ModelInfo
+from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, capture_traces
+from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, HubError, OSDError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, facts_of, hub_id
-from osd_hf.hub.push import export_to_vllm, push_folder, push_store, save_draft
+from osd_hf.hub.push import export_to_vllm, push_folder, save_draft
 from osd_hf.models import load_model
 from osd_hf.prompts import Prompt, encode_turn
 
@@ -60,7 +59,7 @@ def published(learned: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target, before, after, tokenizer = learned
     folder = tmp_path_factory.mktemp("published") / "draft"
     prompts = [Prompt(i, e.prompt, "finance") for i, e in enumerate(bundled_prompts("finance", 12, seed=7))]
-    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32, dataset_id="somebody/prompts")
+    dataset = EvaluationSet("generated finance", tuple(prompts), max_new_tokens=32)
     evaluation = evaluate(target, before, after, tokenizer, dataset, num_assistant_tokens=4)
     save_draft(folder, after, tokenizer, repo_id="me/draft", facts=FACTS, evaluation=evaluation)
     return folder
@@ -146,8 +145,10 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     assert card.data.target_version == json.loads((published / "config.json").read_text())["osd_hf_target"] == "0f" * 8
     assert {"assistant-model", "speculative-decoding", "draft-model", "distillation"} <= set(card.data.tags)
     assert "target_model:somebody/target" in card.data.tags
-    metrics = {r.metric_type: r.metric_value for r in card.data.eval_results}
-    assert metrics["acceptance_rate"] == pytest.approx(results["after"]["alpha"], abs=1e-4)
+    metrics = {r.metric_type: r for r in card.data.eval_results}
+    assert metrics["acceptance_rate"].metric_value == pytest.approx(results["after"]["alpha"], abs=1e-4)
+    interval = pytest.approx(results["after"]["alpha_interval"], abs=1e-4)
+    assert metrics["acceptance_rate"].metric_args == {"num_assistant_tokens": 4, "interval": interval}
     for side in ("before", "after"):
         low, high = results[side]["alpha_interval"]
         assert f"{results[side]['alpha']:.3f} [{low:.3f}, {high:.3f}]" in card.text
@@ -156,22 +157,6 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     for words in said:
         assert words in card.text
     assert results["after"]["alpha"] > results["before"]["alpha"]
-
-
-def test_figures_are_read_back_as_the_hub_reads_them(published: Path) -> None:
-    results = json.loads((published / "evaluation/results.json").read_text())
-    data = yaml.safe_load((published / ".eval_results/osd_hf.yaml").read_text())
-    alpha, efficiency = ModelInfo(id="me/draft", evalResults=data).eval_results
-    assert (alpha.dataset_id, alpha.task_id) == ("somebody/prompts", "acceptance_rate")
-    assert alpha.value == pytest.approx(results["after"]["alpha"], abs=1e-4)
-    low, high = results["after"]["alpha_interval"]
-    assert f"95% interval [{low:.4f}, {high:.4f}]; k = 4, greedy, 12 prompts, " in alpha.notes
-    assert (efficiency.task_id, efficiency.date) == ("block_efficiency", results["provenance"]["date"])
-    assert alpha.source_url.endswith("/me/draft/blob/main/evaluation/results.json")
-    shown = {r.metric_type: r for r in ModelCard.load(published / "README.md").data.eval_results}
-    assert shown["acceptance_rate"].metric_args == {
-        "num_assistant_tokens": 4, "interval": pytest.approx([low, high], abs=1e-4),
-    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
@@ -207,19 +192,12 @@ def test_folders_of_this_machine_are_no_ids(tmp_path: Path) -> None:
 def test_the_card_names_the_commit_of_the_target(
     here: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = tmp_path / "cache"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     target, draft = models.pair(num_hidden_layers=1)
     target.save_pretrained(tmp_path / "target")
     here.repos["model", "them/large"] = {path.name: path.read_bytes() for path in (tmp_path / "target").iterdir()}
-    by_name, by_others = load_model("them/large"), AutoModelForCausalLM.from_pretrained("them/large")
-    assert (
-        f"[them/large](https://huggingface.co/them/large) at revision `{COMMIT}`"
-        in draft_card("me/draft", facts_of(by_name, draft)).text
-    )
-    assert facts_of(by_others, draft).target_revision == COMMIT
-    (cache / "models--them--large/snapshots" / ("1" * 40)).mkdir()
-    assert facts_of(by_others, draft).target_revision is None  # of which of the two nobody knows
+    said = f"[them/large](https://huggingface.co/them/large) at revision `{COMMIT}`"
+    assert said in draft_card("me/draft", facts_of(load_model("them/large"), draft)).text
     assert facts_of(load_model(str(tmp_path / "target")), draft).target_revision is None
 
 
@@ -234,14 +212,9 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
     repo = here.repos["model", "me/draft"]
     assert set(repo) >= {
         "model.safetensors", "config.json", "generation_config.json", "README.md", "tokenizer.json",
-        "evaluation/prompts.jsonl", "evaluation/results.json", ".eval_results/osd_hf.yaml",
+        "evaluation/prompts.jsonl", "evaluation/results.json",
     }  # fmt: skip
     assert set(here.cards) == {repo["README.md"].decode()}  # as the Hub validates it
-    # A push without figures leaves none of the weights before.
-    (tmp_path / "next").mkdir()
-    (tmp_path / "next" / "notes.txt").write_text("others")
-    push_folder(tmp_path / "next", "me/draft")
-    assert ".eval_results/osd_hf.yaml" not in repo and {"notes.txt", "evaluation/results.json"} <= set(repo)
     # The card's own snippets, in an interpreter that has never heard of osd_hf.
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
@@ -257,12 +230,11 @@ def test_a_pushed_draft_is_read_back_by_transformers_alone(
 @pytest.mark.parametrize(
     ("refuse", "said"),
     [
-        ({"/api/repos/create": 401}, "HubError The Hub does not know this token"),
-        ({"/api/repos/create": 403}, "HubError This token may not write to 'me/draft'"),
-        ({"/commit/main": 403}, "HubError This token may not write to 'me/draft'"),
-        ({"/upload/": "drop"}, "HubError 'me/draft' could not be reached to the end"),
+        ({"/api/repos/create": 401}, "HubError 'me/draft' was not pushed: .*401"),
+        ({"/commit/main": 403}, "HubError 'me/draft' was not pushed: .*403"),
+        ({"/upload/": "drop"}, "HubError 'me/draft' was not pushed: "),
         ("no token", "ConfigError There is no token to push with"),
-        ("offline", "ConfigError HF_HUB_OFFLINE is set"),
+        ("offline", "HubError 'me/draft' was not pushed: .*HF_HUB_OFFLINE"),
     ],
 )
 def test_a_push_that_fails_says_why_and_keeps_the_folder(
@@ -276,8 +248,7 @@ def test_a_push_that_fails_says_why_and_keeps_the_folder(
         here.refuse = refuse
     before = {p: p.stat().st_mtime_ns for p in published.rglob("*")}
     told = pushed(published)
-    assert told.startswith(said)
-    assert "The local copy stays in" in told
+    assert re.match(said, told)
     assert TOKEN not in told
     assert {p: p.stat().st_mtime_ns for p in published.rglob("*")} == before
     assert not here.repos.get(("model", "me/draft"))  # nothing half
@@ -313,7 +284,7 @@ def test_nothing_goes_to_a_public_repo_unless_it_is_asked_for(here: FakeHub, sma
     here.public.add(("model", "me/draft"))
     with pytest.raises(ConfigError) as refused:
         push_folder(small, "me/draft", **more)
-    for words in ("'me/draft' is open to everybody", "`private=False`", "--public", "The local copy stays in"):
+    for words in ("'me/draft' is open to everybody", "`private=False`", "--public"):
         assert words in str(refused.value)
     assert here.repos["model", "me/draft"] == {"other.txt": b"stays"}
     assert not [path for _, path in here.asked if "upload" in path or "commit" in path]
@@ -405,40 +376,6 @@ def test_a_token_stays_out_of_what_a_trainer_writes_and_pushes(architecture: str
     assert "training_args.bin" in {path.name for path in files}
     assert [path.name for path in files if b"QZX" in path.read_bytes()] == []
     assert config.hub_token == "hf_QZX"
-
-
-# --- a store, by its own call ---------------------------------------------------------------------------------------
-
-
-def test_a_store_goes_up_by_its_own_call_as_a_data_set(here: FakeHub, tmp_path: Path) -> None:
-    target, draft = models.pair()
-    with CorrectionStore(tmp_path / "store") as store, capture_traces(target, store.append, domain="sums"):
-        ids = models.prompt(6)
-        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
-    said = push_store(CorrectionStore(tmp_path / "store"), "me/corrections", license="mit", target="somebody/target")
-    assert said.endswith("/datasets/me/corrections")
-    repo = here.repos["dataset", "me/corrections"]
-    assert not here.public
-    assert set(repo) == {"README.md", "data/requests.parquet"}
-    (tmp_path / "README.md").write_bytes(repo["README.md"])
-    card = DatasetCard.load(tmp_path / "README.md")
-    assert card.data.license == "mit"
-    assert "It contains the text of the requests" in card.text
-    assert "sums" in card.text
-
-
-def test_a_store_does_not_go_to_a_public_data_set_unless_it_is_asked_for(here: FakeHub, tmp_path: Path) -> None:
-    target, draft = models.pair()
-    with CorrectionStore(tmp_path / "store") as store, capture_traces(target, store.append):
-        ids = models.prompt(6)
-        target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8)
-    here.repos["dataset", "me/corrections"] = {}
-    here.public.add(("dataset", "me/corrections"))
-    with pytest.raises(ConfigError, match="nothing to publish"):
-        push_store(CorrectionStore(), "me/corrections", license="mit", token=TOKEN)
-    with pytest.raises(ConfigError, match="is open to everybody.*The store stays as it is"):
-        push_store(CorrectionStore(tmp_path / "store"), "me/corrections", license="mit")
-    assert here.repos["dataset", "me/corrections"] == {}
 
 
 # --- for an engine --------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_only_the_text_part_of_a_multimodal_target_is_copied() -> None:
 
 def test_drafts_of_an_encoder_decoder_keep_its_encoder_and_draft() -> None:
     target = models.build("t5", num_layers=6, num_decoder_layers=6)
-    drafts = making.layer_drafts(target, MakeDraftConfig())
+    drafts = making.layer_drafts(target)
     assert {len(draft.layers) for draft in drafts} == {1, 2, 4}
     source = {"encoder_outputs": BaseModelOutput(torch.randn(1, 3, target.config.d_model))}
     for made in drafts:
@@ -157,15 +157,7 @@ def test_adapters_are_merged_into_a_copy() -> None:
     assert not any("lora" in name for name, _ in piece.named_parameters())
 
 
-@pytest.mark.parametrize("numbers", [(), (1, 0), (0, 0), (-1,), (0, 3)])
-def test_invalid_layer_numbers_are_refused(numbers: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="ascending numbers from 0 to 2"):
-        copy_layers(models.build(num_hidden_layers=3), numbers)
-
-
 def test_unsupported_models_are_refused() -> None:
-    shared = models.build(num_hidden_layers=3)
-    shared.config.num_kv_shared_layers = 1
     recurrent = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(
             "recurrent_gemma", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -175,7 +167,7 @@ def test_unsupported_models_are_refused() -> None:
     # Its layers divide by their numbers.
     numbered = models.build("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
     for target, why in (
-        (shared, "share keys and values"), (recurrent, "stateful models"), (numbered, "differ by"),
+        (recurrent, "stateful models"), (numbered, "differ by"),
         (models.bigram(0), "are not found"), (models.build().model, "can `generate`"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=why):
@@ -215,7 +207,7 @@ def test_the_draft_with_the_best_expected_speed_is_trained_to_the_end(cheap: Non
     assert made.steps == 8
 
 
-def test_time_and_acceptance_limit_the_training(cheap: None) -> None:
+def test_time_limits_the_training(cheap: None) -> None:
     target, now = steep(), 0.0
 
     def clock() -> float:
@@ -230,9 +222,6 @@ def test_time_and_acceptance_limit_the_training(cheap: None) -> None:
     )
     assert 0 < short.steps < long.steps
     assert short.seconds >= 30
-    config = MakeDraftConfig(num_layers=1, max_seconds=200, max_new_tokens=8, min_alpha=1e-9)
-    early = train_draft(target, None, config, **how)
-    assert early.seconds < 100
 
 
 def test_no_draft_is_made_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,8 +283,8 @@ def test_requests_of_another_target_version_are_left_out(
     make_draft(target, traces=store, **QUICK)
     assert len(taken[0]) + len(taken[1]) == 12
     assert {trace.target for part in taken for trace in part} == {fingerprint(target)}
-    assert "12 requests of another version of the target are left out" in caplog.text
-    with pytest.raises(DataError, match=f"All 12 requests.*{fingerprint(other)}.*{fingerprint(target)}"):
+    assert "12 of 24 requests, of other versions of the target, are left out" in caplog.text
+    with pytest.raises(DataError, match="no request with a token"):
         make_draft(target, traces=others, **QUICK)
 
 
@@ -339,13 +328,13 @@ def test_invalid_settings_are_refused() -> None:
     target = models.build()
     for settings, why in (
         ({}, "on `prompts` or on `traces`"), ({"prompts": asked(), "traces": []}, "give one"),
-        ({"prompts": asked(), "num_layers": 1, "layers": [0]}, "exclude each other"),
         ({"prompts": asked(), "max_seconds": 0}, "`max_seconds` must be positive"),
         ({"prompts": asked(), "max_steps": 0}, "`max_steps` must be at least 1"),
-        ({"prompts": asked(), "min_alpha": 1.5}, "`min_alpha`"), ({"prompts": ["text"] * 8}, "need a tokenizer"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             make_draft(target, **{"show_progress": False, **settings})
+    with pytest.raises(DataError, match="Pass `tokenizer=`"):
+        make_draft(target, prompts=["text"] * 8, show_progress=False)
     with pytest.raises(UnsupportedModelError, match="fewer layers than its target"):
         make_draft(target, prompts=asked(), num_layers=2, show_progress=False)
 
@@ -415,7 +404,7 @@ def test_the_command_writes_an_ordinary_folder(
     pair, rows, out = save_pair(tmp_path / "pair"), tmp_path / "rows.jsonl", tmp_path / "draft"
     rows.write_text("".join(json.dumps({"question": f"what is {i}?"}) + "\n" for i in range(12)))
     flags = [str(pair / "target"), str(out), "--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6"]
-    learning = ["--layers", "0", "--max-steps", "3", "--min-alpha", "0.99", "--json", "-"]
+    learning = ["--num-layers", "1", "--max-steps", "3", "--json", "-"]
     assert main(["draft", *flags, "--prompts", str(rows), "--column", "question", *learning]) == 0
     printed = capsys.readouterr()
     report = json.loads(printed.out)
@@ -433,6 +422,3 @@ def test_the_command_writes_an_ordinary_folder(
     # What is there already stays.
     assert main(["draft", *flags, "--prompts", str(rows), "--column", "question"]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
-    both = ["--layers", "0", "1", "--num-layers", "2"]
-    assert main(["draft", str(pair / "target"), str(tmp_path / "other"), *both]) == 2
-    assert "exclude each other" in capsys.readouterr().err

@@ -80,10 +80,10 @@ def test_the_command_line_knows_the_command(tmp_path: Path, pair: Path, store: P
 
 def test_prompts_are_distilled_and_the_draft_is_written(tmp_path: Path, pair: Path, rows: Path, capsys: Any) -> None:
     flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompts", rows, "--column", "question"]
-    assert command(tmp_path, *flags, "--num-held-out", 3, "--sample-source", "mix_token", *SMALL) == 0
+    assert command(tmp_path, *flags, "--num-held-out", 3, "--sample-source", "mix_request", *SMALL) == 0
     found = report(tmp_path)
     assert found["num_requests"] == 5
-    assert found["settings"]["sample_source"] == "mix_token"
+    assert found["settings"]["sample_source"] == "mix_request"
     assert found["settings"]["learning_rate"] == 1e-3
     assert list(found["alpha"]) == ["0", "2"]
     learned = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")

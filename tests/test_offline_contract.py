@@ -5,22 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import models
-import pytest
 import torch
-from peft import LoraConfig
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 from trl.experimental.gkd import GKDConfig
-from trl.models import (
-    enable_selective_activation_checkpointing,
-    get_act_offloading_ctx_manager,
-    prepare_deepspeed,
-    unwrap_model_for_generation,
-)
+from trl.models import unwrap_model_for_generation
+from trl.trainer.utils import disable_dropout_in_model
 
 from osd_hf.distillation import trainer as offline
 
@@ -38,13 +31,10 @@ def test_classes_stand_to_each_other_as_assumed() -> None:
 def test_methods_that_are_overridden_or_called_take_what_is_assumed() -> None:
     assert parameters(Trainer.get_batch_samples) == ["self", "epoch_iterator", "num_batches", "device"]
     assert parameters(Trainer._get_num_items_in_batch) == ["self", "batch_samples", "device"]
-    assert parameters(Trainer.training_step) == ["self", "model", "inputs", "num_items_in_batch"]
     assert parameters(Trainer.compute_loss) == ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
     assert parameters(Trainer.evaluate) == ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"]
     assert "gradient_checkpointing_kwargs" in parameters(unwrap_model_for_generation)
-    assert parameters(prepare_deepspeed) == ["model", "accelerator"]
-    assert parameters(get_act_offloading_ctx_manager)[0] == "model"
-    assert parameters(enable_selective_activation_checkpointing) == ["model"]
+    assert parameters(disable_dropout_in_model) == ["model"]
     assert Trainer.loss_is_scaled_for_ga is None
 
 
@@ -54,13 +44,11 @@ def test_settings_that_are_read_or_refused_exist() -> None:
         "lmbda", "beta", "temperature", "max_new_tokens", "disable_dropout", "metric_for_best_model", "max_length",
         "gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "average_tokens_across_devices",
         "eval_on_start", "resume_from_checkpoint", "push_to_hub", "dataloader_pin_memory", "remove_unused_columns",
-        "use_liger_kernel", "liger_kernel_config",
     }  # fmt: skip
     assert read | set(offline._WITHOUT_MEANING) <= names
     # And none of TRL's own that is neither read nor refused.
     own = names - {f.name for f in fields(TrainingArguments)}
-    elsewhere = {"activation_offloading", "trust_remote_code"}
-    assert own <= read | set(offline._WITHOUT_MEANING) | elsewhere
+    assert own <= read | set(offline._WITHOUT_MEANING) | {"trust_remote_code"}
 
 
 def trainer(folder: Any, target: Any, draft: Any) -> Any:
@@ -96,15 +84,3 @@ def test_the_trainer_leaves_the_plain_forward_as_it_was(tmp_path: Any) -> None:
     assert torch.equal(draft(ids).logits, plain(ids).logits)
     assert "logits_to_keep" in parameters(learner.forward)
     assert "forward" in vars(learner)  # which is why what was learned goes into a fresh copy
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-def test_adapters_under_zero_3_get_what_deepspeed_asks_for() -> None:
-    draft = models.build().bfloat16()
-    config = SimpleNamespace(
-        deepspeed_plugin=SimpleNamespace(zero_stage=3), gradient_checkpointing=True, seed=0,
-        gradient_checkpointing_kwargs=None,
-    )  # fmt: skip
-    prepared = offline._prepared(draft, config, LoraConfig(target_modules=["q_proj"], r=2))
-    assert {p.dtype for p in prepared.parameters() if p.requires_grad} == {torch.bfloat16}
-    assert config.activation_checkpointing_kwargs == {"use_reentrant": True}

@@ -55,8 +55,8 @@ def test_a_column_of_a_file_is_read_in_order(tmp_path, name):
 
 def test_a_template_takes_several_columns_and_written_escapes(tmp_path):
     location = write_rows(tmp_path / "rows.jsonl", ROWS)
-    source = PromptSource(location, template=r"db: {db}\n{question:.3}", domain="sql")
-    assert [p.text for p in read_prompts(source)] == ["db: a\nHow", "db: b\nWhi"]
+    source = PromptSource(location, template=r"db: {db}\n{question}", domain="sql")
+    assert [p.text for p in read_prompts(source)] == ["db: a\nHow many?", "db: b\nWhich?"]
     assert {p.domain for p in read_prompts(source)} == {"sql"}
 
 
@@ -112,7 +112,7 @@ def test_a_source_says_once_where_things_are(settings, message):
         PromptSource("rows.jsonl", **settings)
 
 
-@pytest.mark.parametrize("template", ["no column", "{}", "{a", "{0", "{{a}}", '{"a": 1}'])
+@pytest.mark.parametrize("template", ["no column", "{}", "{a", "{0", '{"a": 1}'])
 def test_a_template_without_columns_is_refused(tmp_path, template):
     location = write_rows(tmp_path / "rows.jsonl", [{"a": "x"}])
     with pytest.raises(ConfigError, match="prompt template"):
@@ -149,7 +149,7 @@ def test_empty_and_long_prompts_are_skipped_and_listed_once(plain_tokenizer, cap
     assert [prompt.index for prompt, _ in encoded.prompts] == [0, 3]
     assert encoded.skipped == {"no text": [1], "more than the 4 tokens that there is room for": [2]}
     (message,) = caplog.messages
-    assert message == "Skipped 2 prompts: row 1: no text; row 2: more than the 4 tokens that there is room for."
+    assert message == "Skipped 2 of 4 prompts: row 1: no text; row 2: more than the 4 tokens that there is room for."
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
@@ -167,10 +167,8 @@ def test_a_row_that_is_no_text_costs_no_other_row(tmp_path, name):
     path = write_rows(tmp_path / name, rows)
     assert texts(path, column="a") == ["x", "", "", "", "", "", "", "y"]
     found = problems(path, column="a")
-    assert found[1:4] == ["`a` is null", "`a` is null", "`a` holds a int, not text"]
-    assert found[4:6] == ["no text", "`a` holds a dict, not text"]
-    assert found[6] == "`a` holds half a character (a surrogate that stands alone)"
-    assert found[0] is found[7] is None
+    no_text = "`a` must be a text of whole characters, or a list of parts of the type `text`"
+    assert found == [None, "`a` is null", "`a` is null", no_text, "no text", no_text, no_text, None]
 
 
 def test_a_line_that_is_no_json_object_costs_no_other_row(tmp_path):
@@ -187,7 +185,7 @@ def test_content_of_several_parts_is_read_as_its_text(tmp_path):
     rows = [{"m": [{"content": "a"}]}, {"m": [{"content": parts}]}, {"m": [{"content": [{"type": "image"}]}]}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     assert texts(path, template="{m[0][content]}") == ["a", "bc", ""]
-    assert problems(path, template="{m[0][content]}")[2] == "`m` holds a list, not text"
+    assert "a list of parts of the type `text`" in problems(path, template="{m[0][content]}")[2]
     path = write_rows(tmp_path / "parts.jsonl", [{"c": "a"}, {"c": parts}])
     assert texts(path, column="c") == ["a", "bc"]
 
@@ -202,7 +200,7 @@ def test_a_row_that_does_not_fit_the_template_costs_no_other_row(tmp_path, name)
     assert texts(path, template="{m[0][c]}") == ["x", "", "", "", "y"]
     assert "does not fit the template (IndexError" in problems(path, template="{m[0][c]}")[1]
     assert texts(path, template="{m[-1][c]}") == ["x", "", "", "", "z"]
-    for template in ("{m[c]}", "{m[0][d]}", "{m[0][c]:d}", "{m.c}"):
+    for template in ("{m[c]}", "{m[0][d]}", "{m.c}"):
         assert all(problems(path, template=template))
 
 
@@ -211,8 +209,7 @@ def test_a_row_that_does_not_fit_the_template_costs_no_other_row(tmp_path, name)
     [
         ('{"q": "{q}"}', '{"q": "why?"}'),
         ('Answer as {"a": [1, {}]}: {q}', 'Answer as {"a": [1, {}]}: why?'),
-        ('{{"a": "{q}"}}', '{"a": "why?"}'),
-        ("{q:.3} } {q!r}", "why } 'why?'"),
+        ("{q:.3} } {q}", "{q:.3} } why?"),
         ("{a b} {c.d} {e[f]} {e.f}", "1 2 3 3"),
     ],
 )
@@ -254,7 +251,7 @@ def test_what_a_chat_template_raises_is_the_reason_of_the_row(tokenizer):
     assert "no a" in next(iter(encoded.skipped))
     tokenizer.chat_template = "{{ messages[0].content.nothing.more }}"
     with pytest.raises(DataError, match="the chat template cannot take it .UndefinedError"):
-        render_chat(tokenizer, [{"role": "user", "content": "a"}])
+        render_chat(tokenizer, [{"role": "user", "content": "a"}], None)
 
 
 def test_a_message_is_given_to_the_template_without_nulls_and_with_parsed_arguments():

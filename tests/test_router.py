@@ -111,8 +111,6 @@ def test_what_a_user_may_pass_as_a_router():
     for wrong in ("topics", 3, LabelRouter, {}):
         with pytest.raises(ConfigError, match="router"):
             as_router(wrong)
-    with pytest.raises(ConfigError, match="callable"):
-        CallableRouter("sql")
 
 
 # --- languages ------------------------------------------------------------------------------------------------------

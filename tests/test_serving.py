@@ -256,7 +256,7 @@ def test_skipped_prompts_are_counted_and_listed(pair, tmp_path, caplog):
     assert main(arguments(pair, path, tmp_path / "run")) == 0
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     long = "more than the 248 tokens that there is room for"
-    wrong = "`question` holds a int, not text"
+    wrong = "`question` must be a text of whole characters, or a list of parts of the type `text`"
     assert report["skipped"] == {"no text": 2, long: 1, "`question` is null": 1, wrong: 1}
     assert report["overall"]["requests"] == 2
     said = f"Skipped 5 prompts: rows 1, 5: no text; row 2: {long}; row 3: `question` is null; row 6: {wrong}."

@@ -23,19 +23,11 @@ _SEED_STEP = 271  # has no common factor with the number of prompts, so that eac
 
 @dataclass(frozen=True)
 class Example:
-    """One bundled prompt.
-
-    Args:
-        domain (`str`): one of `DOMAINS`.
-        prompt (`str`): the user message, without chat template.
-        answer (`str`): a correct answer. Other answers can be correct, too.
-        problem (`int`): number of the problem within its domain. Prompts that differ only in their wording have the
-            same number.
-    """
+    """One bundled prompt. Prompts that differ only in their wording have the same `problem` number."""
 
     domain: str
-    prompt: str
-    answer: str
+    prompt: str  # the user message, without chat template
+    answer: str  # a correct one; others can be correct, too
     problem: int
 
 
@@ -50,17 +42,9 @@ def _all_prompts() -> dict[str, list[Example]]:
 
 
 def bundled_prompts(domain: str, n: int, *, seed: int = 0) -> list[Example]:
-    """Return `n` distinct prompts of a domain. Neither bundled model was trained on their problems.
-
-    Args:
-        domain (`str`): one of `DOMAINS`.
-        n (`int`): number of prompts, at most 1,000. A larger `n` begins with the same prompts.
-        seed (`int`, *optional*, defaults to 0): selects the first prompt; the following ones are those of the file.
-            Up to 250 prompts of seeds 0, 1, and 2 do not overlap.
-
-    Raises:
-        ConfigError: if `domain` is unknown, or `n` is no integer of this range.
-    """
+    """Return `n` distinct prompts of a domain, at most 1,000. Neither bundled model was trained on their problems. The
+    `seed` selects the first prompt; up to 250 prompts of seeds 0, 1, and 2 do not overlap. Raises ConfigError for an
+    unknown domain or another number."""
     if domain not in DOMAINS:
         raise ConfigError(f"domain must be one of {', '.join(DOMAINS)}, got {domain!r}")
     examples = _all_prompts()[domain]
@@ -73,10 +57,7 @@ def bundled_prompts(domain: str, n: int, *, seed: int = 0) -> list[Example]:
 
 
 def load_bundled() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the bundled target, draft, and tokenizer from the installed package, in float32 on the CPU.
-
-    Prompts go through the tokenizer's chat template as one user message.
-    """
+    """Load the bundled target, draft, and tokenizer from the installed package, in float32 on the CPU."""
     # Imported here because the prompts are used without torch.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

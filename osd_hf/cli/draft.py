@@ -28,7 +28,6 @@ class DraftSettings(PromptSettings, Loading, Reporting):
     store: str | None = flag(
         "recordings to train on", None, excludes="prompts chat_template chat_template_kwargs", metavar="DIR"
     )
-    layers: list[int] | None = flag("layers of the target to copy, in place of --num-layers", None, metavar="I")
 
     def check(self) -> None:
         folder = self.output_dir
@@ -45,8 +44,6 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     """Make and save a draft, and report its value; returns the exit code."""
-    if settings.layers:
-        config = replace(config, layers=tuple(settings.layers))
     target = load_model(settings.target, **settings.target_loading)
     tokenizer = load_tokenizer(settings.target, **settings.fetching)
     make_folder(settings.output_dir)

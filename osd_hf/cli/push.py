@@ -25,6 +25,7 @@ from osd_hf.utils.report import provenance
 # Flags without an effect with --export.
 NOT_EXPORTED = "repo_id before before_revision prompts num_requests max_new_tokens timed_requests domain license"
 NOT_EXPORTED += " private public token output_dir dry_run"
+SIDES = {"before": "draft before", "after": "this draft"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,9 @@ def push_command(settings: PushSettings) -> int:
         folder = settings.output_dir or Path(scratch)
         save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation)
         title = f"alpha on {evaluation.dataset.name}"
-        plot_domains(folder / EVALUATION / PLOT, evaluation.bars(), title=title)
-        for side in ("before", "after"):
-            stats = evaluation.stats(side)
+        plot_domains(folder / EVALUATION / PLOT, evaluation.scores.bars(SIDES), title=title)
+        for side in SIDES:
+            stats = evaluation.scores.totals[side]
             settings.say(f"alpha {side}: {stats.alpha:.3f} {stats_interval(stats)}")
         if settings.dry_run:
             settings.say(f"written to {folder}, nothing pushed")

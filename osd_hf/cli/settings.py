@@ -328,7 +328,10 @@ class RowSettings(Settings):
     subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME")
     column: str | None = flag("column of the prompt", None, needs=SOURCES)
     prompt_template: str | None = flag(
-        "format string in place of a column, such as 'db: {db_id} {question}'", None, needs=SOURCES, metavar="FORMAT"
+        "text with columns in braces, in place of a column, such as 'db: {db_id} {question}'",
+        None,
+        needs=SOURCES,
+        metavar="FORMAT",
     )
     domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
     chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True, needs="url")
@@ -369,7 +372,7 @@ class RowSettings(Settings):
         dataset_id = hub_id(location)
         parts = [dataset_id or Path(location).name, self.subset, self.split if dataset_id else None]
         name = ", ".join(part for part in parts if part)
-        return EvaluationSet(name, prompts, max_new_tokens, dataset_id)
+        return EvaluationSet(name, prompts, max_new_tokens)
 
 
 def json_object(name: str, text: str | None) -> dict[str, Any] | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from osd_hf.acceptance import AcceptanceStats
-from osd_hf.decoding.hook import capture_traces
-from osd_hf.decoding.record import NO_WARPING, record_traces, sampling_settings
+from osd_hf.decoding.record import NO_WARPING, sampling_settings
 from osd_hf.errors import (
     ConfigError,
     DataError,
@@ -26,30 +23,15 @@ from osd_hf.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
-from osd_hf.models import (
-    check_draft,
-    check_pair,
-    check_sizes,
-    evaluating,
-    fixed_k,
-    prompt_room,
-    until_end,
-    unwrap,
-    vocab_size_of,
-)
-from osd_hf.prompts import RowError, chat_message, list_skipped, prompt_text, render_chat
-from osd_hf.replay import padded, replay
+from osd_hf.models import check_draft, check_pair, check_sizes, prompt_room, until_end, unwrap, vocab_size_of
+from osd_hf.prompts import RowError, chat_message, prompt_text, render_chat, report_skipped
+from osd_hf.replay import padded
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, bare_trace
 
-__all__ = [
-    "ROW_COLUMNS", "SAMPLE_SOURCES", "Data", "HeldOut", "Sampler", "read_data", "read_rows", "read_traces",
-    "unanswered",
-]  # fmt: skip
-
 logger = logging.getLogger(__name__)
 
-SAMPLE_SOURCES = ("teacher", "student", "mix_request", "mix_token")
+SAMPLE_SOURCES = ("teacher", "student", "mix_request")
 COLUMNS = "`prompt`, with or without `completion`, or `messages`"
 ROW_COLUMNS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs")
 
@@ -63,67 +45,22 @@ def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:
 
 
 @dataclass
-class HeldOut:
-    """
-    Held-out requests: recorded requests, or prompts, which are traces without tokens. Recorded requests are replayed.
-    For prompts, the target's greedy answers are recorded once and replayed. With a temperature, answers are sampled by
-    assisted decoding at each measurement, with the same seed.
-    """
-
-    requests: Sequence[Trace]
-    target: Any
-    num_assistant_tokens: int
-    temperature: float
-    max_new_tokens: int
-    seed: int
-    _recorded: list[Trace] = field(default_factory=list)
-
-    def stats(self, draft: Any) -> AcceptanceStats:
-        """Return the draft's acceptance, without a change of its mode or of a random generator."""
-        prompts = [t for t in self.requests if len(t) == 0]
-        if prompts and self.temperature > 0:
-            return self._sampled(draft, prompts)
-        if prompts and not self._recorded:
-            ids = [t.prompt_ids.tolist() for t in prompts]
-            self._recorded = list(record_traces(self.target, ids, max_new_tokens=self.max_new_tokens, num_logprobs=1))
-        return replay(draft, self._recorded if prompts else self.requests, self.num_assistant_tokens)
-
-    def _sampled(self, draft: Any, prompts: Sequence[Trace]) -> AcceptanceStats:
-        traces: list[Trace] = []
-        devices = [self.target.device] if self.target.device.type == "cuda" else []
-        settings = {**NO_WARPING, "temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
-        with (
-            torch.random.fork_rng(devices),
-            evaluating(draft),
-            fixed_k(draft, self.num_assistant_tokens),
-            capture_traces(self.target, traces.append, num_logprobs=1),
-        ):
-            torch.manual_seed(self.seed)
-            for prompt in prompts:
-                ids, mask = padded([prompt.prompt_ids], "right", self.target.device)
-                self.target.generate(
-                    ids, attention_mask=mask, assistant_model=draft, do_sample=True, pad_token_id=0,
-                    stop_strings=None, **settings,
-                )  # fmt: skip
-        return sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
-
-
-@dataclass(frozen=True)
 class Data:
-    """Training requests, the target if its rows must be computed, and held-out requests."""
+    """Training requests, the target if its rows must be computed, and held-out requests. A request without an answer
+    is a trace without tokens."""
 
     requests: list[Trace]
     target: Any
-    held_out: HeldOut | None
+    held_out: list[Trace] | None
 
 
 def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any) -> Data:
     """Read the data of `distill`, and decide whether the target is needed; raises as `distill` does."""
-    if target is not None:
+    if target is None:
+        check_draft(draft)
+    else:
         check_pair(unwrap(target), unwrap(draft))
         check_sizes(target, draft)
-    else:
-        check_draft(draft)
     vocab_size = vocab_size_of(draft)
     is_encoder_decoder = draft.config.is_encoder_decoder
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
@@ -131,45 +68,43 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         raise UnsupportedModelError(
             "The draft is an encoder-decoder without a `decoder_start_token_id`. Set it on `draft.generation_config`."
         )
+    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
+
+    def read(data: Any, *, needs_rows: bool, prompts_only: bool, may_answer: bool) -> list[Trace]:
+        check = functools.partial(check_room, positions, config.max_new_tokens, may_answer=may_answer)
+        if not _is_recorded(data):
+            return read_rows(
+                data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only, check=check
+            )
+        traces = read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
+        for number, trace in enumerate(traces):
+            try:
+                check(trace)
+            except RowError as error:
+                raise DataError(f"Request {number} cannot be used: {error}. Leave it out.") from error
+        return traces
+
     # An iterator can be read only once.
     dataset, eval_dataset = (list(d) if isinstance(d, Iterator) else d for d in (dataset, eval_dataset))
-    is_stored = _is_recorded(dataset) and config.sample_source == "teacher"
-
-    positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
-    prompts_only = config.sample_source in ("student", "mix_token")
-    sampled = config.max_new_tokens if config.sample_source == "mix_request" else 0
-    too_long = functools.partial(_too_long, positions=positions, max_new_tokens=config.max_new_tokens)
-
-    def read(data: Any, *, needs_rows: bool, prompts_only: bool, at_least: int = 0) -> list[Trace]:
-        if _is_recorded(data):
-            return read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
-        return read_rows(
-            data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only,
-            too_long=functools.partial(too_long, at_least=at_least),
-        )  # fmt: skip
-
-    requests = read(dataset, needs_rows=is_stored, prompts_only=prompts_only, at_least=sampled)
-    if not is_stored:
-        if target is None:
-            raise ConfigError("`target` must be given: only recorded requests contain its distributions.")
-        if _is_recorded(dataset):
-            requests = [unanswered(t, () if prompts_only else t.completion_ids) for t in requests]
-        if config.sample_source != "student" and not all(len(t) for t in requests):
+    source, has_rows = config.sample_source, _is_recorded(dataset) and config.sample_source == "teacher"
+    if target is None and not has_rows:
+        raise ConfigError("`target` must be given: only recorded requests contain its distributions.")
+    of_draft = source == "student"
+    requests = read(dataset, needs_rows=has_rows, prompts_only=of_draft, may_answer=source != "teacher")
+    if not has_rows:
+        requests = [unanswered(t, () if of_draft else t.completion_ids) for t in requests]
+        if not of_draft and not all(map(len, requests)):
             _check_answers(target)
-    _check_recorded(requests, functools.partial(too_long, at_least=sampled))
-    rows_of = None if is_stored else target
     if eval_dataset is None:
         if config.eval_strategy != "no":
             raise ConfigError(f"`eval_strategy` is {config.eval_strategy.value!r}: pass `eval_dataset=`.")
-        return Data(requests, rows_of, None)
-    held_out = read(eval_dataset, needs_rows=False, prompts_only=True)
-    _check_recorded(held_out, too_long)
+        return Data(requests, None if has_rows else target, None)
+    held_out = read(eval_dataset, needs_rows=False, prompts_only=True, may_answer=False)
     if not _is_recorded(eval_dataset):
         if target is None:
             raise ConfigError("Held-out prompts need a `target` to answer them. Pass it, or recorded requests.")
         _check_answers(target)
-    settings = (config.num_assistant_tokens, config.eval_temperature, config.max_new_tokens, config.seed)
-    return Data(requests, rows_of, HeldOut(held_out, target, *settings))
+    return Data(requests, None if has_rows else target, held_out)
 
 
 def _is_recorded(dataset: Any) -> bool:
@@ -190,21 +125,15 @@ def _check_answers(target: Any) -> None:
         )
 
 
-def _check_recorded(traces: Iterable[Trace], too_long: Callable[[Trace], str]) -> None:
-    """Raise DataError for a recorded request that is too long."""
-    for number, trace in enumerate(traces):
-        if reason := too_long(trace):
-            raise DataError(f"Request {number} cannot be used: {reason}. Leave it out, or lower `max_new_tokens`.")
-
-
-def _too_long(trace: Trace, positions: int | None, max_new_tokens: int, at_least: int = 0) -> str:
-    """Return why a prompt leaves no room for its completion, or an empty text. Encoder-decoders have separate
-    positions for prompt and completion."""
-    prompt, answer = len(trace.prompt_ids), max(len(trace) or max_new_tokens, at_least)
+def check_room(positions: int | None, new_tokens: int, trace: Trace, *, may_answer: bool) -> None:
+    """Raise RowError if prompt and completion do not fit into the models' positions. A request without a completion
+    gets up to `new_tokens`, and with `may_answer` others, too. Encoder-decoders have separate positions for both."""
+    prompt, answer = len(trace.prompt_ids), len(trace)
+    if may_answer or not answer:
+        answer = max(answer, new_tokens)
     needed = max(prompt, answer) if trace.is_encoder_decoder else prompt + answer
-    if positions is None or needed <= positions:
-        return ""
-    return f"prompt and completion do not fit into the models' {positions} positions"
+    if positions is not None and needed > positions:
+        raise RowError(f"prompt and completion do not fit into the models' {positions} positions")
 
 
 def read_traces(
@@ -248,22 +177,27 @@ def read_traces(
 
 
 def read_rows(
-    dataset: Iterable[Any], tokenizer: Any, *, vocab_size: int, decoder_start: int | None, prompts_only: bool = False,
-    too_long: Callable[[Trace], str] = lambda trace: "",
-) -> list[Trace]:  # fmt: skip
+    dataset: Iterable[Any],
+    tokenizer: Any,
+    *,
+    vocab_size: int,
+    decoder_start: int | None,
+    prompts_only: bool = False,
+    check: Callable[[Trace], None] = lambda trace: None,
+) -> list[Trace]:
     """
     Read rows with TRL's columns. Unusable rows are skipped, and logged once.
 
     `prompt` and optionally `completion` are text, token ids or messages; or there are `messages`, whose last one may
     be the completion. A text completion gets EOS. Messages go through the chat template, with the columns `tools` and
-    `chat_template_kwargs`. `too_long` returns why a request does not fit, or an empty text.
+    `chat_template_kwargs`. `check` raises RowError for a request that does not fit.
 
     Raises:
         DataError: No row can be used; a token id is outside the vocabulary; text without a tokenizer, or messages
             without a chat template.
     """
     start = None if decoder_start is None else np.asarray([decoder_start], np.int32)
-    traces, skipped, number = list[Trace](), dict[str, list[int]](), -1
+    traces, skipped = list[Trace](), dict[str, list[int]]()
     for number, row in enumerate(_rows(dataset)):
         try:
             prompt, completion = _encoded(row, tokenizer, is_encoder_decoder=decoder_start is not None)
@@ -273,18 +207,12 @@ def read_rows(
             if min(ids) < 0 or max(ids) >= vocab_size:
                 raise DataError(f"Row {number} has token ids outside of the vocabulary of {vocab_size} tokens.")
             trace = bare_trace(prompt, () if prompts_only else completion or (), vocab_size, start)
-            if reason := too_long(trace):
-                raise RowError(reason)
+            check(trace)
         except RowError as error:
             skipped.setdefault(str(error), []).append(number)
         else:
             traces.append(trace)
-    if number < 0:
-        raise DataError("The data set has no rows.")
-    if not traces:
-        raise DataError(f"No row of the data set can be used: {list_skipped(skipped)}.")
-    if skipped:
-        logger.warning("Skipped %d of %d rows: %s.", number + 1 - len(traces), number + 1, list_skipped(skipped))
+    report_skipped("row", len(traces), skipped)
     return traces
 
 
@@ -399,8 +327,8 @@ def _are(kind: type, *parts: Any) -> bool:
 class Sampler:
     """
     Completes requests by samples. The samples of a request depend only on the seed, the step and its row, so batches,
-    processes and resumed runs give the same ones. `student_share` is the probability that a request, or a token, comes
-    from the draft in the mixes. A temperature of 0 is greedy.
+    processes and resumed runs give the same ones. `student_share` is the probability that a request of `mix_request`
+    is completed by the draft. A temperature of 0 is greedy.
     """
 
     source: str
@@ -416,86 +344,56 @@ class Sampler:
         """Return the requests of these rows with completions; existing ones count as the target's. `step` counts
         optimizer steps. The models are in evaluation mode."""
         draws = [np.random.default_rng((self.seed, step, row)) for row in rows]
-        students = {"teacher": 0.0, "student": 1.0, "mix_request": self.student_share}.get(self.source)
+        share = {"teacher": 0.0, "student": 1.0}.get(self.source, self.student_share)
+        is_student = np.array([rng.random() < share for rng in draws])
         picks = np.stack([rng.random(self.max_new_tokens, dtype=np.float32) for rng in draws])
-        coins = np.stack([rng.random(self.max_new_tokens) < self.student_share for rng in draws])
-        if students is None:
-            return self._answered(target, requests, picks, target=target, mixed=(draft, coins))
-        is_student = np.array([rng.random() < students for rng in draws])
+        missing = np.array([len(request) == 0 for request in requests])
         completed = list(requests)
-        missing = np.array([len(r) == 0 for r in requests])
         for model, chosen in ((draft, is_student), (target, ~is_student & missing)):
             indices = np.flatnonzero(chosen).tolist()
             if indices:
-                part = self._answered(model, [requests[i] for i in indices], picks[indices], target=target)
-                for i, answered in zip(indices, part, strict=True):
-                    completed[i] = answered
+                answers = self._answers(model, [requests[i] for i in indices], picks[indices], target)
+                for i, answer in zip(indices, answers, strict=True):
+                    completed[i] = unanswered(requests[i], until_end(answer, target.generation_config))
         return completed
 
-    def _answered(
-        self, model: Any, requests: Sequence[Trace], picks: NDArray[np.float32], *, target: Any,
-        mixed: tuple[Any, NDArray[np.bool_]] | None = None,
-    ) -> list[Trace]:  # fmt: skip
+    def _answers(
+        self, model: Any, requests: Sequence[Trace], picks: NDArray[np.float32], target: Any
+    ) -> NDArray[np.int32]:
+        """Generate from one model until the target's end; returns ids `(requests, new tokens)`."""
         is_encoder_decoder = requests[0].is_encoder_decoder
         prompts = [r.prompt_ids for r in requests]
         ids, mask = padded(prompts, "right" if is_encoder_decoder else "left", model.device)
         start = 1 if is_encoder_decoder else ids.shape[1]
         processors: list[Any] = []
-        if mixed is not None:
-            draft, coins = mixed
-            processors.append(_DraftLogits(draft, ids, mask, torch.from_numpy(coins).to(model.device), start))
         if self.temperature > 0:
             processors.append(_SampledToken(torch.from_numpy(picks).to(model.device), self.temperature, start))
         sequences = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, use_cache=True,
-            eos_token_id=target.generation_config.eos_token_id, pad_token_id=0, max_new_tokens=self.max_new_tokens,
-            logits_processor=processors, stop_strings=None,
-        )  # fmt: skip
-        return [
-            unanswered(request, until_end(answer, target.generation_config))
-            for request, answer in zip(requests, sequences[:, start:].cpu().numpy(), strict=True)
-        ]
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=target.generation_config.eos_token_id,
+            pad_token_id=0,
+            max_new_tokens=self.max_new_tokens,
+            logits_processor=processors,
+            stop_strings=None,
+        )
+        answers: NDArray[np.int32] = sequences[:, start:].cpu().numpy()
+        return answers
 
 
 class _SampledToken(LogitsProcessor):
     """Sample each row's token by its own random number, so that a request does not depend on its batch."""
 
     def __init__(self, picks: Tensor, temperature: float, start: int) -> None:
-        self.picks, self.temperature, self.start = picks, temperature, start
+        self.picks = picks
+        self.temperature = temperature
+        self.start = start
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         reached = (scores.float() / self.temperature).softmax(-1).cumsum(-1)
         pick = self.picks[:, input_ids.shape[1] - self.start, None] * reached[:, -1:] * (1 - 1e-6)
         chosen = torch.searchsorted(reached, pick, right=True).clamp(max=scores.shape[-1] - 1)
         return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
-
-
-class _DraftLogits(LogitsProcessor):
-    """Replace the target's logits by the draft's for randomly chosen tokens."""
-
-    def __init__(self, draft: Any, ids: Tensor, mask: Tensor, coins: Tensor, start: int) -> None:
-        self.draft, self.mask, self.coins, self.start = draft, mask, coins, start
-        self.seen, self.cache = 0, None
-        self.accepted = inspect.signature(unwrap(draft).forward).parameters
-        self.source: dict[str, Any] = {}
-        if draft.config.is_encoder_decoder:
-            encoded = unwrap(draft).get_encoder()(input_ids=ids, attention_mask=mask)
-            self.source = {"encoder_outputs": encoded, "attention_mask": mask}
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        new = input_ids[:, self.seen :]
-        inputs: dict[str, Any] = {**self.source, "past_key_values": self.cache, "use_cache": True}
-        if self.source:
-            inputs["decoder_input_ids"] = new
-        else:
-            emitted = self.mask.new_ones(len(new), input_ids.shape[1] - self.start)
-            mask = torch.cat([self.mask, emitted], 1)
-            inputs |= {"input_ids": new, "attention_mask": mask}
-            if "position_ids" in self.accepted:
-                inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, self.seen :]
-        if "logits_to_keep" in self.accepted:
-            inputs["logits_to_keep"] = 1
-        output = self.draft(**inputs)
-        self.seen, self.cache = input_ids.shape[1], output.past_key_values
-        drafts = self.coins[:, input_ids.shape[1] - self.start, None]
-        return torch.where(drafts, output.logits[:, -1].to(scores), scores)

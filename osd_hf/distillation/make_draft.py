@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -21,7 +23,7 @@ from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.compiled import compiles_draft
 from osd_hf.decoding.record import record_traces, scored
 from osd_hf.decoding.timing import measured_costs
-from osd_hf.distillation.data import read_rows, read_traces
+from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
@@ -38,11 +40,10 @@ from osd_hf.models import (
     unwrap,
     vocab_size_of,
 )
-from osd_hf.prompts import encode_turn
-from osd_hf.replay import replay_each
+from osd_hf.replay import replay
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
-from osd_hf.trace import Trace, bare_trace
+from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,6 @@ BATCH_SIZE = 16  # prompts per batch of the target
 REACHABLE_ALPHA = 0.8  # drafts are seldom accepted more often
 USUAL_WEIGHT = 0.05  # root mean square of the weights that the default learning rate suits
 MAX_RATE_FACTOR = 4.0
-# Layer types that support removing rejected tokens from the cache.
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "conv"}
 CHECK_TOKENS = 8  # on which a copy is compared with the target
 TOLERANCE, QUANTIZED_TOLERANCE = 0.02, 0.2  # of the largest logit
 
@@ -69,10 +68,8 @@ class MakeDraftConfig:
     """Settings of [`make_draft`]."""
 
     num_layers: int | None = setting(None, "layers of the draft; none = chosen by measurement")
-    layers: tuple[int, ...] | None = None
     max_seconds: float = setting(600.0, "maximum time in seconds")
     max_steps: int | None = setting(None, "maximum number of optimizer steps")
-    min_alpha: float | None = setting(None, "held-out acceptance (k = 5) at which training stops")
     max_new_tokens: int = setting(128, "maximum length of an answer")
     seed: int = setting(0, "seed of the held-out split and of the batches")
 
@@ -81,12 +78,8 @@ class MakeDraftConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
-        if self.num_layers is not None and self.layers is not None:
-            raise ConfigError("`num_layers` and `layers` exclude each other: give one of them.")
         if not self.max_seconds > 0:
             raise ConfigError(f"`max_seconds` must be positive, got {self.max_seconds}.")
-        if self.min_alpha is not None and not 0 < self.min_alpha <= 1:
-            raise ConfigError(f"`min_alpha` must be above 0 and at most 1, got {self.min_alpha}.")
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,6 @@ class MadeDraft:
     num_assistant_tokens: int  # the best k
     speedup: float  # expected at that k
     trials: tuple[dict[str, Any], ...]  # the measurements of `best_trial`
-    curve: tuple[tuple[float, float], ...]  # seconds since the start, and held-out alpha
     requests: int
     held_out: int
     positions: int  # trained tokens
@@ -114,10 +106,7 @@ class MadeDraft:
         """State in one sentence whether the draft pays."""
         if self.speedup > 1:
             return f"expected {self.speedup:.2f} times as fast as the target alone, k = {self.num_assistant_tokens}"
-        return (
-            f"it does not pay yet, expected {self.speedup:.2f} of the target alone: train it longer, or on more "
-            "requests"
-        )
+        return f"it does not pay yet, expected {self.speedup:.2f} of the target alone; train it on more requests"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the draft, ready for JSON."""
@@ -127,11 +116,14 @@ class MadeDraft:
 
 
 def make_draft(
-    target: PreTrainedModel, tokenizer: Any = None, *, prompts: Iterable[Any] | None = None,
-    traces: Iterable[Trace] | None = None, num_layers: int | None = None, layers: Sequence[int] | None = None,
-    max_seconds: float = 600.0, max_steps: int | None = None, min_alpha: float | None = None,
-    max_new_tokens: int = 128, seed: int = 0, show_progress: bool = True,
-) -> PreTrainedModel:  # fmt: skip
+    target: PreTrainedModel,
+    tokenizer: Any = None,
+    *,
+    prompts: Iterable[Any] | None = None,
+    traces: Iterable[Trace] | None = None,
+    show_progress: bool = True,
+    **settings: Any,
+) -> PreTrainedModel:
     """
     Make a draft from a target: copy some of its layers into a smaller model and train it on the target's answers. The
     embeddings and the output head stay frozen.
@@ -151,15 +143,10 @@ def make_draft(
         traces (`Iterable[Trace]`, *optional*):
             Recorded requests in place of prompts, such as a [`CorrectionStore`]. The target scores those without its
             rows. Requests of another version of the target are left out.
-        num_layers (`int`, *optional*): Number of layers, without trials: the first ones and the last ones.
-        layers (`Sequence[int]`, *optional*):
-            Numbers of the layers, without trials; for an encoder-decoder those of the decoder.
-        max_seconds (`float`, *optional*, defaults to 600): Maximum time. The current step is completed.
-        max_steps (`int`, *optional*): Maximum number of optimizer steps.
-        min_alpha (`float`, *optional*): Held-out acceptance (k = 5) at which training stops.
-        max_new_tokens (`int`, *optional*, defaults to 128): Maximum length of an answer.
-        seed (`int`, *optional*, defaults to 0): Seed of the held-out split and of the batches.
         show_progress (`bool`, *optional*, defaults to `True`): Whether to show a bar on the standard error.
+        settings (`Any`):
+            `num_layers`, by default chosen by trials, `max_seconds` (600), `max_steps`, `max_new_tokens` (128) of an
+            answer, and `seed` (0).
 
     Returns:
         `PreTrainedModel`: an ordinary model of the target's kind, in evaluation mode, with the target's dtype and
@@ -167,57 +154,64 @@ def make_draft(
 
     Raises:
         UnsupportedModelError: the layers cannot be copied, or the target is so fast that no draft pays.
-        ConfigError: settings outside their range, or settings that exclude each other.
+        ConfigError: settings outside their range, or both or none of `prompts` and `traces`.
         DataError: fewer than eight different prompts, or requests that cannot be used for training.
     """
-    config = MakeDraftConfig(
-        num_layers=num_layers, layers=None if layers is None else tuple(layers), max_seconds=max_seconds,
-        max_steps=max_steps, min_alpha=min_alpha, max_new_tokens=max_new_tokens, seed=seed,
-    )  # fmt: skip
+    config = MakeDraftConfig(**settings)
     return train_draft(target, tokenizer, config, prompts=prompts, traces=traces, show_progress=show_progress).draft
 
 
 def train_draft(
-    target: PreTrainedModel, tokenizer: Any, config: MakeDraftConfig, *, prompts: Iterable[Any] | None = None,
-    traces: Iterable[Trace] | None = None, show_progress: bool = True, clock: Callable[[], float] | None = None,
-) -> MadeDraft:  # fmt: skip
+    target: PreTrainedModel,
+    tokenizer: Any,
+    config: MakeDraftConfig,
+    *,
+    prompts: Iterable[Any] | None = None,
+    traces: Iterable[Trace] | None = None,
+    show_progress: bool = True,
+    clock: Callable[[], float] | None = None,
+) -> MadeDraft:
     """Make a draft as [`make_draft`] does, and return its measurements too. `clock` returns seconds."""
     if (prompts is None) == (traces is None):
         raise ConfigError("A draft is trained on `prompts` or on `traces`: give one of them.")
     budget = TimeBudget(config.max_seconds, clock or device_clock(target), show_progress)
     with budget.bar:
-        trials = layer_drafts(target, config)
+        trials = layer_drafts(target, config.num_layers)
         if traces is None:
             requests = _read_prompts(unwrap(target), tokenizer, prompts or (), config.max_new_tokens)
             training, held_out = split_requests(requests, config.seed)
             # Drafts are judged by the target's own answers, even if the rows have others.
-            held_out = [bare_trace(t.prompt_ids, (), t.vocab_size, t.decoder_prompt_ids) for t in held_out]
+            held_out = [unanswered(trace) for trace in held_out]
         else:
-            recorded = _usable(target, _of_this_version(target, traces), needs_rows=False)
-            training, held_out = split_requests(recorded, config.seed)
-            training += [trace for trace in held_out if trace.sampling.get("rescored")]
-            held_out = [trace for trace in held_out if not trace.sampling.get("rescored")]
-            if not held_out:
-                raise DataError("Rescored requests cannot be held out. Add requests that this target has answered.")
+            recorded = _of_this_version(target, traces)
+            training, held_out = split_requests(_usable(target, recorded, needs_rows=False), config.seed)
+            held_out = [unanswered(trace) if trace.sampling.get("rescored") else trace for trace in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
-        costs = measured_costs(target, [trial.draft for trial in trials], held_out[0].prompt_ids, budget.clock)
-        trials = _worthwhile(trials, costs, new_tokens, budget)
+        trials = _worthwhile(target, trials, held_out[0].prompt_ids, new_tokens, budget)
         held_out = _usable(target, _answers(target, held_out, config.max_new_tokens))
         training = _usable(target, _answers(target, training, config.max_new_tokens, budget))
         new_tokens = float(np.mean([len(trace) for trace in held_out]))
-        learning = OnlineConfig(
-            num_assistant_tokens=K, gate=False, update_strategy="manual", buffer_size=len(training), seed=config.seed
-        )
-        best, tried = best_trial(trials, training, held_out, learning, new_tokens, config, budget)
-        train(best, held_out, budget, config.max_seconds, config.max_steps, config.min_alpha)
+        best, tried = best_trial(trials, training, held_out, new_tokens, config, budget)
+        train(best, held_out, budget, config.max_seconds, config.max_steps)
     k, speedup = best.costs.best_k(best.stats.alpha, new_tokens)
     draft = best.finish()
     set_fixed_k(draft.generation_config, k)
     draft.generation_config.stop_strings = None  # transformers' assisted generation passes a draft no tokenizer
     made = MadeDraft(
-        draft, best.layers, best.before, best.stats, best.costs, k, speedup, tuple(tried),
-        tuple(best.curve), len(training), len(held_out), best.positions, best.steps, budget.elapsed,
-    )  # fmt: skip
+        draft=draft,
+        layers=best.layers,
+        before=best.before,
+        after=best.stats,
+        costs=best.costs,
+        num_assistant_tokens=k,
+        speedup=speedup,
+        trials=tuple(tried),
+        requests=len(training),
+        held_out=len(held_out),
+        positions=best.positions,
+        steps=best.steps,
+        seconds=budget.elapsed,
+    )
     budget.report(f"{best.name}: alpha {best.before.alpha:.3f} before, {best.stats.alpha:.3f} after; {made.verdict}")
     return made
 
@@ -246,36 +240,30 @@ def split_requests(requests: Sequence[Trace], seed: int) -> tuple[list[Trace], l
 
 def _read_prompts(target: PreTrainedModel, tokenizer: Any, prompts: Iterable[Any], max_new_tokens: int) -> list[Trace]:
     """Convert prompts, with or without answers, to traces, without those that are too long."""
-    rows = [p if isinstance(p, Mapping) else {"prompt": _prompt_ids(p, tokenizer)} for p in prompts]
+    rows = [_row(prompt, tokenizer) for prompt in prompts]
     start = target.generation_config.decoder_start_token_id if target.config.is_encoder_decoder else None
-    room = prompt_room(target.config, target.config, max_new_tokens)
-
-    def too_long(trace: Trace) -> str:
-        fits = room is None or len(trace.prompt_ids) <= room
-        return "" if fits else f"the prompt leaves no room for {max_new_tokens} new tokens"
-
-    return read_rows(rows, tokenizer, vocab_size=vocab_size_of(target), decoder_start=start, too_long=too_long)
+    positions = prompt_room(target.config, target.config, 0)
+    check = functools.partial(check_room, positions, max_new_tokens, may_answer=True)
+    return read_rows(rows, tokenizer, vocab_size=vocab_size_of(target), decoder_start=start, check=check)
 
 
-def _prompt_ids(prompt: Any, tokenizer: Any) -> list[int]:
+def _row(prompt: Any, tokenizer: Any) -> Mapping[str, Any]:
+    """Return a prompt as a row for [`read_rows`]. A text is a user turn if there is a chat template."""
+    if isinstance(prompt, Mapping):
+        return prompt
     if not isinstance(prompt, str):
-        return [int(token) for token in prompt]
-    if tokenizer is None:
-        raise ConfigError("Prompts that are text need a tokenizer. Pass `tokenizer=`, the target's, or token ids.")
-    return encode_turn(tokenizer, prompt)
+        return {"prompt": [int(token) for token in prompt]}
+    has_template = getattr(tokenizer, "chat_template", None)
+    return {"prompt": [{"role": "user", "content": prompt}] if has_template else prompt}
 
 
 def _of_this_version(target: PreTrainedModel, traces: Iterable[Trace]) -> list[Trace]:
-    """Leave out requests of other versions of the target; raises DataError if none is left."""
+    """Leave out requests of other versions of the target."""
     version, recorded = target_version(target), list(traces)
     kept = [trace for trace in recorded if trace.target in (None, version) or not is_fingerprint(trace.target)]
-    if recorded and not kept:
-        raise DataError(
-            f"All {len(recorded)} requests were answered by another version of the target ({recorded[-1].target}) "
-            f"than this one ({version}). Record requests of this version, or rescore them and add new ones."
-        )
     if len(kept) < len(recorded):
-        logger.warning("%d requests of another version of the target are left out.", len(recorded) - len(kept))
+        left_out = len(recorded) - len(kept)
+        logger.warning("%d of %d requests, of other versions of the target, are left out.", left_out, len(recorded))
     return kept
 
 
@@ -302,8 +290,8 @@ def _answers(
         unscored = [trace for trace in batch if len(trace) and not trace.num_kept]
         for trace in scored(target, unscored, [width] * len(unscored), BATCH_SIZE):
             yield replace(trace, sampling=trace.sampling or {"eos_token_id": eos})
-        unanswered = [trace.prompt_ids.tolist() for trace in batch if not len(trace)]
-        yield from record_traces(target, unanswered, max_new_tokens=max_new_tokens, num_logprobs=width)
+        prompts = [trace.prompt_ids.tolist() for trace in batch if not len(trace)]
+        yield from record_traces(target, prompts, max_new_tokens=max_new_tokens, num_logprobs=width)
 
 
 # --- trials and training --------------------------------------------------------------------------------------------
@@ -317,9 +305,12 @@ class TimeBudget:
         self.clock = clock
         self.started = clock()
         self.bar = tqdm(
-            total=round(seconds), disable=not is_shown, file=sys.stderr, dynamic_ncols=True,
+            total=round(seconds),
+            disable=not is_shown,
+            file=sys.stderr,
+            dynamic_ncols=True,
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}, at most {remaining} left{postfix}",
-        )  # fmt: skip
+        )
 
     @property
     def elapsed(self) -> float:
@@ -348,7 +339,6 @@ class LayerDraft:
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # the same in the best state so far
     best_weights: Any = None
     updater: Any = None
-    curve: list[tuple[float, float]] = field(default_factory=list)  # seconds, and alpha on held-out requests
     steps: int = 0
     positions: int = 0
 
@@ -356,20 +346,23 @@ class LayerDraft:
     def name(self) -> str:
         return f"layers {', '.join(map(str, self.layers))}"
 
-    def begin(self, training: Sequence[Trace], held_out: Sequence[Trace], config: OnlineConfig) -> None:
+    def begin(self, training: Sequence[Trace], held_out: Sequence[Trace], seed: int) -> None:
         """Prepare the training. The learning rate grows with the size of the weights: the default rate would hardly
         change the large weights of pretrained models."""
+        config = OnlineConfig(
+            num_assistant_tokens=K, gate=False, update_strategy="manual", buffer_size=len(training), seed=seed
+        )
         ends = {id(self.draft.get_input_embeddings().weight), id(self.draft.get_output_embeddings().weight)}
         matrices = [p for p in self.draft.parameters() if p.ndim == 2 and id(p) not in ends]
         sizes = [float(m.detach().float().square().mean().sqrt()) for m in matrices]
         factor = float(np.clip(np.median(sizes) / USUAL_WEIGHT, 1.0, MAX_RATE_FACTOR)) if sizes else 1.0
         config = replace(config, learning_rate=config.learning_rate * factor)
-        self.before = self.stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
         requests = DraftRequests(config=config)
         requests.buffer.extend(training)
         frozen = {name for name, p in self.draft.named_parameters() if id(p) in ends}
         self.updater = Updater(self.draft, config, requests=requests, frozen=frozen)
-        self.best_weights = self.updater.snapshot(dict(self.draft.named_parameters()))
+        self.evaluate(held_out)
+        self.before = self.stats
 
     def step(self) -> None:
         """Take one optimizer step; raises DataError if no request can be used."""
@@ -379,42 +372,33 @@ class LayerDraft:
         if not len(self.updater.buffer):
             raise DataError("None of the requests can be learned from; see the log.")
 
-    def evaluate(self, held_out: Sequence[Trace], seconds: float) -> None:
+    def evaluate(self, held_out: Sequence[Trace]) -> None:
         """Measure the current state on held-out requests, and remember its weights if it is the best so far."""
         self.updater.copy_to(self.draft)
-        stats = sum(replay_each(self.draft, held_out, K), AcceptanceStats())
-        self.curve.append((seconds, stats.alpha))
-        if stats.alpha >= self.stats.alpha:
+        stats = replay(self.draft, held_out, K)
+        if self.best_weights is None or stats.alpha >= self.stats.alpha:
             self.stats = stats
             self.best_weights = self.updater.snapshot(dict(self.draft.named_parameters()))
-
-    def free(self) -> None:
-        """Release the memory of the draft and of its training."""
-        self.draft = self.updater = self.best_weights = None
 
     def finish(self) -> Any:
         """Return the draft in its best state."""
         write_snapshot(self.best_weights, self.draft, share=True)
-        self.updater = self.best_weights = None
         return self.draft
 
 
-def layer_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[LayerDraft]:
+def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list[LayerDraft]:
     """Copy each set of layers that is tried; raises UnsupportedModelError and ConfigError."""
     inner = unwrap(target)
-    _check_layers_can_be_copied(inner)
     count = num_layers_of(inner)
-    if config.layers is not None:
-        chosen = [config.layers]
-    elif config.num_layers is not None:
-        chosen = [outer_layers(config.num_layers, count)] if config.num_layers < count else []
+    if num_layers is not None:
+        sets = [outer_layers(num_layers, count)] if num_layers < count else []
     else:  # with and without the last layers, which may not fit the first ones
         sets = [s for size in LAYER_COUNTS if size < count for s in (outer_layers(size, count), tuple(range(size)))]
-        chosen = [layers for layers in dict.fromkeys(sets) if has_attention(inner, layers)]
+    chosen = [layers for layers in dict.fromkeys(sets) if has_attention(inner, layers)]
     if not chosen:
         raise UnsupportedModelError(
             f"A draft needs fewer layers than its target, and at least one with attention. {type(inner).__name__} has "
-            f"{count} layers. Choose `layers`."
+            f"{count} layers."
         )
     drafts = [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
     for other in drafts[1:]:  # frozen and large: shared
@@ -424,9 +408,11 @@ def layer_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[Layer
 
 
 def _worthwhile(
-    trials: list[LayerDraft], costs: Sequence[ForwardSeconds], new_tokens: float, budget: TimeBudget
+    target: PreTrainedModel, trials: list[LayerDraft], prompt: NDArray[np.int32], new_tokens: float, budget: TimeBudget
 ) -> list[LayerDraft]:
-    """Return the drafts that can pay at an acceptance of 0.8; raises UnsupportedModelError if none can."""
+    """Measure the costs of drafts, and return those that can pay at an acceptance of 0.8. Raises UnsupportedModelError
+    if none can."""
+    costs = measured_costs(target, [trial.draft for trial in trials], prompt, budget.clock)
     speedups = []
     for trial, cost in zip(trials, costs, strict=True):
         trial.costs = cost
@@ -450,68 +436,76 @@ def _worthwhile(
 
 
 def best_trial(
-    trials: Sequence[LayerDraft], training: Sequence[Trace], held_out: Sequence[Trace], learning: OnlineConfig,
-    new_tokens: float, config: MakeDraftConfig, budget: TimeBudget,
-) -> tuple[LayerDraft, list[dict[str, Any]]]:  # fmt: skip
+    trials: list[LayerDraft],
+    training: Sequence[Trace],
+    held_out: Sequence[Trace],
+    new_tokens: float,
+    config: MakeDraftConfig,
+    budget: TimeBudget,
+) -> tuple[LayerDraft, list[dict[str, Any]]]:
     """
-    Train each draft for a short time.
+    Train each draft for a short time. Empties `trials`, because each draft needs much memory.
 
     Returns:
         `tuple[LayerDraft, list[dict]]`: the most promising draft, and one entry per draft: layers, costs, alpha and
         speed-up after the trial, and the speed-up expected after full training (`promised`), which decides.
     """
-    best, measured = list[tuple[float, LayerDraft]](), list[dict[str, Any]]()
+    best, measured = trials[0], list[dict[str, Any]]()
     available = TRIAL_SHARE * max(config.max_seconds - budget.elapsed, 0.0)
     until, share = budget.elapsed + available, available / len(trials)
     steps = None if config.max_steps is None else max(round(TRIAL_SHARE * config.max_steps), 1)
-    for trial in trials:
-        if best and budget.elapsed >= until:  # a replay or a step may take longer than its share
+    has_choice = len(trials) > 1
+    while trials:
+        trial = trials.pop(0)
+        if measured and budget.elapsed >= until:  # a replay or a step may take longer than its share
             budget.report(f"{trial.name}: not tried, the time for trials is over")
-            trial.free()
             continue
-        trial.begin(training, held_out, learning)
-        if len(trials) == 1:
-            return trial, measured
+        trial.begin(training, held_out, config.seed)
+        if not has_choice:
+            break
         train(trial, held_out, budget, budget.elapsed + share, steps, evaluations=1, decays=False)
         k, speedup = trial.costs.best_k(trial.stats.alpha, new_tokens)
         # Full training closes about half of the gap to the reachable acceptance.
         reached = max((trial.stats.alpha + REACHABLE_ALPHA) / 2, trial.stats.alpha)
         promised = trial.costs.best_k(reached, new_tokens)[1]
-        measured.append({
-            "layers": list(trial.layers), "c": trial.costs.c, "alpha_before": trial.before.alpha,
-            "alpha": trial.stats.alpha, "k": k, "speedup": speedup, "promised": promised, "steps": trial.steps,
-        })  # fmt: skip
+        if all(promised > other["promised"] for other in measured):
+            best = trial
+        found = {"alpha_before": trial.before.alpha, "alpha": trial.stats.alpha, "k": k, "speedup": speedup}
+        measured.append(
+            {"layers": list(trial.layers), "c": trial.costs.c, **found, "promised": promised, "steps": trial.steps}
+        )
         budget.report(
             f"{trial.name}: alpha {trial.before.alpha:.3f} before, {trial.stats.alpha:.3f} after {trial.steps} steps; "
             f"expected speed-up {speedup:.2f} now, {promised:.2f} after full training"
         )
-        best.append((promised, trial))
-        if len(best) == 2:  # more would need much memory
-            best.sort(key=lambda one: one[0])
-            best.pop(0)[1].free()
-    return best[0][1], measured
+    return best, measured
 
 
 def train(
-    trial: LayerDraft, held_out: Sequence[Trace], budget: TimeBudget, until: float, max_steps: int | None,
-    min_alpha: float | None = None, *, evaluations: int = EVALUATIONS, decays: bool = True,
-) -> None:  # fmt: skip
-    """Train until the time `until`, the number of steps, or the held-out acceptance is reached. If the learning rate
-    `decays`, it falls linearly to zero."""
-    started, first_step, evaluated = budget.elapsed, trial.steps, 0
+    trial: LayerDraft,
+    held_out: Sequence[Trace],
+    budget: TimeBudget,
+    until: float,
+    max_steps: int | None,
+    *,
+    evaluations: int = EVALUATIONS,
+    decays: bool = True,
+) -> None:
+    """Train until the time `until` or the number of steps is reached. If the learning rate `decays`, it falls linearly
+    to zero."""
+    started, evaluated = budget.elapsed, 0
     while True:
-        is_over = budget.elapsed >= until or (max_steps is not None and trial.steps >= max_steps)
         share = (budget.elapsed - started) / max(until - started, 1e-9)
         if max_steps is not None:
-            share = max(share, (trial.steps - first_step) / max(max_steps - first_step, 1))
-        if is_over or share * evaluations >= evaluated + 1:
+            share = max(share, trial.steps / max_steps)
+        if share * evaluations >= evaluated + 1:
             evaluated = int(share * evaluations)
-            trial.evaluate(held_out, budget.elapsed)
-            if is_over or (min_alpha is not None and trial.stats.alpha >= min_alpha):
-                return
+            trial.evaluate(held_out)
+        if share >= 1:
+            return
         budget.show(f"training {trial.name}, alpha {trial.stats.alpha:.3f}")
         if decays:
-            trial.updater.scale_learning_rate(max(1 - share, 0.0))
+            trial.updater.scale_learning_rate(1 - share)
         trial.step()
 
 
@@ -528,38 +522,23 @@ def outer_layers(size: int, count: int) -> tuple[int, ...]:
     return (*range(size - size // 2), *range(count - size // 2, count))
 
 
-def _layer_types(model: PreTrainedModel) -> Sequence[str]:
-    """Return the type of each decoder layer; empty if all have attention."""
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-
-
 def has_attention(model: PreTrainedModel, layers: Sequence[int]) -> bool:
     """Return whether one of these decoder layers has attention. Without it there is no cache to crop."""
-    types = _layer_types(model)
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return not types or any("attention" in types[i] for i in layers)
 
 
 def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """
-    Return a model of the target's kind with some of its layers, and its embeddings, norms and output head, in
-    evaluation mode. All encoder layers are copied. Of a multimodal target only the text part is copied. The target is
-    not changed: adapters are merged and layers dequantized in the copy.
-
-    Raises:
-        ConfigError: `layers` are no ascending numbers of decoder layers.
-        UnsupportedModelError: the layers cannot be copied.
+    Return a model of the target's kind with some of its decoder layers, in ascending order, and its embeddings, norms
+    and output head, in evaluation mode. All encoder layers are copied. Of a multimodal target only the text part is
+    copied. The target is not changed: adapters are merged and layers dequantized in the copy. Raises
+    UnsupportedModelError if the layers cannot be copied.
     """
     inner = unwrap(target)
-    _check_layers_can_be_copied(inner)
-    kind, count = type(inner).__name__, num_layers_of(inner)
-    if not layers or sorted({*range(count)} & {*layers}) != list(layers):
-        raise ConfigError(f"`layers` must be ascending numbers from 0 to {count - 1}, got {list(layers)}.")
-    if not has_attention(inner, layers):
-        raise UnsupportedModelError(
-            f"The layers {list(layers)} of {kind} have no attention, so rejected tokens could not be "
-            "removed from the cache. Choose at least one layer with attention."
-        )
+    check_pair(inner, inner)
+    kind = type(inner).__name__
     with torch.inference_mode(False), torch.no_grad():
         try:
             source = _partial_copy(target, layers)
@@ -578,36 +557,12 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     return draft
 
 
-def _check_layers_can_be_copied(model: PreTrainedModel) -> None:
-    check_pair(model, model)
-    kind = type(model).__name__
-    if not LAYER_TYPES.issuperset(_layer_types(model)):
-        raise UnsupportedModelError(
-            f"{kind} has recurrent layers. Their state cannot be rolled back when a drafted token is rejected, so "
-            "they cannot be used in a draft."
-        )
-    if getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", None):
-        raise UnsupportedModelError(
-            f"Layers of {kind} share keys and values with earlier layers, so they cannot be separated. Use a smaller "
-            "model of its family as the draft."
-        )
-    if any(tensor.device.type == "meta" for tensor in model.parameters()):
-        raise UnsupportedModelError(
-            f"Weights of the target ({kind}) are offloaded, so no layers can be copied. Load it into memory first."
-        )
-
-
 def _layer_list(model: PreTrainedModel) -> torch.nn.ModuleList:
     """Find the decoder layers; raises UnsupportedModelError."""
-    config = model.config if model.config.is_encoder_decoder else model.config.get_text_config(decoder=True)
-    settings = _decoder_settings(config.to_dict())
-    count = settings.get(_count_field(config, settings))
     for module in model.get_decoder().modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+        if isinstance(module, torch.nn.ModuleList):
             return module
-    raise UnsupportedModelError(
-        f"The layers of {type(model).__name__} are not found: there is no list of its {count} layers."
-    )
+    raise UnsupportedModelError(f"The layers of {type(model).__name__} are not found.")
 
 
 def _partial_copy(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -623,15 +578,7 @@ def _partial_copy(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedM
             "from the model without the adapter."
         )
     source = unwrap(source)
-    if not getattr(source, "is_quantized", False):
-        return source
-    try:
-        return source.dequantize()
-    except (NotImplementedError, ValueError, ImportError) as error:
-        raise UnsupportedModelError(
-            f"The target ({type(inner).__name__}) is quantized in a way that transformers cannot undo: "
-            f"{first_line(error)}. Make the draft from the model without quantization; it drafts for both."
-        ) from error
+    return source.dequantize() if getattr(source, "is_quantized", False) else source
 
 
 def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
@@ -653,25 +600,15 @@ def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, layers: Sequence[i
     return draft.to(inner.device).eval()
 
 
-def _decoder_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the decoder, if it has its own configuration, otherwise all settings."""
-    own = settings.get("decoder")
-    return own if isinstance(own, dict) else settings
-
-
-def _count_field(config: Any, settings: dict[str, Any]) -> str:
-    """Return the name of the setting with the number of decoder layers."""
-    names = ("decoder_layers", "num_decoder_layers") if config.is_encoder_decoder else ()
-    general = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return next((name for name in names if name in settings), general)
-
-
 def _config_with(config: Any, layers: Sequence[int]) -> dict[str, Any]:
     """Return the settings of a configuration with only the chosen layers."""
     settings: dict[str, Any] = config.to_dict()
     settings.pop("quantization_config", None)
-    own = _decoder_settings(settings)
-    name = _count_field(config, own)
+    own = settings.get("decoder")  # a configuration of its own
+    own = own if isinstance(own, dict) else settings
+    names = ("decoder_layers", "num_decoder_layers") if config.is_encoder_decoder else ()
+    general = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    name = next((name for name in names if name in own), general)
     count, own[name] = own[name], len(layers)
     for key, value in own.items():  # lists with one entry per layer, such as `layer_types`
         if "layer" in key and isinstance(value, list | tuple) and len(value) == count:

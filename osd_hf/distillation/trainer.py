@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import HfApi
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
 from osd_hf.config import setting
+from osd_hf.decoding.record import record_traces
 from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub.push import refuse_public
@@ -26,8 +27,8 @@ from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.models import common_tokenizer, evaluating, is_peft, load_named, merged, uncompiled, unwrap
-from osd_hf.replay import check_head, padded
+from osd_hf.models import common_tokenizer, evaluating, is_peft, load_named, merged, uncompiled
+from osd_hf.replay import check_head, padded, replay
 from osd_hf.trace import Trace
 
 try:
@@ -37,26 +38,21 @@ try:
         from trl.experimental.gkd import GKDConfig
     from peft import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from trl.models.activation_offloading import get_act_offloading_ctx_manager
-    from trl.models.selective_activation_checkpointing import enable_selective_activation_checkpointing
-    from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
+    from trl.models.utils import unwrap_model_for_generation
+    from trl.trainer.utils import disable_dropout_in_model
 except ImportError as error:
     raise ImportError(
         f"Offline distillation needs trl and peft ({error}). Install them with `pip install 'osd-hf[distill]'`."
     ) from error
 
-__all__ = ["DistillConfig", "DistillResult", "DistillTrainer", "distill", "last_checkpoint"]
-
 
 # --- settings -------------------------------------------------------------------------------------------------------
 
 # TRL's settings with a meaning here; its others prepare text or load models.
-_OF_TRL = {
-    "activation_offloading", "beta", "disable_dropout", "lmbda", "max_new_tokens", "temperature", "trust_remote_code",
-}  # fmt: skip
+_OF_TRL = {"beta", "disable_dropout", "lmbda", "max_new_tokens", "temperature", "trust_remote_code"}
+_UNSUPPORTED = {"deepspeed", "label_smoothing_factor", "use_liger_kernel"}
 _WITHOUT_MEANING = sorted(
-    {f.name for f in fields(GKDConfig)} - {f.name for f in fields(TrainingArguments)} - _OF_TRL
-    | {"label_smoothing_factor"}
+    {f.name for f in fields(GKDConfig)} - {f.name for f in fields(TrainingArguments)} - _OF_TRL | _UNSUPPORTED
 )
 
 
@@ -69,7 +65,7 @@ class DistillConfig(GKDConfig):
     Args:
         sample_source (`str`, *optional*, defaults to `"teacher"`):
             Source of the training tokens: `"teacher"`, the target or the completions of the data; `"student"`, the
-            draft; `"mix_request"` or `"mix_token"`, the draft with probability `lmbda` per request or per token.
+            draft; `"mix_request"`, for each request the draft with probability `lmbda`.
         temperature (`float`, *optional*, defaults to 1.0):
             Temperature of the samples; 0 is greedy. The loss compares distributions at temperature 1.
         hub_private_repo (`bool`, *optional*, defaults to `True`):
@@ -83,8 +79,6 @@ class DistillConfig(GKDConfig):
     divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     temperature: float = setting(1.0, "temperature of the samples; 0 = greedy")
     num_assistant_tokens: int = setting(5, "tokens drafted per round (k) for acceptance on held-out requests")
-    eval_temperature: float = setting(0.0, "temperature of the answers to held-out prompts; 0 = greedy")
-    early_stopping_patience: int | None = setting(None, "evaluations without a new best before training stops")
     metric_for_best_model: str | None = setting("alpha", "metric of the best checkpoint: alpha or block_efficiency")
     max_length: int | None = setting(None, "without a meaning in distillation")
     gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
@@ -93,7 +87,7 @@ class DistillConfig(GKDConfig):
     dataloader_pin_memory: bool = setting(False, "pin the memory of batches")
     hub_private_repo: bool | None = setting(True, "push to a private repository; a draft may have memorized answers")
     bf16: bool = setting(False, "compute in bf16; the draft's weights stay in fp32")
-    lmbda: float = setting(0.5, "share of the draft in the mixes")
+    lmbda: float = setting(0.5, "share of the draft in mix_request")
     resume_from_checkpoint: str | None = setting(None, "a checkpoint, or true for the last one in the output folder")
 
     without_meaning = frozenset(_WITHOUT_MEANING)  # get no flag
@@ -107,15 +101,12 @@ class DistillConfig(GKDConfig):
         must("divergence", self.divergence in DIVERGENCES, f"one of {', '.join(DIVERGENCES)}")
         for name in ("lmbda", "beta"):
             must(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
-        for name in ("temperature", "eval_temperature"):
-            must(name, 0 <= getattr(self, name) < float("inf"), "0 or a positive number")
-        for name in ("max_new_tokens", "num_assistant_tokens", "early_stopping_patience"):
-            must(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
+        must("temperature", 0 <= self.temperature < float("inf"), "0 or a positive number")
+        for name in ("max_new_tokens", "num_assistant_tokens"):
+            must(name, getattr(self, name) >= 1, "at least 1")
         metrics = ("alpha", "block_efficiency")
         is_known = str(self.metric_for_best_model).removeprefix("eval_") in metrics
         must("metric_for_best_model", is_known, f"one of {', '.join(metrics)}")
-        can_stop = self.early_stopping_patience is None or self.eval_strategy != "no"
-        must("early_stopping_patience", can_stop, "left out without an `eval_strategy`, as it counts evaluations")
         is_order = self.train_sampling_strategy in ("random", "sequential")
         must("train_sampling_strategy", is_order, "random or sequential, as prompts have no length yet")
         defaults = {f.name: f.default for f in fields(self)}
@@ -125,8 +116,6 @@ class DistillConfig(GKDConfig):
         if self.resume_from_checkpoint in ("true", "false"):  # as a flag says it
             self.resume_from_checkpoint = self.resume_from_checkpoint == "true"  # type: ignore[assignment]
         super().__post_init__()  # type: ignore[no-untyped-call]
-        fuses = self.use_liger_kernel and (self.liger_kernel_config or {}).get("fused_linear_cross_entropy")
-        must("liger_kernel_config", not fuses, "without `fused_linear_cross_entropy`, which would replace the loss")
 
     def __getstate__(self) -> dict[str, Any]:
         # Trainers save their arguments with the weights, and push them.
@@ -136,7 +125,7 @@ class DistillConfig(GKDConfig):
 @dataclass(frozen=True)
 class DistillResult:
     """
-    The result of [`distill`]. The draft is in evaluation mode, with adapters merged. Under FSDP or ZeRO-3, only the
+    The result of [`distill`]. The draft is in evaluation mode, with adapters merged. Under FSDP, only the
     main process gets the trained weights.
     """
 
@@ -147,9 +136,16 @@ class DistillResult:
 
 
 def distill(
-    *, target: Any, draft: Any, dataset: Any, config: DistillConfig, eval_dataset: Any = None, tokenizer: Any = None,
-    peft_config: Any = None, callbacks: Sequence[Any] = (),
-) -> DistillResult:  # fmt: skip
+    *,
+    target: Any,
+    draft: Any,
+    dataset: Any,
+    config: DistillConfig,
+    eval_dataset: Any = None,
+    tokenizer: Any = None,
+    peft_config: Any = None,
+    callbacks: Sequence[Any] = (),
+) -> DistillResult:
     """
     Train a copy of a draft on its target's distributions, on a fixed data set.
 
@@ -177,11 +173,9 @@ def distill(
         VocabularyMismatchError: Models, tokenizers or recordings have different vocabularies.
     """
     target, draft = load_named(target, draft)
+    data = {"train_dataset": dataset, "eval_dataset": eval_dataset, "processing_class": tokenizer}
     with learning_context():
-        trainer = DistillTrainer(
-            draft, target, config, train_dataset=dataset, eval_dataset=eval_dataset, processing_class=tokenizer,
-            callbacks=callbacks, peft_config=peft_config,
-        )  # fmt: skip
+        trainer = DistillTrainer(draft, target, config, **data, callbacks=callbacks, peft_config=peft_config)
         trainer.train()
         if trainer.data.held_out is not None and config.eval_strategy == "no":
             trainer.evaluate()
@@ -254,10 +248,17 @@ class DistillTrainer(Trainer):
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of the whole accumulated batch
 
     def __init__(
-        self, model: Any, teacher_model: Any = None, args: DistillConfig | None = None, *, train_dataset: Any,
-        eval_dataset: Any = None, processing_class: Any = None, callbacks: Sequence[Any] | None = None,
+        self,
+        model: Any,
+        teacher_model: Any = None,
+        args: DistillConfig | None = None,
+        *,
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: Sequence[Any] | None = None,
         peft_config: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         target, draft = (uncompiled(m) for m in load_named(teacher_model, model))
         config = _own_copy(args)
         _check_adapters(draft, peft_config)
@@ -265,9 +266,6 @@ class DistillTrainer(Trainer):
         if tokenizer is None and not draft.config.is_encoder_decoder:
             raise ConfigError("No tokenizer was found with the models. Pass `tokenizer=` or `processing_class=`.")
         data = read_data(target, draft, train_dataset, eval_dataset, tokenizer, config)
-        callbacks = list(callbacks or ())
-        if config.early_stopping_patience is not None:
-            callbacks.append(EarlyStoppingCallback(config.early_stopping_patience))
         with learning_context():
             learner = learner_of(draft, peft_config)
             for head in (learner, data.target):
@@ -275,15 +273,16 @@ class DistillTrainer(Trainer):
                     with evaluating(head):
                         check_head(head)
             super().__init__(
-                model=_prepared(learner, config, peft_config), args=config, data_collator=lambda rows: {"rows": rows},
-                train_dataset=range(len(data.requests)), processing_class=tokenizer, callbacks=callbacks,
-                eval_dataset=data.held_out and range(len(data.held_out.requests)),
-            )  # fmt: skip
+                model=_with_adapters(learner, config, peft_config),
+                args=config,
+                data_collator=lambda rows: {"rows": rows},
+                train_dataset=range(len(data.requests)),
+                eval_dataset=data.held_out and range(len(data.held_out)),
+                processing_class=tokenizer,
+                callbacks=list(callbacks or ()),
+            )
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
         self.data, self.target, self._teacher = data, data.target, target
-        if self.target is not None and self.is_deepspeed_enabled:
-            with evaluating(target):
-                self.target = prepare_deepspeed(self.target, self.accelerator)
         self.sampler = Sampler(
             config.sample_source, config.lmbda, config.temperature, config.max_new_tokens, config.seed
         )
@@ -291,9 +290,8 @@ class DistillTrainer(Trainer):
         if config.divergence == "jsd":
             self.divergence = functools.partial(generalized_jsd, beta=config.beta)
         if config.disable_dropout:
-            _disable_dropout(self.model)
+            disable_dropout_in_model(self.model)
         _let_run(self.model)
-        self.offloading = get_act_offloading_ctx_manager(self.model) if config.activation_offloading else nullcontext()
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train; acceptance on held-out requests is also measured before the first step."""
@@ -312,7 +310,7 @@ class DistillTrainer(Trainer):
         """Prepare the target for the processes and the precision of the run, and restore it."""
         before = self.target
         with nullcontext() if self._teacher is None else _restored(self._teacher):
-            if before is not None and not self.is_deepspeed_enabled:
+            if before is not None:
                 self.target = self.accelerator.prepare_model(before, evaluation_mode=True)
             try:
                 yield
@@ -355,11 +353,6 @@ class DistillTrainer(Trainer):
                 self.data.requests[row] = trace  # the answer is the same in every epoch
         return completed
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.offloading:
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-        return loss
-
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
@@ -381,7 +374,14 @@ class DistillTrainer(Trainer):
             raise ConfigError("There are no held-out requests to measure acceptance on. Pass `eval_dataset=`.")
         # Every process measures all requests, so nothing has to be gathered.
         with self._prepared_target():
-            stats = self.data.held_out.stats(self.accelerator.unwrap_model(self.model))
+            if not all(map(len, self.data.held_out)):  # prompts, which are answered once
+                prompts = [trace.prompt_ids.tolist() for trace in self.data.held_out]
+                answers = record_traces(
+                    self._teacher, prompts, max_new_tokens=self.args.max_new_tokens, num_logprobs=1
+                )
+                self.data.held_out = list(answers)
+            draft = self.accelerator.unwrap_model(self.model)
+            stats = replay(draft, self.data.held_out, self.args.num_assistant_tokens)
         metrics = {
             f"{metric_key_prefix}_alpha": stats.alpha,
             f"{metric_key_prefix}_block_efficiency": stats.block_efficiency,
@@ -398,22 +398,18 @@ def _own_copy(args: DistillConfig | None) -> DistillConfig:
         raise ConfigError(f"`args` must be a `DistillConfig`, got a {type(args).__name__}.")
     if args.n_gpu > 1:
         raise ConfigError(f"{args.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`.")
-    token, config = args.hub_token, copy.copy(args)
-    config.hub_token = token
+    if args.deepspeed_plugin is not None:
+        raise ConfigError("Distillation does not run under DeepSpeed. Launch it with DDP or FSDP.")
+    config = copy.copy(args)
+    config.hub_token = args.hub_token
     config.remove_unused_columns = False
-    if config.use_liger_kernel:  # its fused loss would replace the forward of `_let_run`
-        config.liger_kernel_config = {**(config.liger_kernel_config or {}), "fused_linear_cross_entropy": False}
     return config
 
 
-def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
-    """Return the learner with adapters, prepared for gradient checkpointing. Writes to `config`."""
-    plugin, recomputing = config.deepspeed_plugin, dict(config.gradient_checkpointing_kwargs or {})
-    is_sharded = plugin is not None and plugin.zero_stage == 3
+def _with_adapters(learner: Any, config: Any, peft_config: Any) -> Any:
+    """Return the learner with adapters, if there are any, prepared for gradient checkpointing."""
     if peft_config is not None:
-        with_adapters = adapted(learner, peft_config, config.seed)
-        # ZeRO-3 gathers weights of one dtype alone: https://github.com/deepspeedai/DeepSpeed/issues/8072
-        learner = with_adapters.to(learner.dtype) if is_sharded else with_adapters
+        learner = adapted(learner, peft_config, config.seed)
     if is_peft(learner):
         head = learner.get_output_embeddings()
         if isinstance(head, BaseTunerLayer) and head.weight is learner.get_input_embeddings().weight:
@@ -423,24 +419,7 @@ def _prepared(learner: Any, config: Any, peft_config: Any) -> Any:
             )
         if config.gradient_checkpointing:
             learner.enable_input_require_grads()  # https://github.com/huggingface/transformers/issues/42489
-            if is_sharded:  # https://github.com/huggingface/trl/issues/2514
-                recomputing["use_reentrant"] = True
-                if recomputing.get("selective"):
-                    raise ConfigError("Adapters under ZeRO-3 need `use_reentrant`, which `selective` cannot do.")
-    if recomputing.pop("selective", False):  # a key of TRL's own
-        enable_selective_activation_checkpointing(unwrap(learner))
-    config.gradient_checkpointing_kwargs = config.activation_checkpointing_kwargs = recomputing or None
     return learner
-
-
-def _disable_dropout(model: Any) -> None:
-    """Turn off dropout, in modules and in probabilities that a model stores as numbers."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def _let_run(model: Any) -> None:

@@ -268,8 +268,8 @@ def evaluate(
         how = {"max_new_tokens": dataset.max_new_tokens, "tokenizer": tokenizer, "show_progress": show_progress}
         report = benchmark(target, systems, asked, **how)
         speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
-    as_it_was, as_it_is = (tuple(replay_each(draft, traces, k)) for draft in (before, after))
-    return Evaluation(dataset, k, as_it_was, as_it_is, speedups, provenance())
+    sides = {name: replay_each(draft, traces, k) for name, draft in (("before", before), ("after", after))}
+    return Evaluation(dataset, k, Comparison([p.domain for p in dataset.prompts], sides), speedups, provenance())
 
 
 def answered(

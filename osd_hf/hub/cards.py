@@ -1,4 +1,4 @@
-"""Describe a published draft or store: its facts, its evaluation, and its card."""
+"""Describe a published draft: its facts, its evaluation, and its card."""
 
 from __future__ import annotations
 
@@ -7,23 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from huggingface_hub import (
-    DatasetCard,
-    DatasetCardData,
-    EvalResult,
-    EvalResultEntry,
-    ModelCard,
-    ModelCardData,
-    constants,
-)
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedModel
 
-from osd_hf.acceptance import AcceptanceStats, Comparison
+from osd_hf.acceptance import Comparison
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError, without_credentials
 from osd_hf.prompts import Prompt
@@ -32,7 +23,7 @@ from osd_hf.utils.report import write_report
 
 EVALUATION = "evaluation"  # folder of the repo
 PLOT = "alpha.png"  # in that folder
-TEMPLATES = Path(__file__).parent
+TEMPLATE = Path(__file__).parent / "draft_card.jinja"
 
 
 # --- evaluation -----------------------------------------------------------------------------------------------------
@@ -45,7 +36,6 @@ class EvaluationSet:
     name: str  # such as "openai/gsm8k, test"
     prompts: tuple[Prompt, ...]
     max_new_tokens: int = 128
-    dataset_id: str | None = None  # on the Hub
 
     def __post_init__(self) -> None:
         if len(self.prompts) < 2:
@@ -71,80 +61,55 @@ class EvaluationSet:
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 
-class Measure(NamedTuple):
-    """One figure: an identifier, a readable name, the value, and its 95% interval if known."""
-
-    kind: str
-    name: str
-    value: float
-    interval: tuple[float, ...] = ()
-
-    def __str__(self) -> str:
-        ends = ", ".join(f"{end:.4f}" for end in self.interval)
-        return f"{self.name}, 95% interval [{ends}]" if ends else self.name
-
-
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """Acceptance of a draft before and after learning, measured by replay on greedy answers of the target."""
 
     dataset: EvaluationSet  # without the prompts that left no room for an answer
     num_assistant_tokens: int
-    before: tuple[AcceptanceStats, ...]  # of each prompt
-    after: tuple[AcceptanceStats, ...]
+    scores: Comparison  # of the drafts "before" and "after"
     speedups: dict[str, dict[str, Any]] = field(default_factory=dict)  # `median` and `interval` by system
     facts: dict[str, Any] = field(default_factory=dict)  # command, versions, machine
 
-    def parts(self) -> dict[str | None, Comparison]:
-        """Compare `"before"` and `"after"` over all prompts (`None`) and by domain."""
-        compared = Comparison([p.domain for p in self.dataset.prompts], {"before": self.before, "after": self.after})
-        return {None: compared, **{name: compared.of(name) for name in compared.names if name is not None}}
-
-    def stats(self, side: str, domain: str | None = None) -> AcceptanceStats:
-        """Return the counts of `"before"` or `"after"`, over all prompts or one domain."""
-        return self.parts()[domain].totals[side]
-
-    def measures(self) -> list[Measure]:
-        """Return the figures of the current draft over all prompts."""
-        stats = self.stats("after")
-        found = [
-            Measure("acceptance_rate", "acceptance rate (alpha)", stats.alpha, stats.alpha_interval),
-            Measure("block_efficiency", "tokens per target forward", stats.block_efficiency),
+    def eval_results(self) -> list[EvalResult]:
+        """Return the figures of the draft for the head of its card."""
+        stats = self.scores.totals["after"]
+        figures = [
+            ("acceptance_rate", "acceptance rate (alpha)", stats.alpha, stats.alpha_interval),
+            ("block_efficiency", "tokens per target forward", stats.block_efficiency, ()),
         ]
         for system, ratio in self.speedups.items():
             if "before" not in system:
                 kind, name = f"speedup_{system.split(',')[0]}", f"times as fast as the target alone ({system})"
-                found.append(Measure(kind, name, ratio["median"], tuple(ratio["interval"])))
-        return found
+                figures.append((kind, name, ratio["median"], ratio["interval"]))
+        return [
+            EvalResult(
+                task_type="text-generation",
+                dataset_type=f"{EVALUATION}/prompts.jsonl",
+                dataset_name=self.dataset.name,
+                metric_type=kind,
+                metric_value=round(value, 4),
+                metric_name=name,
+                metric_args={
+                    "num_assistant_tokens": self.num_assistant_tokens,
+                    "interval": [round(end, 4) for end in interval],
+                },
+            )
+            for kind, name, value, interval in figures
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, ready for JSON."""
-
-        def figures(s: AcceptanceStats) -> dict[str, Any]:
-            return {"alpha": s.alpha, "alpha_interval": list(s.alpha_interval), "block_efficiency": s.block_efficiency}
-
-        parts = {
-            domain: {
-                "requests": part.totals["after"].num_requests,
-                **{side: figures(stats) for side, stats in part.totals.items()},
-                "gain_interval": list(part.gain_interval),
-            }
-            for domain, part in self.parts().items()
-        }
+        parts = {name: part.to_dict() for name, part in self.scores.parts().items()}
         return {
             "dataset": self.dataset.name,
             "num_assistant_tokens": self.num_assistant_tokens,
             "max_new_tokens": self.dataset.max_new_tokens,
-            **parts.pop(None),
+            **parts.pop("all"),
             "by_domain": parts,
             "speedups": self.speedups,
             "provenance": self.facts,
         }
-
-    def bars(self) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
-        """Return alpha and its interval for both drafts, as `plot_domains` takes them."""
-        labels = {"before": "draft before", "after": "this draft"}
-        return {"all" if domain is None else domain: part.bars(labels)["all"] for domain, part in self.parts().items()}
 
     def write(self, folder: Path) -> None:
         """Write `prompts.jsonl` and `results.json` into a folder, which is created if necessary."""
@@ -172,21 +137,19 @@ class DraftFacts:
 
 
 def facts_of(
-    target: PreTrainedModel, base: PreTrainedModel, domains: Sequence[str] = (),
+    target: PreTrainedModel,
+    base: PreTrainedModel,
+    domains: Sequence[str] = (),
     training: Mapping[str, Any] | None = None,
-) -> DraftFacts:  # fmt: skip
-    """Collect facts from the models: ids and revision, if they came from the Hub."""
-    name = hub_id(target.config.name_or_path)
-    revision = getattr(target.config, "_commit_hash", None)  # set by `load_config`
-    if name and revision is None:
-        # Other loaders do not set it. The cache tells it if it holds one commit of the model.
-        folder = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
-        commits = [path.name for path in folder.glob("*")]
-        revision = commits[0] if len(commits) == 1 else None
+) -> DraftFacts:
+    """Collect facts from the models: ids, if they came from the Hub, and the revision, if `load_model` loaded them."""
     return DraftFacts(
-        target=name, target_revision=revision, base_model=hub_id(base.config.name_or_path), domains=tuple(domains),
-        training=dict(training or {}),
-    )  # fmt: skip
+        target=hub_id(target.config.name_or_path),
+        target_revision=getattr(target.config, "_commit_hash", None),
+        base_model=hub_id(base.config.name_or_path),
+        domains=tuple(domains),
+        training=training or {},
+    )
 
 
 def hub_id(name: str | None) -> str | None:
@@ -207,42 +170,8 @@ def card_data(folder: str) -> dict[str, str]:
     return {name: value for name, value in data.items() if isinstance(value, str)}
 
 
-def eval_results(repo_id: str, evaluation: Evaluation) -> list[EvalResultEntry]:
-    """Return the acceptance figures for `.eval_results/*.yaml`, which the Hub shows on the pages of the model and of
-    the data set; none if the prompts come from no data set of the Hub."""
-    dataset, stats, source = evaluation.dataset, evaluation.stats("after"), hub_id(repo_id)
-    if dataset.dataset_id is None:
-        return []
-    more: dict[str, Any] = {"date": evaluation.facts.get("date")}
-    if source is not None:
-        url = f"{constants.ENDPOINT}/{source}/blob/main/{EVALUATION}/results.json"
-        more |= {"source_url": url, "source_name": "prompts and figures"}
-    setting = (
-        f"k = {evaluation.num_assistant_tokens}, greedy, {len(dataset.prompts)} prompts, "
-        f"{stats.target_forwards:.0f} rounds, answers of at most {dataset.max_new_tokens} tokens"
-    )
-    return [
-        EvalResultEntry(
-            dataset.dataset_id, measure.kind, round(measure.value, 4), notes=f"{measure}; {setting}", **more
-        )
-        for measure in evaluation.measures()
-        if not measure.kind.startswith("speedup")
-    ]
-
-
 def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = None) -> ModelCard:
     """Return the model card of a draft. Its code loads `repo_id`; the evaluation is in the folder `evaluation`."""
-    results = None if evaluation is None else [
-        EvalResult(
-            "text-generation", "evaluation/prompts.jsonl", evaluation.dataset.name, measure.kind,
-            round(measure.value, 4), metric_name=measure.name,
-            metric_args={
-                "num_assistant_tokens": evaluation.num_assistant_tokens,
-                "interval": [round(end, 4) for end in measure.interval],
-            },
-        )
-        for measure in evaluation.measures()
-    ]  # fmt: skip
     # The last tag lets `models?other=target_model:OWNER/NAME` find the drafts of a target.
     tags = "assistant-model speculative-decoding draft-model distillation osd-hf".split()
     tags += [] if facts.target is None else [f"target_model:{facts.target}"]
@@ -257,27 +186,11 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
         target_revision=facts.target_revision,
         target_version=facts.target_version,
         model_name=repo_id.split("/")[-1],
-        eval_results=results,
+        eval_results=None if evaluation is None else evaluation.eval_results(),
     )
     made = "\n".join(f"- {name}: {value}" for name, value in facts.training.items()) or "No facts were recorded."
     if facts.command is not None:
         made += f"\n\n```sh\n{facts.command}\n```"
-    card: ModelCard = ModelCard.from_template(
-        data, str(TEMPLATES / "draft_card.jinja"), repo=repo_id, name=data.model_name, facts=facts,
-        evaluation=evaluation, made=without_credentials(made),
-    )  # fmt: skip
-    return card
-
-
-def store_card(
-    repo_id: str, *, target: str | None, requests: int, domains: Sequence[str], license: str
-) -> DatasetCard:
-    """Return the card of a published store. `license` is its name on the Hub."""
-    data = DatasetCardData(
-        license=license, tags=["speculative-decoding", "distillation", "osd-hf"], task_categories=["text-generation"],
-        pretty_name=repo_id.split("/")[-1], configs=[{"config_name": "default", "data_files": "**/*.parquet"}],
-    )  # fmt: skip
-    card: DatasetCard = DatasetCard.from_template(
-        data, str(TEMPLATES / "store_card.jinja"), repo=repo_id, target=target, requests=requests, domains=domains
-    )
+    known = {"repo": repo_id, "name": data.model_name, "facts": facts, "evaluation": evaluation}
+    card: ModelCard = ModelCard.from_template(data, str(TEMPLATE), made=without_credentials(made), **known)
     return card
