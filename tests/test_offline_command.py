@@ -120,7 +120,10 @@ def test_prompts_without_room_for_an_answer_are_left_out(tmp_path: Path, pair: P
     flags = ["--target", pair / "target", "--draft", pair / "draft", "--prompts", path, "--column", "question"]
     assert command(tmp_path / "out", *flags, "--num-requests", 2, *SMALL) == 0
     assert report(tmp_path / "out")["num_requests"] == 2
-    assert "Skipped 2 prompts: row 1: more than the 251 tokens that there is room for; row 2: no text." in caplog.text
+    assert (
+        "Skipped 2 of 4 prompts: row 1: more than the 251 tokens that there is room for; row 2: no text."
+        in caplog.text
+    )
 
 
 def test_a_store_is_distilled_without_a_target(tmp_path: Path, pair: Path, store: Path, capsys: Any) -> None:

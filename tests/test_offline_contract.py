@@ -13,7 +13,6 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTConfig
 from trl.experimental.gkd import GKDConfig
 from trl.models import unwrap_model_for_generation
-from trl.trainer.utils import disable_dropout_in_model
 
 from osd_hf.distillation import trainer as offline
 
@@ -34,7 +33,6 @@ def test_methods_that_are_overridden_or_called_take_what_is_assumed() -> None:
     assert parameters(Trainer.compute_loss) == ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]
     assert parameters(Trainer.evaluate) == ["self", "eval_dataset", "ignore_keys", "metric_key_prefix"]
     assert "gradient_checkpointing_kwargs" in parameters(unwrap_model_for_generation)
-    assert parameters(disable_dropout_in_model) == ["model"]
     assert Trainer.loss_is_scaled_for_ga is None
 
 

@@ -259,7 +259,7 @@ def test_skipped_prompts_are_counted_and_listed(pair, tmp_path, caplog):
     wrong = "`question` must be a text of whole characters, or a list of parts of the type `text`"
     assert report["skipped"] == {"no text": 2, long: 1, "`question` is null": 1, wrong: 1}
     assert report["overall"]["requests"] == 2
-    said = f"Skipped 5 prompts: rows 1, 5: no text; row 2: {long}; row 3: `question` is null; row 6: {wrong}."
+    said = f"Skipped 5 of 7 prompts: rows 1, 5: no text; row 2: {long}; row 3: `question` is null; row 6: {wrong}."
     assert said in caplog.messages
 
 

@@ -39,7 +39,6 @@ try:
     from peft import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.tuners.tuners_utils import BaseTunerLayer
     from trl.models.utils import unwrap_model_for_generation
-    from trl.trainer.utils import disable_dropout_in_model
 except ImportError as error:
     raise ImportError(
         f"Offline distillation needs trl and peft ({error}). Install them with `pip install 'osd-hf[distill]'`."
@@ -290,7 +289,7 @@ class DistillTrainer(Trainer):
         if config.divergence == "jsd":
             self.divergence = functools.partial(generalized_jsd, beta=config.beta)
         if config.disable_dropout:
-            disable_dropout_in_model(self.model)
+            _disable_dropout(self.model)
         _let_run(self.model)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -420,6 +419,16 @@ def _with_adapters(learner: Any, config: Any, peft_config: Any) -> Any:
         if config.gradient_checkpointing:
             learner.enable_input_require_grads()  # https://github.com/huggingface/transformers/issues/42489
     return learner
+
+
+def _disable_dropout(model: Any) -> None:
+    """Turn off dropout, in modules and in probabilities that a model stores as numbers."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _let_run(model: Any) -> None:
