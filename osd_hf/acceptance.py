@@ -21,8 +21,8 @@ MAX_DOMAINS = 1024  # domains with counts of their own, as labels may come from 
 UNTIMED = (0.0, 0.0, 0.0, 0.0)
 NORMAL_QUANTILE = 1.959964  # of a 95% interval, in standard errors
 
-_COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards")
 _TEXT_COUNTS = ("text_drafted", "text_examined", "text_accepted")
+_COUNTS = ("drafted", "examined", "accepted", "emitted", "target_forwards", *_TEXT_COUNTS)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -32,22 +32,17 @@ class AcceptanceStats:
     runs are `int`; the expected counts of a sampled replay are `float`.
 
     Args:
-        drafted (`int` or `float`, *optional*, defaults to 0): Tokens that the draft proposed.
-        examined (`int` or `float`, *optional*, defaults to 0):
-            Drafted tokens that the target decided on: per round, the accepted tokens and the first rejected one.
-        accepted (`int` or `float`, *optional*, defaults to 0): Drafted tokens that the target accepted.
-        emitted (`int` or `float`, *optional*, defaults to 0):
-            Tokens of the answers, including corrections and bonus tokens.
-        target_forwards (`int` or `float`, *optional*, defaults to 0): Forwards of the target, one per round.
-        accepted_length_histogram (`Mapping[int, int | float]`, *optional*):
+        drafted (`float`, defaults to 0): Tokens that the draft proposed.
+        examined (`float`, defaults to 0): Accepted tokens and the first rejected token of each round.
+        accepted (`float`, defaults to 0): Drafted tokens that the target accepted.
+        emitted (`float`, defaults to 0): Tokens of the answers, including corrections and bonus tokens.
+        target_forwards (`float`, defaults to 0): Forwards of the target, one per round.
+        accepted_length_histogram (`Mapping[int, float]`, *optional*):
             Number of accepted tokens -> number of rounds that accepted this number, of rounds with candidates.
         requests (`np.ndarray` of shape `(requests, 2)`, *optional*):
             `examined` and `accepted` of each request in order; at most the newest 1,024.
         num_requests (`int`, *optional*): Number of all requests, by default the number of rows in `requests`.
-        squares (`tuple[float, ...]` of length 3, *optional*):
-            Sums over all requests of `examined**2`, `examined * accepted`, and `accepted**2`, by default over
-            `requests`.
-        text_drafted, text_examined, text_accepted (`int` or `float`, *optional*, default to 0):
+        text_drafted, text_examined, text_accepted (`float`, default to 0):
             The same counts for candidates copied from earlier text, which the counts of the draft do not include.
         timed (`tuple[float, ...]` of length 4, *optional*):
             Emitted tokens and seconds of timed rounds; seconds, and estimated seconds of the target alone, of timed
@@ -62,7 +57,6 @@ class AcceptanceStats:
     accepted_length_histogram: Mapping[int, float] = field(default_factory=dict)
     requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     num_requests: int = -1
-    squares: tuple[float, ...] = ()
     text_drafted: float = 0
     text_examined: float = 0
     text_accepted: float = 0
@@ -70,15 +64,11 @@ class AcceptanceStats:
 
     def __post_init__(self) -> None:
         # Copies protect the counts from later changes of the arguments.
-        histogram = sorted((int(k), n) for k, n in self.accepted_length_histogram.items())
         rows = np.array(self.requests)
-        examined, accepted = rows.T
-        products = examined * examined, examined * accepted, accepted * accepted
         values = {
-            "accepted_length_histogram": dict(histogram),
+            "accepted_length_histogram": dict(sorted((int(k), n) for k, n in self.accepted_length_histogram.items())),
             "requests": rows[-MAX_REQUESTS:],
             "num_requests": len(rows) if self.num_requests < 0 else self.num_requests,
-            "squares": self.squares or tuple(product.sum().item() for product in products),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -94,12 +84,10 @@ class AcceptanceStats:
     def from_rounds(cls, rounds: Sequence[DraftRound]) -> AcceptanceStats:
         """Return the stats of one request from its rounds."""
         text = [sum(counts) for counts in zip(*(r.text_counts for r in rounds), strict=True)] or [0, 0, 0]
-        total = [sum(getattr(r, f"num_{name}") for r in rounds) for name in _COUNTS[:3]]
-        drafted, examined, accepted = (both - copied for both, copied in zip(total, text, strict=True))
         return cls.from_counts(
-            drafted=drafted,
-            examined=examined,
-            accepted=accepted,
+            drafted=sum(r.num_drafted for r in rounds) - text[0],
+            examined=sum(r.num_examined for r in rounds) - text[1],
+            accepted=sum(r.num_accepted for r in rounds) - text[2],
             emitted=sum(r.num_emitted for r in rounds),
             target_forwards=len(rounds),
             **dict(zip(_TEXT_COUNTS, text, strict=True)),
@@ -130,21 +118,16 @@ class AcceptanceStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of timed rounds, including drafting. Prompts, learning, and rounds of transformers' own
-        loop are not timed. `None` without timed rounds, which only [`OnlineAssistant.stats`] has."""
+        """Tokens per second of timed rounds, including drafting, without prompts and learning. `None` without timed
+        rounds, which only [`OnlineAssistant.stats`] has."""
         tokens, seconds, *_ = self.timed
         return tokens / seconds if seconds else None
 
     @property
     def speedup(self) -> float | None:
-        """
-        Estimated speed-up over the target alone in the timed rounds; `benchmark` measures it.
-
-        A token of the target alone is assumed to cost as much as recent rounds without candidates on this machine at
-        similar lengths. `num_assistant_tokens="auto"` has such rounds regularly, a fixed k at the end of answers that
-        reach their maximum length. Time above three times the expected time of a round is not counted. `None` without
-        such rounds.
-        """
+        """Estimated speed-up over the target alone in the timed rounds; `benchmark` measures it. A token of the target
+        alone is assumed to cost as much as recent rounds without candidates at similar lengths; `None` without such
+        rounds."""
         *_, seconds, alone = self.timed
         return alone / seconds if seconds else None
 
@@ -152,25 +135,23 @@ class AcceptanceStats:
     def alpha_interval(self) -> tuple[float, float]:
         """95% interval of alpha by the standard error of a ratio over requests, because tokens of one answer are not
         independent. `(nan, nan)` for fewer than two requests or if no token was examined."""
-        n, (examined, both, accepted) = self.num_requests, self.squares
+        n = self.num_requests
         if n < 2 or not self.examined:
             return math.nan, math.nan
-        squared_residuals = max(accepted - 2 * self.alpha * both + self.alpha**2 * examined, 0.0)
-        error = math.sqrt(squared_residuals * n / (n - 1)) / self.examined
-        return _interval(self.alpha, error, n, minimum=0.0)
+        examined, accepted = self.requests.T
+        variance = ((accepted - self.alpha * examined) ** 2).mean() * n / (n - 1)
+        return _interval(self.alpha, math.sqrt(n * variance) / self.examined, n, minimum=0.0)
 
     def __add__(self, other: object) -> AcceptanceStats:
         if not isinstance(other, AcceptanceStats):
             return NotImplemented
-        counts = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_TEXT_COUNTS)}
+        counts = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "num_requests")}
         histogram = Counter[int](self.accepted_length_histogram)
         histogram.update(other.accepted_length_histogram)
         return AcceptanceStats(
             **counts,
             accepted_length_histogram=histogram,
             requests=np.concatenate([self.requests, other.requests])[-MAX_REQUESTS:],
-            num_requests=self.num_requests + other.num_requests,
-            squares=tuple(a + b for a, b in zip(self.squares, other.squares, strict=True)),
             timed=tuple(a + b for a, b in zip(self.timed, other.timed, strict=True)),
         )
 
@@ -193,48 +174,35 @@ class AcceptanceStats:
         return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}{rate}{speedup}, {requests}"
 
     def plot(self, window: int | None = None) -> Any:
-        """
-        Plot alpha over the newest 1,024 requests as a `matplotlib.figure.Figure`.
-
-        Args:
-            window (`int`, *optional*): Number of requests that each point averages, chosen by default.
-        """
+        """Plot alpha over the newest 1,024 requests as a `matplotlib.figure.Figure`. Each point averages `window`
+        requests."""
         return alpha_figure(self.requests, window, last=self.num_requests)
 
     def _counts(self) -> dict[str, Any]:
-        names = (*_COUNTS, *_TEXT_COUNTS, "accepted_length_histogram", "num_requests")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*_COUNTS, "accepted_length_histogram", "num_requests")}
 
-    def to_dict(self, *, derived: bool = True) -> dict[str, Any]:
-        """Return the counts and requests, ready for JSON and [`from_dict`]. `derived` adds the rates, with `None` for
-        undefined ones."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts, the requests, and the rates (`None` if undefined), ready for JSON and [`from_dict`]."""
         histogram = {str(k): n for k, n in self.accepted_length_histogram.items()}
+        rates = {name: getattr(self, name) for name in ("alpha", "text_alpha", "block_efficiency")}
         data = self._counts() | {"accepted_length_histogram": histogram, "requests": self.requests.tolist()}
-        data["squares"] = list(self.squares)
-        if derived:
-            data["alpha"] = self.alpha if self.examined else None
-            data["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
-            data["text_alpha"] = self.text_alpha if self.text_examined else None
-            data["block_efficiency"] = self.block_efficiency if self.target_forwards else None
-            if any(self.timed):
-                data |= {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup}
+        data |= {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
+        data["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
+        if any(self.timed):
+            data |= {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup}
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStats:
         """Return the stats from the result of [`to_dict`]."""
-        names = (*_COUNTS, *_TEXT_COUNTS, "accepted_length_histogram", "num_requests")
+        names = (*_COUNTS, "accepted_length_histogram", "num_requests")
         requests = np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64))
-        return cls(**{name: data[name] for name in names}, requests=requests, squares=tuple(data["squares"]))
+        return cls(**{name: data[name] for name in names}, requests=requests)
 
 
 def paired_gain(before: Sequence[AcceptanceStats], after: Sequence[AcceptanceStats]) -> tuple[float, float]:
-    """
-    Return the gain in alpha from `before` to `after` and its standard error.
-
-    Both are of the same requests in the same order, which cancels the difficulty of the requests (linearized ratio
-    estimator). The gain is `nan` if no token was examined. The error is infinite for fewer than two requests.
-    """
+    """Return the gain in alpha from `before` to `after`, of the same requests in the same order, and its standard
+    error (linearized ratio estimator): `nan` if no token was examined, and infinite for fewer than two requests."""
     if not before:
         return math.nan, math.nan
     sides = [np.concatenate([s.requests for s in stats]).astype(float) for stats in (before, after)]
@@ -273,17 +241,10 @@ def _interval(value: float, error: float, n: int, *, minimum: float) -> tuple[fl
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """
-    Acceptance of several drafts on the same requests.
+    """Acceptance of several drafts on the same requests."""
 
-    Args:
-        domains (`Sequence[str | None]`): Domain of each request, in order.
-        sides (`Mapping[str, Sequence[AcceptanceStats]]`):
-            Name of a draft -> its stats of each request. The first draft is the baseline of the second.
-    """
-
-    domains: Sequence[str | None]
-    sides: Mapping[str, Sequence[AcceptanceStats]]
+    domains: Sequence[str | None]  # of each request, in order
+    sides: Mapping[str, Sequence[AcceptanceStats]]  # of each draft; the first is the baseline of the second
 
     @property
     def names(self) -> list[str | None]:
@@ -327,10 +288,8 @@ class Comparison:
     def bars(self, labels: Mapping[str, str]) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
         """Return alpha and its interval by part and by the label of the draft, for plots."""
         return {
-            name: {
-                label: (part.totals[side].alpha, part.totals[side].alpha_interval) for side, label in labels.items()
-            }
-            for name, part in self.parts().items()
+            name: {label: (totals[side].alpha, totals[side].alpha_interval) for side, label in labels.items()}
+            for name, totals in ((name, part.totals) for name, part in self.parts().items())
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -350,7 +309,7 @@ class Comparison:
 
 def figures_of(stats: AcceptanceStats) -> dict[str, Any]:
     """Return counts and rates without the counts of each request, ready for JSON."""
-    return {name: value for name, value in stats.to_dict().items() if name not in ("requests", "squares")}
+    return {name: value for name, value in stats.to_dict().items() if name != "requests"}
 
 
 class Tally:
@@ -396,7 +355,7 @@ class Tally:
         """Return the state, ready for JSON."""
         with self._lock:
             requests, stats = self.requests, dict(self._by_domain)
-        return {"requests": requests, "stats": [[domain, s.to_dict(derived=False)] for domain, s in stats.items()]}
+        return {"requests": requests, "stats": [[domain, s.to_dict()] for domain, s in stats.items()]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state."""

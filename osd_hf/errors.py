@@ -80,8 +80,7 @@ _SCHEME = re.compile(r"(?i)(?:[a-z][a-z0-9+.-]*:)?//")
 
 
 def without_credentials(text: str) -> str:
-    """Mask user, password, query and fragment of addresses in a text, and everything that looks like a key. A password
-    may contain any character, so everything up to the last `@` of an address is masked."""
+    """Mask user, password, query and fragment of addresses in a text, and everything that looks like a key."""
     return _without_keys(_ADDRESS.sub(_masked, text))
 
 
@@ -119,16 +118,12 @@ def _shown(value: str, name: str = "") -> str:
 
 
 def _masked(match: re.Match[str]) -> str:
-    address = match[1]
-    if mark := re.search(r"[?#]", address):
-        before, after = address[: mark.start()], address[mark.end() :]
-        if "@" in after:  # a password with this character, or a query with an `@`
-            return "//***"
-        tail = f"{mark[0]}***" if after.strip("*") else address[mark.start() :]
-    else:
-        before, tail = address, ""
-    user, at, rest = before.rpartition("@")
-    return f"//***@{rest}{tail}" if at else f"//{before}{tail}"
+    # A password may contain any character, so everything up to the last `@` is masked.
+    user, at, place = match[1].rpartition("@")
+    if re.search(r"[?#]", user):  # a password with this character, or a query with an `@`
+        return "//***"
+    place = re.sub(r"(?s)([?#]).+", r"\1***", place)
+    return f"//***@{place}" if at else f"//{place}"
 
 
 def _without_keys(text: str) -> str:
@@ -149,11 +144,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean `{found[0]}`?" if found else ""
 
 
-MEMORY_PHRASES = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether the machine or a device ran out of memory."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in MEMORY_PHRASES)
+    phrases = ("out of memory", "not enough memory", "allocate memory", "memory allocation")
+    is_by_text = isinstance(error, RuntimeError) and any(phrase in str(error).lower() for phrase in phrases)
+    return isinstance(error, MemoryError) or is_by_text

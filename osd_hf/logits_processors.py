@@ -25,14 +25,14 @@ GROUP_ELEMENTS = 1 << 20  # processed together: larger temporaries take longer t
 ROOM_TOKENS = 256  # that a buffer grows by
 TIED_TOKENS = 14  # beyond those of top-k, which also keeps tokens that are tied with the last one
 
+# Processors that treat tokens by their logits alone; a token at `-inf` changes nothing.
 IMPARTIAL = (
     known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper, known.TopHLogitsWarper,
     known.MinPLogitsWarper, known.TypicalLogitsWarper, known.EpsilonLogitsWarper, known.EtaLogitsWarper,
     known.LogitNormalization,
 )  # fmt: skip
-"""Processors that treat tokens by their logits alone; a token at `-inf` changes nothing."""
+# Processors that do not depend on the ids.
 WITHOUT_CONTEXT = (*IMPARTIAL, known.InfNanRemoveLogitsProcessor, known.SuppressTokensLogitsProcessor)
-"""Processors that do not depend on the ids."""
 
 
 # --- of a recorded request ------------------------------------------------------------------------------------------
@@ -49,10 +49,10 @@ class Processors:
         self.ids = torch.from_numpy(np.concatenate([start, trace.completion_ids]).astype(np.int64))
         self.processors = _rebuilt(model, trace, len(start)) if trace.sampling.get("processors") else []
 
-    def groups(self, count: int) -> Iterator[slice]:
-        """Split positions into parts that are processed together."""
-        size = max(1, GROUP_ELEMENTS // self.trace.vocab_size)
-        return (slice(first, min(first + size, count)) for first in range(0, count, size))
+    def parts(self, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+        """Process raw rows, as a call does, in parts. Yields the position of each part and its rows."""
+        starts = range(0, len(rows), max(1, GROUP_ELEMENTS // self.trace.vocab_size))
+        return ((first + start, self(rows[start : start + starts.step], first + start)) for start in starts)
 
     def __call__(self, rows: Tensor, first: int = 0) -> Tensor:
         """Process raw rows, `(positions, vocab)`, from position `first` of the answer on. Called in order. Processors
@@ -83,10 +83,9 @@ class Processors:
         """Return the expected acceptance at positions of a sampled request, `(positions,)`, from the draft's raw
         rows: the overlap of both processed distributions."""
         found, target = [], Processors(self.model, self.trace)
-        for part in self.groups(len(rows)):
-            at = slice(first + part.start, first + part.stop)
-            p = target(_dense_rows(self.trace, at).to(rows.device), at.start)
-            found.append(overlap(p.log_softmax(-1), self(rows[part], at.start).log_softmax(-1)))
+        for start, q in self.parts(rows, first):
+            p = target(_dense_rows(self.trace, slice(start, start + len(q))).to(q.device), start)
+            found.append(overlap(p.log_softmax(-1), q.log_softmax(-1)))
         return np.asarray(torch.cat(found).clamp(0, 1).double().cpu().numpy())
 
 
@@ -121,12 +120,8 @@ def _rebuilt(model: PreTrainedModel, trace: Trace, prompt_tokens: int) -> Sequen
     )
     rebuilt = [type(p).__name__ for p in processors]
     if rebuilt != recorded:
-        _warn_once(
-            "Traces were made with logits processors %s, of which their settings rebuild %s: replay is approximate, "
-            "and so is the gate.",
-            str(recorded),
-            str(rebuilt),
-        )
+        message = "Traces were made with logits processors %s, their settings rebuild %s: replay is approximate."
+        _warn_once(message, str(recorded), str(rebuilt))
     return processors
 
 
@@ -134,12 +129,9 @@ def _rebuilt(model: PreTrainedModel, trace: Trace, prompt_tokens: int) -> Sequen
 
 
 class RowProcessors:
-    """
-    Apply the processors of a batch at positions that differ from row to row. Each processor is called as in the
-    target's own loop: for all rows of the batch at one length, where rows that are shorter or have ended are padded.
-    Those that do not depend on the ids are called for all positions together. `input_ids`, `(rows, prompt)`, have
-    their padding, and `pad_id` follows rows that have ended.
-    """
+    """Apply the processors of a batch at positions that differ from row to row. Each processor is called as in the
+    target's own loop, for all rows of the batch at one length, where rows that are shorter or have ended are padded
+    with `pad_id`. Those that do not depend on the ids are called for all positions together."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:
         self.processors = list(processors)
@@ -196,14 +188,12 @@ class ReplayedProcessor(LogitsProcessor):
     """
     Serve a logits processor that remembers the tokens it has seen, such as the matcher of a grammar. Before each call
     the processor is brought to the current sequence: draft and target call it in turns, and some of the tokens are
-    rejected later. Every request begins with a new processor.
+    rejected later. Every request begins with a new processor. The memory must depend on the tokens alone.
 
     ```python
     grammar = ReplayedProcessor(lambda: xgrammar.contrib.hf.LogitsProcessor(compiled))
     assistant.generate(**inputs, logits_processor=[grammar])
     ```
-
-    The memory must depend on the tokens alone: repeated calls get other scores.
 
     Args:
         make (`Callable[[], LogitsProcessor]`):

@@ -41,11 +41,8 @@ def reverse_kl(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
 
 
 def generalized_jsd(p_logprobs: Tensor, q_logprobs: Tensor, beta: float = 0.5) -> Tensor:
-    """
-    Compute the generalized Jensen-Shannon divergence (equation 1 of arXiv 2306.13649, in TRL's convention)
-    `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q`. `beta` is the weight of the target,
-    from 0 (forward KL) to 1 (reverse KL).
-    """
+    """Compute `beta KL(p || m) + (1 - beta) KL(q || m)` with `m = beta p + (1 - beta) q` (equation 1 of arXiv
+    2306.13649, in TRL's convention), from the forward KL (`beta=0`) to the reverse KL (`beta=1`)."""
     if not 0 <= beta <= 1:
         raise ConfigError(f"beta must be between 0 and 1, got {beta}")
     if beta == 0:
@@ -73,6 +70,8 @@ def hard_label(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
     return -_finite(q_logprobs).gather(-1, label).squeeze(-1)
 
 
+# From log-probs of target and draft, both `(..., K + 1)` with the tail last and `-inf` allowed, to a loss `(...)`.
+# Values and gradients are finite.
 DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -81,15 +80,10 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "neg_log_overlap": neg_log_overlap,
     "hard_label": hard_label,
 }
-"""
-Functions from the log-probs of target and draft, both `(..., K + 1)` with the tail last and `-inf` allowed, to a loss
-`(...)` per position. Values and gradients are finite.
-"""
 
 
 def overlap(p_logprobs: Tensor, q_logprobs: Tensor) -> Tensor:
-    """Compute `sum min(p, q)`, the expected acceptance at each position when sampling (theorem 3.5 of arXiv
-    2211.17192), from log-probs of target and draft."""
+    """Compute `sum min(p, q)`, the expected acceptance when sampling (theorem 3.5 of arXiv 2211.17192)."""
     return torch.minimum(p_logprobs, q_logprobs).exp().sum(-1)
 
 

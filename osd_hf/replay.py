@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +16,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.errors import (
-    ConfigError,
-    DataError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-    first_line,
-    is_out_of_memory,
-)
+from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError, is_out_of_memory
 from osd_hf.logits_processors import Processors
 from osd_hf.models import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
@@ -33,8 +25,6 @@ from osd_hf.utils.kernels import fast_kernels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 # Elements of the logits that exist at the same time: 40 MiB in float32. glibc keeps blocks of up to 32 MiB in its heap
 # and fragments it.
@@ -45,9 +35,7 @@ MAX_TOKENS = 1 << 16  # of a batch, including prompts
 _has_plain_head: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def replay(
-    draft: PreTrainedModel, traces: Iterable[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
-) -> AcceptanceStats:
+def replay(draft: PreTrainedModel, traces: Iterable[Trace], num_assistant_tokens: int = 5) -> AcceptanceStats:
     """
     Return the acceptance that a draft would have had on recorded traces, by one teacher-forced forward over each.
 
@@ -61,7 +49,6 @@ def replay(
         draft (`PreTrainedModel`): Any draft with the vocabulary of the target. It is not changed.
         traces (`Iterable[Trace]`): Traces of one kind of model, also of the target alone.
         num_assistant_tokens (`int`, *optional*, defaults to 5): k, the tokens drafted per round.
-        batch_size (`int`, *optional*, defaults to 32): Maximum number of traces per forward.
 
     Returns:
         `AcceptanceStats`, with the requests in the order of the traces.
@@ -71,58 +58,50 @@ def replay(
         DataError: A trace is rescored: its rows are of another target than its answer.
         VocabularyMismatchError: A trace has another vocabulary than the draft.
     """
-    each = replay_each(draft, list(traces), num_assistant_tokens, batch_size=batch_size)
-    return sum(each, AcceptanceStats())
+    return sum(replay_each(draft, list(traces), num_assistant_tokens), AcceptanceStats())
 
 
-@neutral_context()
-@torch.inference_mode()
-def replay_each(
-    draft: PreTrainedModel, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
-) -> list[AcceptanceStats]:
+def replay_each(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list[AcceptanceStats]:
     """Compute [`replay`] for each trace."""
-    _check(draft, traces, num_assistant_tokens)
-    stats = [AcceptanceStats()] * len(traces)
-    greedy = [i for i, trace in enumerate(traces) if not trace.is_sampled]
-    redrafted = redraft(draft, [traces[i] for i in greedy], num_assistant_tokens, batch_size=batch_size)
-    for i, trace in zip(greedy, redrafted, strict=True):
-        stats[i] = AcceptanceStats.from_rounds(trace.rounds)
-    sampled = [i for i, trace in enumerate(traces) if trace.is_sampled]
-    accepted: dict[int, list[NDArray[Any]]] = defaultdict(list)
-    for i, first, rows in raw_rows(draft, [traces[i] for i in sampled], batch_size):
-        if first == 0:
-            processors = Processors(draft, traces[sampled[i]])
-        accepted[sampled[i]].append(processors.acceptance(rows, first))
-    for i, parts in accepted.items():
-        stats[i] = _expected_stats(traces[i], np.concatenate(parts), num_assistant_tokens)
-    return stats
+    return [
+        _expected_stats(t, score, k) if t.is_sampled else AcceptanceStats.from_rounds(rounds_of(t, score, k))
+        for t, score in zip(traces, _scores(draft, traces, k), strict=True)
+    ]
+
+
+def redraft(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list[Trace]:
+    """Return greedy traces with the rounds of a live run with this draft. Tokens drafted after the end of an answer
+    are -1. Takes the arguments of [`replay`]; raises DataError for sampled traces."""
+    if any(trace.is_sampled for trace in traces):
+        raise DataError("The rounds of sampled traces cannot be computed for another draft. Leave them out.")
+    return [
+        replace(trace, rounds=tuple(rounds_of(trace, predicted, k)))
+        for trace, predicted in zip(traces, _scores(draft, traces, k), strict=True)
+    ]
 
 
 @neutral_context()
 @torch.inference_mode()
-def redraft(
-    draft: PreTrainedModel, traces: Sequence[Trace], num_assistant_tokens: int = 5, *, batch_size: int = 32
-) -> list[Trace]:
-    """Return greedy traces with the rounds of a live run with this draft. Tokens drafted after the end of an answer
-    are -1. Takes the arguments of [`replay`]."""
-    _check(draft, traces, num_assistant_tokens)
-    predicted: list[list[NDArray[Any]]] = [[] for _ in traces]
-    for i, _, rows in _processed_rows(draft, traces, batch_size):
-        predicted[i].append(rows.argmax(-1).cpu().numpy())
-    return [
-        replace(trace, rounds=tuple(rounds_of(trace, np.concatenate(parts), num_assistant_tokens))) if parts else trace
-        for trace, parts in zip(traces, predicted, strict=True)
-    ]
+def _scores(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> list[NDArray[Any]]:
+    """Return what the draft predicts at each position of a greedy trace, and the expected acceptance at each position
+    of a sampled trace."""
+    _check(draft, traces, k)
+    scores: list[list[NDArray[Any]]] = [[] for _ in traces]
+    for i, first, rows in raw_rows(draft, traces):
+        if first == 0:
+            processors = Processors(draft, traces[i])
+        if traces[i].is_sampled:
+            scores[i].append(processors.acceptance(rows, first))
+        else:
+            scores[i] += [part.argmax(-1).cpu().numpy() for _, part in processors.parts(rows, first)]
+    return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in scores]
 
 
 def _check(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> None:
     if k < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
     if any(trace.is_rescored for trace in traces):
-        raise DataError(
-            "A trace has rows of another target than its answer (see `rescore`), so its acceptance is meaningless. "
-            "Leave it out."
-        )
+        raise DataError("A trace has rows of another target than its answer (see `rescore`). Leave it out.")
     for trace in traces:
         _check_vocabulary(draft, trace)
 
@@ -136,7 +115,7 @@ def _check_vocabulary(draft: PreTrainedModel, trace: Trace) -> None:
 
 
 def raw_rows(
-    draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int
+    draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int = 32
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the raw logits of the draft in parts: index of the trace, position of the first row, and rows `(positions,
     vocab)`. Parts have at most `CHUNK_LOGITS` elements, or all rows of a trace if the output head cannot be called
@@ -155,17 +134,6 @@ def raw_rows(
                 for first in range(0, len(rows), size):
                     part = rows[first : first + size]
                     yield i, first, part if head is None else head(part)
-
-
-def _processed_rows(
-    draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the logits after the processors of each request, as [`raw_rows`] does."""
-    for i, first, rows in raw_rows(draft, traces, batch_size):
-        if first == 0:
-            processors = Processors(draft, traces[i])
-        for part in processors.groups(len(rows)):
-            yield i, first + part.start, processors(rows[part], first + part.start)
 
 
 def _max_drafted(trace: Trace, position: int, k: int) -> int:
@@ -245,7 +213,7 @@ class EmittedToken:
     """
 
     id: int
-    origin: Literal["accepted", "corrected", "bonus", "plain"]
+    origin: Literal["accepted", "corrected", "bonus", "plain"] = "plain"
     drafted_id: int | None = None
     drafted_prob: float | None = None
     source: Literal["draft", "text", "target"] = "target"
@@ -255,32 +223,31 @@ class EmittedToken:
 def emitted_tokens(trace: Trace, draft: PreTrainedModel | None = None) -> list[EmittedToken]:
     """Return the tokens of an answer with their origins; `"plain"` ones for the target alone. One teacher-forced
     forward of the `draft` computes the probabilities of rejected tokens, which sampled traces contain already."""
-    tokens = [EmittedToken(int(token), "plain") for token in trace.completion_ids]
-    start = 0
+    ids = iter(trace.completion_ids.tolist())
+    tokens: list[EmittedToken] = []
     for r in trace.rounds:
-        from_text = [False] * r.num_drafted if r.from_text is None else r.from_text.tolist()
-        sources: list[Literal["draft", "text"]] = ["text" if is_text else "draft" for is_text in from_text]
-        for i in range(r.num_accepted):
-            tokens[start + i] = replace(tokens[start + i], origin="accepted", source=sources[i])
-        end = start + r.num_accepted
-        if r.has_correction:
-            tokens[end] = replace(tokens[end], origin="corrected", source=sources[r.num_accepted])
-            if sources[r.num_accepted] == "draft":  # rejected tokens of earlier text are not stored
-                drafted_id = int(r.drafted_ids[r.num_accepted])
-                probability = None if r.q is None else float(r.q[r.num_accepted])
-                tokens[end] = replace(tokens[end], drafted_id=drafted_id, drafted_prob=probability)
-        elif r.num_drafted and r.num_emitted > r.num_accepted:
-            tokens[end] = replace(tokens[end], origin="bonus")
-        start += r.num_emitted
+        is_text = np.zeros(r.num_drafted, bool) if r.from_text is None else r.from_text
+        for copied in is_text[: r.num_accepted]:
+            tokens.append(EmittedToken(next(ids), "accepted", source="text" if copied else "draft"))
+        if r.has_correction and is_text[r.num_accepted]:  # rejected tokens of earlier text are not stored
+            tokens.append(EmittedToken(next(ids), "corrected", source="text"))
+        elif r.has_correction:
+            rejected = int(r.drafted_ids[r.num_accepted])
+            probability = None if r.q is None else float(r.q[r.num_accepted])
+            tokens.append(EmittedToken(next(ids), "corrected", rejected, probability, "draft"))
+        elif r.num_emitted > r.num_accepted:
+            tokens.append(EmittedToken(next(ids), "bonus" if r.num_drafted else "plain"))
+    tokens += map(EmittedToken, ids)
     unknown = [i for i, t in enumerate(tokens) if t.drafted_id is not None and t.drafted_prob is None]
-    if not unknown or draft is None:
-        return tokens
-    _check_vocabulary(draft, trace)
-    with torch.inference_mode():
-        for _, start, rows in _processed_rows(draft, [trace], 1):
-            for i in (i for i in unknown if start <= i < start + len(rows)):
-                probability = float(rows[i - start].softmax(-1)[tokens[i].drafted_id])
-                tokens[i] = replace(tokens[i], drafted_prob=probability)
+    if unknown and draft is not None:
+        _check_vocabulary(draft, trace)
+        processors = Processors(draft, trace)
+        with torch.inference_mode():
+            for _, first, raw in raw_rows(draft, [trace]):
+                for start, rows in processors.parts(raw, first):
+                    for i in (i for i in unknown if start <= i < start + len(rows)):
+                        probability = float(rows[i - start].softmax(-1)[tokens[i].drafted_id])
+                        tokens[i] = replace(tokens[i], drafted_prob=probability)
     return tokens
 
 
@@ -322,12 +289,9 @@ def completion_mask(traces: Sequence[Trace], device: Any = None) -> torch.Tensor
 
 
 def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.Tensor:
-    """
-    Compute the raw logits of each completion token given all previous tokens: `(traces, longest completion, vocab)` in
-    the dtype of the model. Columns after the end of a trace are undefined. The caller chooses the mode (training,
-    gradients). Prompts are padded on the left and completions on the right, so that the requested positions are the
-    same columns in every row, and the output head skips the prompts.
-    """
+    """Compute the raw logits of each completion token given all previous tokens: `(traces, longest completion, vocab)`
+    in the dtype of the model. Columns after the end of a trace are undefined. Prompts are padded on the left and
+    completions on the right, so that the positions are the same columns in every row."""
     device = model.device
     width = max(len(t) for t in traces)
     inputs: dict[str, Any] = {"use_cache": False}
@@ -359,10 +323,8 @@ def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.
 
 
 def completion_states(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.Tensor:
-    """
-    Compute the inputs of the output head at the positions of [`completion_logits`]: `(positions, hidden)`, one
-    completion after the other. Raises UnsupportedModelError if the model has no output embeddings.
-    """
+    """Compute the inputs of the output head at the positions of [`completion_logits`]: `(positions, hidden)`, one
+    completion after the other. Raises UnsupportedModelError if the model has no output embeddings."""
     head = unwrap(model).get_output_embeddings()
     if head is None:
         raise UnsupportedModelError(
@@ -441,7 +403,5 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if not isinstance(error, UnsupportedModelError):
-                logger.info("The output head of the draft cannot be called alone: %s", first_line(error))
             _has_plain_head[inner] = False
     return _has_plain_head[inner]

@@ -8,7 +8,7 @@ from typing import Any
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.errors import ConfigError, DataError
+from osd_hf.errors import ConfigError
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
@@ -16,8 +16,6 @@ from osd_hf.learning.updater import UpdateReport
 from osd_hf.replay import redraft, replay_each
 from osd_hf.router import RoutedPrompt, Router, as_router
 from osd_hf.trace import Trace
-
-__all__ = ["SimulationReport", "serve_recorded", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -56,20 +54,24 @@ class SimulationReport:
 
 
 def simulate(
-    draft: Any, traces: Sequence[Trace], config: OnlineConfig | None = None, *,
-    router: Router | Callable[[str], str | None] | None = None, peft_config: Any = None, tokenizer: Any = None,
+    draft: Any,
+    traces: Sequence[Trace],
+    config: OnlineConfig | None = None,
+    *,
+    router: Router | Callable[[str], str | None] | None = None,
+    peft_config: Any = None,
+    tokenizer: Any = None,
     learner: Learner | None = None,
     on_request: Callable[[int, AcceptanceStats], object] | None = None,
-    on_update: Callable[[int, UpdateReport], object] | None = None,
-) -> SimulationReport:  # fmt: skip
+) -> SimulationReport:
     """
-    Serve recorded greedy requests in order with a learning draft. The counts equal those of a live run, because greedy
-    replay is exact (see [`replay`]). Updates follow `update_interval` as in a live run; `"idle"` updates are done
-    completely when they are due.
+    Serve recorded requests in order with a learning draft. The counts of greedy requests equal those of a live run,
+    those of sampled requests are expected values (see [`replay`]). Updates follow `update_interval` as in a live run;
+    `"idle"` updates are done completely when they are due.
 
     Args:
         draft (`PreTrainedModel`): The first version. It is not changed.
-        traces (`Sequence[Trace]`): Greedy requests in the order of arrival.
+        traces (`Sequence[Trace]`): Requests in the order of arrival.
         config (`OnlineConfig`, *optional*): Settings of drafting and learning.
         router (`Router` or `Callable[[str], str | None]`, *optional*), peft_config (`peft.PeftConfig`, *optional*):
             Domain drafts and adapters, as for [`OnlineAssistant`]. The `domain` of a trace is its label.
@@ -78,24 +80,14 @@ def simulate(
             Learner of an earlier report to continue with, instead of `draft`, `config`, and `peft_config`.
         on_request (`Callable[[int, AcceptanceStats], object]`, *optional*):
             Called after each request with its number and stats.
-        on_update (`Callable[[int, UpdateReport], object]`, *optional*):
-            Called after each update with the number of previous requests.
 
     Raises:
-        DataError: A trace is sampled.
         ConfigError: Neither the configuration nor the generation config of the draft sets k.
     """
-    config = config or OnlineConfig()
-    sampled = sum(trace.is_sampled for trace in traces)
-    if sampled:
-        raise DataError(
-            f"{sampled} of {len(traces)} traces were sampled; only greedy ones can be simulated. Leave them out."
-        )
     routes = as_router(router)
     if learner is None:
-        config = replace(config, compile_draft=False)  # replay drafts nothing
-        per_domain = routes is not None
-        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=per_domain)
+        config = replace(config or OnlineConfig(), compile_draft=False)  # replay drafts nothing
+        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None)
         learner = Learner(drafts, drafts.config)
     k = learner.config.compared_k or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
@@ -108,30 +100,26 @@ def simulate(
             t if t.domain is not None else replace(t, domain=routes.route(RoutedPrompt(t.prompt_ids, tokenizer)))
             for t in traces
         ]
-    served: list[tuple[Trace, AcceptanceStats]] = []
+    served: list[Trace] = []
+    stats: list[AcceptanceStats] = []
     updates: list[UpdateReport] = []
     for event in serve_recorded(learner, traces, k):
         if isinstance(event, UpdateReport):
             updates.append(event)
-            if on_update is not None:
-                on_update(len(served), event)
-        else:
-            served.append(event)
-            if on_request is not None:
-                on_request(len(served) - 1, event[1])
-    return SimulationReport(
-        tuple(stats for _, stats in served), tuple(trace for trace, _ in served), tuple(updates), learner
-    )
+            continue
+        served.append(event[0])
+        stats.append(event[1])
+        if on_request is not None:
+            on_request(len(stats) - 1, event[1])
+    return SimulationReport(tuple(stats), tuple(served), tuple(updates), learner)
 
 
 def serve_recorded(
     learner: Learner, traces: Iterable[Trace], k: int
 ) -> Iterator[tuple[Trace, AcceptanceStats] | UpdateReport]:
-    """
-    Serve recorded requests in order with k tokens per round, and learn from each. Yields each request with its
+    """Serve recorded requests in order with k tokens per round, and learn from each. Yields each request with its
     acceptance, and each update after the request that made it due. Greedy requests get the rounds of the draft that
-    serves them. Sampled requests keep theirs, and their acceptance is the expected one (see [`replay`]).
-    """
+    serves them, sampled requests keep theirs."""
     drafts = learner.drafts
     for trace in traces:
         key = drafts.key(trace.domain)

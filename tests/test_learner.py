@@ -190,13 +190,14 @@ def test_a_poisoned_learner_serves_no_request(
     static = replayed(the_draft(), recorded).alpha
     served: list[float] = []
 
-    def look(_: int, report: Any) -> None:
-        served.append(replayed(run["learner"].drafts.model(None), recorded).alpha)
+    def look(number: int, _: Any) -> None:
+        if number % 4 == 0:
+            served.append(replayed(run["learner"].drafts.model(None), recorded).alpha)
 
     with monkeypatch.context() as patch:
         config = poison(patch)
         run = {"learner": learner(config)}
-        poisoned = simulate(None, stream(recorded, 56), config, learner=run["learner"], on_update=look)
+        poisoned = simulate(None, stream(recorded, 56), config, learner=run["learner"], on_request=look)
     decisions = {d.version: d for d in poisoned.decisions}
     assert len(decisions) == len(poisoned.updates) == 14
     assert "dropped" in {d.outcome for d in decisions.values()}

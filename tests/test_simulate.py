@@ -7,6 +7,7 @@ import torch
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, simulate
 from osd_hf.decoding.record import record_traces
+from osd_hf.replay import replay_each
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
@@ -33,9 +34,14 @@ SPREAD = replace(CONFIG, update_strategy="spread", update_interval=2)
 
 @pytest.mark.parametrize(
     ("architecture", "config", "ends"),
-    [("llama", CONFIG, False), ("llama", PAPER, True), ("llama", SHORT, False), ("t5", CONFIG, True),
-     ("t5", PAPER, False), ("t5", SHORT, True), ("llama", SPREAD, False), ("t5", SPREAD, True)],
-)  # fmt: skip
+    [
+        ("llama", CONFIG, False),
+        ("llama", PAPER, True),
+        ("t5", SHORT, True),
+        ("t5", PAPER, False),
+        ("t5", SPREAD, True),
+    ],
+)
 def test_a_simulated_run_is_the_live_run(
     architecture: str, config: OnlineConfig, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,20 +102,17 @@ def test_a_simulated_gate_decides_as_the_live_one(strategy: str) -> None:
     assert sum(report.stats, AcceptanceStats()).accepted == assistant.stats.accepted
 
 
-def test_progress_is_told_and_the_draft_stays() -> None:
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_progress_is_told_and_without_updates_the_draft_is_the_given_one(do_sample: bool) -> None:
     target, draft = models.pair()
     before = [p.detach().clone() for p in draft.parameters()]
     traces = list(record_traces(target, [p[0].tolist() for p in models.prompts(4)], max_new_tokens=6))
+    traces = [replace(trace, sampling={**trace.sampling, "do_sample": do_sample}) for trace in traces]
     seen: list[int] = []
     report = simulate(draft, traces, CONFIG, on_request=lambda number, stats: seen.append(number))
     assert seen == [0, 1, 2, 3]
-    assert len(report.stats) == 4
+    assert list(report.stats) == [*replay_each(draft, traces[:3]), *replay_each(report.draft, traces[3:])]
     assert all(map(torch.equal, draft.parameters(), before))
-
-
-def test_without_updates_the_draft_is_the_given_one() -> None:
-    target, draft = models.pair()
-    traces = list(record_traces(target, [p[0].tolist() for p in models.prompts(4)], max_new_tokens=6))
     report = simulate(draft, traces, replace(CONFIG, update_strategy="manual"))
     assert report.updates == ()
     assert all(map(torch.equal, draft.parameters(), report.draft.parameters()))

@@ -5,7 +5,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -13,10 +12,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import killed_savers
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from processes import run_python
 from waiting import LONG
 
 from osd_hf.errors import ConfigError, DataError, StoreError
@@ -68,16 +69,12 @@ def versions(traces: Iterable[Trace]) -> list[int]:
     return [t.draft_version for t in traces]
 
 
-def names(value: Any) -> list[str]:
-    return [field.name for field in fields(value)]
-
-
 def bits(value: Any) -> Any:
     """Something that compares equal only where every bit, shape and type does."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Trace | DraftRound):
-        return tuple(bits(getattr(value, name)) for name in names(value))
+        return tuple(bits(getattr(value, field.name)) for field in fields(value))
     return tuple(map(bits, value)) if isinstance(value, tuple) else value
 
 
@@ -165,10 +162,8 @@ def test_a_folder_keeps_every_bit(tmp_path_factory: pytest.TempPathFactory, trac
 
 
 def test_settings_that_json_does_not_know_are_written_as_what_it_knows() -> None:
-    trace = make_trace(1)
     sampling = {"ids": np.array([1, 2]), "bias": {(1, 2): np.float32(0.5)}, "stop": {"a"}, "type": np.float32}
-    written = Trace(**{**{n: getattr(trace, n) for n in names(trace)}, "sampling": sampling})
-    read = table_to_traces(traces_to_table([written]))[0].sampling
+    read = table_to_traces(traces_to_table([replace(make_trace(1), sampling=sampling)]))[0].sampling
     assert read == {"ids": [1, 2], "bias": [[[1, 2], 0.5]], "stop": ["a"], "type": "<class 'numpy.float32'>"}
 
 
@@ -191,15 +186,18 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path / "store" if request.param == "disk" else None
 
 
-def test_iterates_oldest_first_and_counts(path: Path | None) -> None:
+def test_iterates_oldest_first_and_in_the_order_of_appending_and_counts(path: Path | None) -> None:
     store = CorrectionStore(path, flush_every=3)
     assert (len(store), list(store)) == (0, [])
     for time in [5, 1, 4, 2, 3, 9, 7, 8]:
         store.append(make_trace(time))
     assert versions(store) == [1, 2, 3, 4, 5, 7, 8, 9]
-    assert len(store) == 8
-    store.flush()
-    assert versions(store) == [1, 2, 3, 4, 5, 7, 8, 9]
+    for time in range(100, 108):
+        store.append(replace(make_trace(time), created_at_seconds=9.5))
+    for _ in range(2):
+        assert versions(store) == [1, 2, 3, 4, 5, 7, 8, 9, *range(100, 108)]
+        assert len(store) == 16
+        store.flush()
 
 
 def test_a_sample_has_different_traces_evenly(path: Path | None) -> None:
@@ -276,11 +274,6 @@ def test_the_same_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert reads == [3] * 6
 
 
-def broken(**fields: Any) -> Trace:
-    trace = make_trace(1)
-    return Trace(**{**{n: getattr(trace, n) for n in names(trace)}, **fields})
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -302,7 +295,7 @@ def broken(**fields: Any) -> Trace:
 def test_a_trace_that_could_not_be_written_is_refused_at_once(path: Path | None, fields: dict[str, Any]) -> None:
     store = CorrectionStore(path)
     with pytest.raises(DataError):
-        store.append(broken(**fields))
+        store.append(replace(make_trace(1), **fields))
     store.append(make_trace(2))
     store.flush()
     assert versions(store) == [2]
@@ -331,18 +324,6 @@ def test_a_folder_stays_within_its_bytes_and_keeps_the_newest(tmp_path: Path) ->
     assert kept == list(range(kept[0], 120))
     assert kept[0] > 0
     assert store.nbytes > max_bytes * 2 / 3
-
-
-def test_the_unflushed_tail_counts(tmp_path: Path) -> None:
-    size = make_trace(0).nbytes
-    store = CorrectionStore(tmp_path, max_bytes=100 * size)
-    before = store.nbytes
-    store.append(make_trace(0))
-    assert store.nbytes == before + size
-    assert shards(tmp_path) == []
-    for i in range(1, 20):
-        store.append(make_trace(i))
-    assert shards(tmp_path) != []  # a shard is at most an eighth of the store
 
 
 def test_a_limit_below_one_trace_keeps_nothing_and_says_so(
@@ -441,6 +422,12 @@ def test_a_tail_is_flushed_when_it_is_long_or_large(tmp_path: Path, monkeypatch:
     for i in range(3, 6):
         store.append(make_trace(i))
     assert len(CorrectionStore(tmp_path)) == 5
+    store = CorrectionStore(tmp_path / "other", max_bytes=100 * make_trace(0).nbytes)
+    store.append(make_trace(0))
+    assert (store.nbytes, shards(tmp_path / "other")) == (make_trace(0).nbytes, [])
+    for i in range(1, 20):
+        store.append(make_trace(i))
+    assert shards(tmp_path / "other") != []  # a shard is at most an eighth of the store
 
 
 def test_closing_flushes_and_ends_appending_but_not_reading(path: Path | None) -> None:
@@ -611,29 +598,9 @@ def test_a_forked_child_leaves_the_parents_tail_and_folder(tmp_path: Path) -> No
         process.join(timeout=LONG)
     assert process.exitcode == 0
     assert [pq.read_table(s)["draft_version"].to_pylist() for s in shards(tmp_path)] == [[1]]
-    CorrectionStore(tmp_path).append(make_trace(2))  # sweeps; the parent is still alive
     store.flush()
-    assert versions(store) == [0, 1, 2]
-    assert len({s.parent for s in shards(tmp_path)}) == 3
-
-
-def test_an_unpickled_store_is_another_writer_and_memory_is_copied(tmp_path: Path) -> None:
-    store = CorrectionStore(tmp_path, max_bytes=10**6, flush_every=2)
-    for i in range(3):
-        store.append(make_trace(i))
-    copy = pickle.loads(pickle.dumps(store))
-    assert versions(copy) == [0, 1]
-    assert (copy.max_bytes, copy.flush_every) == (10**6, 2)
-    copy.append(make_trace(9))
-    copy.flush()
-    store.flush()
-    assert versions(store) == [0, 1, 2, 9]
-    memory = CorrectionStore(max_bytes=10**6)
-    memory.append(make_trace(1))
-    copy = pickle.loads(pickle.dumps(memory))
-    copy.append(make_trace(2))
-    assert (versions(memory), versions(copy)) == ([1], [1, 2])
-    assert copy.nbytes == 2 * memory.nbytes
+    assert versions(store) == [0, 1]
+    assert len({s.parent for s in shards(tmp_path)}) == 2
 
 
 # Writers that die
@@ -648,54 +615,58 @@ while True:
     store.flush()
     print(max(shards(store._folder.own.parent), key=lambda s: (s.parent == store._folder.own, s)), flush=True)
 """
-STOP_BEFORE_RENAMING = """
-store = CorrectionStore(path)
-store.append(make_trace(0))
-store.flush()
-store.append(make_trace(1))
-def stop(*_):
-    print(shards(path)[0], flush=True)
-    input()
-module.os.replace = stop
-store.flush()
-"""
 
 
 @posix
 def test_kill_9_loses_no_finished_shard(tmp_path: Path, load_dataset: Callable[..., Any]) -> None:
     folder = tmp_path / "store"
-    children = [start(WRITE_FOREVER, folder) for _ in range(3)] + [start(STOP_BEFORE_RENAMING, folder)]
+    children = [start(WRITE_FOREVER, folder) for _ in range(3)]
     rng = np.random.default_rng()
     finished = []
     for child in children:
         assert child.stdout is not None
-        stopped = child is children[-1]
-        finished += [child.stdout.readline().strip() for _ in range(1 if stopped else rng.integers(1, 12))]
-        if stopped:
-            CorrectionStore(folder).append(make_trace(1e6))
-            assert len(unfinished(folder)) == 1  # of the dead writers they are swept, of the live one not
+        finished += [child.stdout.readline().strip() for _ in range(rng.integers(1, 12))]
         child.send_signal(signal.SIGKILL)
         finished += child.communicate()[0].split()
         assert child.returncode == -signal.SIGKILL
-
     assert {str(s) for s in shards(folder)} >= set(finished)
     reader = CorrectionStore(folder)
-    assert len(list(reader)) == len(reader) >= 4 * (len(finished) - 1) + 2
+    assert len(list(reader)) == len(reader) >= 4 * len(finished)
     assert load_dataset(folder).num_rows == len(reader)
-    assert len(unfinished(folder)) == 1  # a reader changes nothing
-    CorrectionStore(folder).append(make_trace(2e6))
-    assert unfinished(folder) == []
 
 
-def test_folders_of_ended_writers_without_shards_are_removed(tmp_path: Path) -> None:
+@posix
+def test_a_writer_killed_at_any_step_loses_no_finished_shard_and_what_it_left_is_deleted_later(tmp_path: Path) -> None:
+    done = run_python(Path(killed_savers.__file__), str(tmp_path), "store", "6")
+    assert done.returncode == 0, done.stderr
+    kills = json.loads(done.stdout)
+    assert {tuple(kill["there"]) for kill in kills} == {(0,), (0, 1), (0, 1, 2)}
+    assert all(kill["after"] == [True, 0] for kill in kills)
+
+
+def test_old_remains_of_writers_are_deleted_and_new_ones_stay(tmp_path: Path) -> None:
     for i in range(3):
         with CorrectionStore(tmp_path) as store:
             store.append(make_trace(i))
-    for shard in shards(tmp_path)[:2]:
-        shard.unlink()
-    store = CorrectionStore(tmp_path)
-    store.append(make_trace(9))
-    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 2
+    living = CorrectionStore(tmp_path)
+    living.append(make_trace(3))
+    first, second, _ = shards(tmp_path)
+    files = [shard.with_name(f".shard-000002-{number}.tmp") for shard in (first, second) for number in (0, 1)]
+    for file in files:
+        file.write_text("torn")
+    (gone,) = pq.read_table(second)["draft_version"].to_pylist()
+    second.unlink()
+    for path in (files[0], files[2], files[3], second.parent):
+        os.utime(path, (0, 0))
+    CorrectionStore(tmp_path).append(make_trace(4))
+    assert unfinished(tmp_path) == [files[1]]
+    assert first.exists() and not second.parent.exists()
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (0, 0))
+    CorrectionStore(tmp_path).append(make_trace(5))  # deletes the empty folder of a store that waited for long
+    living.append(make_trace(6))
+    living.flush()
+    assert versions(living) == [i for i in range(7) if i != gone]
 
 
 # Foreign and unreadable stores
@@ -710,25 +681,17 @@ def test_a_folder_that_is_no_store_is_refused_untouched(tmp_path: Path) -> None:
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
-    with pytest.raises(StoreError, match="is a file; a store is a folder"):
-        CorrectionStore(tmp_path / "file")
-    with pytest.raises(StoreError, match="cannot open the store"):
-        CorrectionStore(tmp_path / "file" / "below")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreError, match=f"cannot open the store {path}"):
+            CorrectionStore(path)
 
 
 @pytest.mark.parametrize(
-    ("marker", "message"),
-    [
-        ("{torn", "cannot be read"),
-        ("", "cannot be read"),
-        ("[1]", "is not the marker of a store"),
-        (json.dumps({"format": "other", "version": 1}), "is not the marker of a store"),
-        (json.dumps(folder_module.MARKER | {"version": 2}), "is not the marker of a store that this package reads"),
-    ],
+    "marker", ["{torn", "", "[1]", json.dumps({"format": "other"}), json.dumps(folder_module.MARKER | {"version": 2})]
 )
-def test_a_marker_of_another_kind_is_refused(tmp_path: Path, marker: str, message: str) -> None:
+def test_a_marker_of_another_kind_is_refused(tmp_path: Path, marker: str) -> None:
     (tmp_path / folder_module.MARKER_NAME).write_text(marker)
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises(StoreError, match="is not the marker of a store that this package reads"):
         CorrectionStore(tmp_path)
 
 
@@ -818,10 +781,12 @@ def test_only_what_writers_of_stores_made_is_deleted(tmp_path: Path) -> None:
         store.append(make_trace(0))
     (shard,) = shards(tmp_path)
     mine = [tmp_path / "backup" / "best.parquet", shard.with_name("copy.parquet"), shard.with_name(".notes.tmp")]
-    mine += [tmp_path / "backup" / ".lock", tmp_path / "backup" / ".draft.tmp"]
+    mine += [tmp_path / "backup" / ".lock", tmp_path / "backup" / ".draft.tmp", tmp_path / "notes.txt"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(shard.read_bytes())
+    mine.append(shard.with_name(".hidden.parquet"))
+    mine[-1].write_text("torn")  # is not read
     with CorrectionStore(tmp_path, flush_every=1, max_bytes=1 << 20, max_age_seconds=50, clock=lambda: 100) as store:
         store.append(make_trace(99))
         assert versions(store) == [99]  # what is too old is not read, whoever put it there
@@ -831,31 +796,15 @@ def test_only_what_writers_of_stores_made_is_deleted(tmp_path: Path) -> None:
     assert all(path.exists() for path in mine)
 
 
-def test_traces_of_one_moment_stay_in_the_order_of_appending(path: Path | None) -> None:
-    store = CorrectionStore(path, flush_every=3)
-    for i in range(8):
-        store.append(make_trace(i + 0.5))
-    same_time = [Trace(**{**{n: getattr(t, n) for n in names(t)}, "created_at_seconds": 1.0}) for t in store]
-    store = CorrectionStore(path and path.with_name("same"), flush_every=3)
-    for trace in same_time:
-        store.append(trace)
-    assert versions(store) == list(range(8))
-
-
-def test_a_relative_path_outlives_a_change_of_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_store_with_a_relative_path_is_flushed_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     store = CorrectionStore("store")
     monkeypatch.chdir("/")
     store.append(make_trace(1))
-    store.flush()
-    assert len(shards(tmp_path / "store")) == 1
-
-
-def test_a_forgotten_store_is_flushed(tmp_path: Path) -> None:
-    store = CorrectionStore(tmp_path)
-    store.append(make_trace(1))
     del store
-    assert versions(CorrectionStore(tmp_path)) == [1]
+    assert versions(CorrectionStore(tmp_path / "store")) == [1]
 
 
 def test_a_full_disk_does_not_break_the_byte_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -869,11 +818,3 @@ def test_a_full_disk_does_not_break_the_byte_limit(tmp_path: Path, monkeypatch: 
     assert versions(store) == list(range(30 - len(store), 30))
     assert len(store) >= 9
     monkeypatch.undo()
-
-
-def test_files_that_are_no_shards_are_ignored(tmp_path: Path) -> None:
-    with CorrectionStore(tmp_path) as store:
-        store.append(make_trace(0))
-    (shards(tmp_path)[0].parent / ".hidden.parquet").write_text("torn")
-    (tmp_path / "notes.txt").write_text("mine")
-    assert versions(CorrectionStore(tmp_path)) == [0]

@@ -126,7 +126,7 @@ def begin(pair: Any, tmp_path: Path, store: Path) -> Iterator[Callable[..., Stor
 
 
 def learn(learner: StoreLearner, limit: int = 4) -> None:
-    while learner.step(limit=limit) or learner.follower.is_waiting:
+    while learner.step(limit=limit):
         pass
 
 

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, Trace, replay
 from osd_hf.decoding.text import (
+    BYTES_PER_TOKEN,
     MAX_MATCH_TOKENS,
     MAX_PLACES,
     SEPARATOR,
@@ -121,6 +122,19 @@ def test_no_token_of_an_owner_is_proposed_to_another(scope: str, requests: list[
                         assert whose == owner or is_shared
         earlier.add(str(owner), domain, prompt, answer)
         spoken.add((owner, domain, scope))
+
+
+def test_earlier_text_stays_within_its_bytes_and_the_longest_unused_goes() -> None:
+    earlier = EarlierText("owner", 40 * 256 * BYTES_PER_TOKEN)
+    for owner in range(60):  # each takes as much
+        earlier.add(str(owner), None, [owner] * 100, [])
+        assert earlier.of("0", None)  # used all the time
+        assert earlier.nbytes <= earlier.max_bytes
+    assert [bool(earlier.of(str(owner), None)) for owner in (0, 1, 58, 59)] == [True, False, True, True]
+    one = EarlierText("owner", 600 * BYTES_PER_TOKEN)
+    for _ in range(20):
+        one.add(None, None, range(100), range(100))
+        assert one.nbytes <= one.max_bytes
 
 
 # --- rounds from past text ------------------------------------------------------------------------------------------

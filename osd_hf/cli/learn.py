@@ -442,7 +442,7 @@ def _learn(
                 num_published = len(learner.published)
                 _plot(learner, folder)
             if not taken:
-                if settings.once and not learner.follower.is_waiting:
+                if settings.once:
                     break
                 stop.wait(settings.poll_seconds)
     with contextlib.suppress(StateError):  # `close` tries again and reports the error

@@ -208,7 +208,7 @@ class Served:
     answer: str | None = None
 
     def to_line(self) -> str:
-        sides = {name: getattr(self, name).to_dict(derived=False) for name in ("learned", "frozen")}
+        sides = {name: getattr(self, name).to_dict() for name in ("learned", "frozen")}
         return json_text({**vars(self), **sides})
 
     @classmethod

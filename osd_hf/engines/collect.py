@@ -18,13 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock
+
 from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, unwrap_line
 from osd_hf.errors import DataError, ServerError, without_credentials
 from osd_hf.prompts import Prompt
 from osd_hf.store.folder import store_errors
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
-from osd_hf.utils.disk import FileLock, hold_lock, write_whole
+from osd_hf.utils.disk import hold_lock, write_whole
 
 MAX_FAILURES = 8  # requests that fail in a row before the collection ends
 MAX_REASONS = 256  # counted separately, because servers may give a different reason each time

@@ -198,7 +198,7 @@ class DraftChoice:
     def state_dict(self, places: Mapping[Any, int]) -> list[dict[str, Any]]:
         """Return the scores, ready for JSON, with the place of each request among the saved ones."""
         return [
-            {"place": places.get(trace), "scores": [stats.to_dict(derived=False) for stats in pair]}
+            {"place": places.get(trace), "scores": [stats.to_dict() for stats in pair]}
             for trace, pair in self._known.items()
         ]
 

@@ -14,8 +14,6 @@ from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 from osd_hf.utils.report import plain
 
-__all__ = ["SCHEMA", "table_to_traces", "traces_to_table"]
-
 
 def _list_of(kind: Any) -> Any:
     return pa.list_(pa.field("element", kind))
@@ -45,8 +43,6 @@ SCHEMA = pa.schema(
     ]
 )
 
-OPTIONAL_COLUMNS = ("from_text", "target")
-
 
 def _leaf(field: Any) -> tuple[str, Any]:
     """Return the Parquet name and type of the innermost values of a column."""
@@ -64,16 +60,12 @@ PARQUET = {
 
 
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
-    """Return a table with one row per trace. Arrays keep their exact bits, and `sampling` becomes JSON. Vocabularies
-    may differ."""
+    """Return a table with one row per trace. Arrays keep their exact bits, and `sampling` becomes JSON."""
     return pa.Table.from_pylist([_trace_to_row(trace) for trace in traces], SCHEMA)
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
-    """Return the traces of a table, whose columns may have any order; raises StoreError for another table. `top_ids`
-    gets the smallest type that holds the vocabulary."""
-    for field in (SCHEMA.field(name) for name in OPTIONAL_COLUMNS if name not in table.column_names):
-        table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    """Return the traces of a table; raises StoreError for a table of something else."""
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise StoreError(f"the table is not a table of traces: it lacks {', '.join(missing)}")
     try:
@@ -143,8 +135,7 @@ def _rounds(row: dict[str, Any]) -> Iterator[DraftRound]:
     accepted, emitted = (_array(row[name].values).tolist() for name in ("num_accepted", "num_emitted"))
     p, q, text = (row[name].values for name in ("p", "q", "from_text"))
     for j, drafted in enumerate(row["drafted_ids"].values):
-        of_round = (None if column is None else _array_or_none(column[j].values) for column in (p, q, text))
-        round_p, round_q, from_text = of_round
+        round_p, round_q, from_text = (None if c is None else _array_or_none(c[j].values) for c in (p, q, text))
         from_text = None if from_text is None else from_text.astype(bool)
         yield DraftRound(_array(drafted.values), accepted[j], emitted[j], round_p, round_q, from_text)
 

@@ -15,21 +15,19 @@ from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.store.arrow import SCHEMA, table_to_traces, traces_to_table
+from osd_hf.store.arrow import SCHEMA, traces_to_table
 from osd_hf.store.folder import Folder
 from osd_hf.trace import Trace, misshapen
 
 if TYPE_CHECKING:
     import datasets
-
-__all__ = ["CorrectionStore", "table_to_traces", "traces_to_table"]
 
 logger = logging.getLogger(__name__)
 
@@ -107,22 +105,20 @@ class CorrectionStore:
         self.max_age_seconds = max_age_seconds
         self.flush_every = flush_every
         self.clock = clock
-        self._open([])
-
-    def _open(self, tail: list[Trace]) -> None:
-        self._process = os.getpid()
         self._lock = threading.RLock()
-        self._tail = tail
-        self._tail_nbytes = sum(trace.nbytes for trace in tail)
+        self._tail: list[Trace] = []
+        self._tail_nbytes = 0
         self._closed = False
+        self._age = math.inf if max_age_seconds is None else max_age_seconds
         self._folder = None if self.path is None else Folder(self.path)
-        self._age = math.inf if self.max_age_seconds is None else self.max_age_seconds
         _live_stores.add(self)
 
-    def _leave_to_parent(self) -> None:
-        """In a forked process, leave the tail on its way to disk and a lock that a thread may hold to the parent."""
-        if self._process != os.getpid():
-            self._open([] if self._folder is not None else self._tail)
+    def _begin_in_child(self) -> None:
+        """Leave the tail, and a lock that another thread may hold, to the parent of a forked process."""
+        self._lock = threading.RLock()
+        if self._folder is not None:
+            self._tail, self._tail_nbytes = [], 0
+            self._folder.own = None
 
     def append(self, trace: Trace) -> None:
         """
@@ -138,7 +134,6 @@ class CorrectionStore:
             raise DataError(problem)
         if trace.created_at_seconds > self.clock() + self._age / 8:
             trace = replace(trace, created_at_seconds=self.clock())
-        self._leave_to_parent()
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
@@ -147,7 +142,7 @@ class CorrectionStore:
                     self._folder.start_writing()
                     if self._tail and self._is_tail_full(trace):
                         self.flush()
-            finally:
+            finally:  # after a failure, too
                 insort(self._tail, trace, key=CREATION_TIME)
                 self._tail_nbytes += trace.nbytes
                 self._enforce_limits()
@@ -157,11 +152,8 @@ class CorrectionStore:
     def _is_tail_full(self, trace: Trace) -> bool:
         """Return whether the tail must be written before `trace` is added."""
         limit = FLUSH_BYTES if self.max_bytes is None else min(FLUSH_BYTES, self.max_bytes // 8)
-        if self._tail_nbytes + trace.nbytes > limit or len(self._tail) >= self.flush_every:
-            return True
-        first, last = self._tail[0].created_at_seconds, self._tail[-1].created_at_seconds
-        span = max(last, trace.created_at_seconds) - min(first, trace.created_at_seconds)
-        return span > self._age / 8
+        times = (self._tail[0].created_at_seconds, self._tail[-1].created_at_seconds, trace.created_at_seconds)
+        return self._tail_nbytes + trace.nbytes > limit or max(times) - min(times) > self._age / 8
 
     def flush(self) -> None:
         """
@@ -170,7 +162,6 @@ class CorrectionStore:
         Raises:
             StoreError: The shard could not be written. A later flush writes the tail.
         """
-        self._leave_to_parent()
         with self._lock:
             if self._folder is not None:
                 if self._tail:
@@ -182,24 +173,16 @@ class CorrectionStore:
     def _enforce_limits(self) -> None:
         cutoff = self.clock() - self._age
         self._drop(bisect_left(self._tail, cutoff, key=CREATION_TIME))
-        if self._folder is not None and self._folder.oldest < cutoff:
-            for shard in [s for s in self._folder.shards.values() if s.oldest < cutoff]:
-                self._folder.delete(shard)
-        if self.max_bytes is None or self.nbytes <= self.max_bytes:
-            return
+        max_bytes = math.inf if self.max_bytes is None else self.max_bytes
         if self._folder is not None:
-            self._folder.refresh()  # other writers may have deleted shards
             for shard in sorted(self._folder.shards.values(), key=lambda s: s.oldest):
-                if self.nbytes <= self.max_bytes:
-                    return
+                if self.nbytes <= max_bytes and shard.oldest >= cutoff:
+                    break
                 self._folder.delete(shard)
-        excess, dropped = self.nbytes - self.max_bytes, 0
-        while excess > 0 and dropped < len(self._tail):
-            excess -= self._tail[dropped].nbytes
-            dropped += 1
-        self._drop(dropped)
-        if not self._tail:
-            logger.warning("max_bytes=%d is too small for a single trace", self.max_bytes)
+        while self._tail and self.nbytes > max_bytes:
+            self._drop(1)
+            if not self._tail:
+                logger.warning("max_bytes=%d is too small for a single trace", max_bytes)
 
     def _drop(self, count: int) -> None:
         self._tail_nbytes -= sum(t.nbytes for t in self._tail[:count])
@@ -280,13 +263,10 @@ class CorrectionStore:
 
     def close(self) -> None:
         """Write the tail. Afterwards nothing can be appended, and reading still works."""
-        self._leave_to_parent()
         with self._lock:
             if self._tail and not self._closed:
                 self.flush()
             self._closed = True
-            if self._folder is not None:
-                self._folder.stop_writing()
 
     def __enter__(self) -> Self:
         return self
@@ -298,23 +278,11 @@ class CorrectionStore:
         if hasattr(self, "_folder"):
             _close_quietly(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
-        with self._lock:
-            return state if self._folder is not None else {**state, "_tail": self._tail.copy()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        tail = state.pop("_tail", [])
-        self.__dict__.update(state)
-        self._open(tail)
-
 
 _live_stores: weakref.WeakSet[CorrectionStore] = weakref.WeakSet()
 
 
 def _close_quietly(store: CorrectionStore) -> None:
-    if store._process != os.getpid():
-        return  # the parent writes the tail
     try:
         store.close()
     except StoreError as error:
@@ -325,3 +293,12 @@ def _close_quietly(store: CorrectionStore) -> None:
 def _close_all() -> None:
     for store in list(_live_stores):
         _close_quietly(store)
+
+
+def _begin_in_child() -> None:
+    for store in list(_live_stores):
+        store._begin_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)

@@ -15,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Seeded", "choose_threads", "default_device", "neutral_context"]
-
 CLEARLY_FASTER = 0.7  # of the seconds with one thread: below, all cores are used
 MAX_RETIMED_SECONDS = 1.0  # larger models are timed once
 TIMING_ROUNDS = 5
@@ -26,13 +24,9 @@ OF_DEFAULT_DTYPE = (_ATEN.empty, _ATEN.zeros, _ATEN.ones, _ATEN.rand, _ATEN.rand
 
 @contextmanager
 def neutral_context() -> Iterator[None]:
-    """
-    Disable the caller's autocast, and create tensors on the CPU by default.
-
-    This is for computations of this package, not for the target's forwards, processors, and criteria. The gradient and
-    inference modes do not change. The default dtype, which all threads share, does not change either: code inside
-    names the dtype of each tensor that it creates.
-    """
+    """Disable the caller's autocast, and create tensors on the CPU by default, for computations of this package (not
+    for the target's forwards, processors, and criteria). The default dtype, which all threads share, does not change:
+    code inside names the dtype of each tensor that it creates."""
     accelerator = torch.accelerator.current_accelerator()
     device_types = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     with ExitStack() as stack:
@@ -52,17 +46,15 @@ def default_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def choose_threads(
-    model: PreTrainedModel, answer: Callable[[], object], threads: int | None = None, *,
+    model: PreTrainedModel,
+    answer: Callable[[], object],
+    threads: int | None = None,
+    *,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[int, dict[str, float]]:  # fmt: skip
-    """
-    Set the number of torch's threads to 1, unless all cores generate an `answer` of a few tokens clearly faster.
-    Several threads wait for each other in each small operation, which takes many times as long if another process is
-    busy. `threads` and `OMP_NUM_THREADS` set the number without timing. For models on an accelerator it stays.
-
-    Returns:
-        `tuple[int, dict[str, float]]`: The number, and the median seconds of both numbers if they were timed.
-    """
+) -> tuple[int, dict[str, float]]:
+    """Set the number of torch's threads to 1, unless all cores generate an `answer` of a few tokens clearly faster:
+    several threads are slow if another process is busy. `threads` and `OMP_NUM_THREADS` set the number without timing;
+    for models on an accelerator it stays. Returns the number, and the median seconds of both numbers if timed."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     times: dict[str, float] = {}
     if threads is None and (model.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ):
@@ -88,12 +80,8 @@ def choose_threads(
 
 
 class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """
-    Draw random numbers from new generators with this seed, and create float32 tensors by default.
-
-    Modules created inside are the same in every thread and with every default dtype. Torch's own generators, which
-    sampled requests in other threads use, stay unchanged.
-    """
+    """Draw random numbers from new generators with this seed, and create float32 tensors by default. Torch's own
+    generators, which sampled requests in other threads use, stay unchanged."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import secrets
-import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,6 @@ from filelock import FileLock
 
 from osd_hf.errors import ConfigError
 
-__all__ = [
-    "FileLock", "hold_lock", "is_open_to_others", "make_private_folder", "new_private_file",
-    "open_privately", "sync_folder", "sync_tree", "wait_for_lock", "write_whole",
-]  # fmt: skip
-
-LOG_WAIT_SECONDS = 1.0
 NO_SYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems that cannot sync folders
 NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)  # of file systems without locks
 
@@ -33,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 def make_private_folder(folder: Path) -> None:
-    """Create a folder that only its owner can enter, independent of the umask. An existing folder is not changed.
-    Missing parents can be entered by everyone and written only by the owner."""
+    """Create a folder that only its owner can enter, with missing parents that everyone can enter. An existing folder
+    is not changed."""
     for path in (*reversed(folder.parents), folder):
         if not path.is_dir():
             path.mkdir(0o700 if path == folder else 0o755, exist_ok=True)
@@ -42,8 +35,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def open_privately(path: Any, flags: int) -> int:
-    """Open a file (as the `opener` of `open`) that only its owner can read from the beginning, independent of the
-    umask."""
+    """Open a file, as the `opener` of `open`, that only its owner can read from the beginning."""
     descriptor = os.open(path, flags, 0o600)
     if sys.platform != "win32" and flags & os.O_CREAT:
         with contextlib.suppress(PermissionError):  # the file of another user
@@ -107,11 +99,6 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
-def is_open_to_others(path: Path) -> bool:
-    """Return whether users other than the owner can read a file or enter a folder."""
-    return sys.platform != "win32" and bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
-
-
 # --- locks ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,12 +110,12 @@ def wait_for_lock(path: Path, seconds: float) -> FileLock:
     """
     lock = FileLock(path, mode=0o600, thread_local=False)
     try:
-        try:
-            lock.acquire(timeout=min(seconds, LOG_WAIT_SECONDS))
-        except filelock.Timeout:
-            if seconds > LOG_WAIT_SECONDS:
-                logger.warning("Waiting up to %.0f s for another process that holds %s.", seconds, path)
-            lock.acquire(timeout=max(seconds - LOG_WAIT_SECONDS, 0.0))
+        with contextlib.suppress(filelock.Timeout):
+            lock.acquire(timeout=0.0)
+            return lock
+        if seconds:
+            logger.warning("Waiting up to %.0f s for another process that holds %s.", seconds, path)
+        lock.acquire(timeout=seconds)
     except filelock.Timeout:
         raise TimeoutError(f"another process holds {path}") from None
     except OSError as error:
@@ -138,8 +125,7 @@ def wait_for_lock(path: Path, seconds: float) -> FileLock:
 
 
 def hold_lock(path: Path, refusal: str) -> FileLock:
-    """Acquire a lock without waiting. Raises ConfigError with the message `refusal` if another process holds it or if
-    the file system has no locks."""
+    """Acquire a lock without waiting; raises ConfigError with the text `refusal` if that fails or without locks."""
     with contextlib.suppress(TimeoutError):
         lock = wait_for_lock(path, 0.0)
         if lock.is_locked:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CEILING", "COLORS", "FROZEN", "LEARNING", "alpha_figure", "new_figure", "pooled", "rolling_window", "svg"]
-
 # Colors for color-blind readers (Okabe and Ito).
 LEARNING, FROZEN, CEILING = "#0072B2", "#D55E00", "#9A9A9A"
 COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
@@ -38,8 +36,8 @@ def rolling_window(requests: int) -> int:
 
 
 def pooled(requests: NDArray[Any], window: int) -> NDArray[np.float64]:
-    """Return alpha over the last `window` requests at each request, or `nan` if no token was examined, from examined
-    and accepted tokens of each request, `(requests, 2)`."""
+    """Return alpha over the last `window` requests at each request (`nan` if no token was examined) from the examined
+    and accepted tokens of each, `(requests, 2)`."""
     sums = np.concatenate([np.zeros((1, 2)), requests.cumsum(0)])
     ends = np.arange(1, len(requests) + 1)
     examined, accepted = (sums[ends] - sums[np.maximum(ends - window, 0)]).T

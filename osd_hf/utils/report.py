@@ -21,11 +21,9 @@ import yaml
 
 from osd_hf.errors import ConfigError, first_line, without_credentials, without_secrets
 
-__all__ = ["installed", "json_text", "make_folder", "plain", "provenance", "read_config", "write_report"]
-
 PACKAGES = ("torch", "transformers", "osd_hf")
-# Paths inside an argument, such as `a=/x/y,/z`, but not the path of a URL or `owner/name`.
-_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.)?/[^\s,;:='\"]+")
+# Paths in an argument, such as `a=/x/y,/z`, but not the path of a URL or `owner/name`.
+_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.|[A-Za-z]:)?[/\\][^,;:='\"]+")
 
 
 def make_folder(folder: Path) -> None:
@@ -74,14 +72,10 @@ def plain(value: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def provenance(**extra: Any) -> dict[str, Any]:
-    """
-    Return what is needed to reproduce a result, and `extra` entries such as `seed`, ready for JSON.
-
-    `commit` is `None` outside a git checkout of the package, and ends in `-dirty` if its files differ. Tokens, keys,
-    and credentials in addresses are removed. Paths are relative to the working directory or only their last part.
-    """
+    """Return what is needed to reproduce a result, with `extra` entries such as `seed`, ready for JSON. Secrets are
+    masked, and paths are relative to the working directory or only a name. `commit` may end in `-dirty`."""
     program, *arguments = sys.argv or [""]
-    shown = [_without_folders(argument, Path.cwd()) for argument in without_secrets(arguments)]
+    shown = [_without_folders(argument) for argument in without_secrets(arguments)]
     return {
         "command": shlex.join([Path(program).name, *shown]),
         "commit": _own_commit(),
@@ -94,41 +88,25 @@ def provenance(**extra: Any) -> dict[str, Any]:
     }
 
 
-def _without_folders(argument: str, folder: Path) -> str:
-    option, equals, value = argument.partition("=")
-    if not equals:
-        option, value = "", argument
-    is_one_path = not re.search(r"[,;]|://", value)
-    if is_one_path and (Path(value).is_absolute() or value.startswith("~") or ".." in Path(value).parts):
-        return option + equals + _cut(value, folder)
-    return _PATH.sub(lambda match: _cut(match[0].removeprefix("file://"), folder), argument)
-
-
-def _cut(path: str, folder: Path) -> str:
-    whole = Path(os.path.normpath(folder / os.path.expanduser(path)))
-    return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else whole.name
+def _without_folders(argument: str) -> str:
+    inside = argument.replace(f"{Path.cwd()}{os.sep}", "")
+    return _PATH.sub(lambda match: re.split(r"[/\\]", match[0].rstrip("/"))[-1], inside)
 
 
 # Cached, because a learner may publish a version every few seconds.
 @functools.cache
 def _own_commit() -> str | None:
-    return _commit(Path(__file__).resolve().parent)
+    """Return the commit of the checkout that tracks this file; `None` for an environment inside another checkout."""
 
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).resolve().parent
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
 
-def _commit(folder: Path) -> str | None:
-    """Return the commit of the checkout that tracks `folder`; `None` for an environment inside another checkout."""
-    is_tracked = _git(folder, "ls-files", ".")
-    return _git(folder, "describe", "--always", "--dirty", "--exclude=*") if is_tracked else None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        result = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True
-        )
+        return git("describe", "--always", "--dirty", "--exclude=*").strip() if git("ls-files", ".") else None
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip()
 
 
 @functools.cache

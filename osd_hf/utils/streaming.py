@@ -43,11 +43,8 @@ class Stop(StoppingCriteria):
 
 
 class Pieces:
-    """
-    Decodes an answer token by token, without special tokens. The joined pieces are the text of the answer.
-
-    A token that ends within a character has an empty piece, and the token that completes the character has all of it.
-    """
+    """Decodes an answer token by token, without special tokens. The joined pieces are the text of the answer. The
+    token that completes a character has all of it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
