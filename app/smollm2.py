@@ -38,9 +38,9 @@ CACHE_VARIABLE = "OSD_HF_CACHE"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # from its model card; the package has no generation config
 MAKE_SECONDS = 300.0
 
-NOTICE = f"""{NAME} by Hugging Face (HuggingFaceTB), Apache License 2.0 (see LICENSE), taken from the Python package
-{PACKAGE} by Simon Willison, which QuantFactory quantized to four bits (GGUF, Q4_1). Changed by osd_hf: the quantized
-weights were read back into 32 bits and written as safetensors.
+NOTICE = f"""{NAME} by Hugging Face (HuggingFaceTB), Apache License 2.0 (see LICENSE). QuantFactory quantized it to
+four bits (GGUF, Q4_1), and Simon Willison published that file in the Python package {PACKAGE}. Changed by osd_hf: the
+quantized weights were read back into 32 bits and written as safetensors.
 """
 
 

@@ -365,24 +365,6 @@ def test_a_failure_of_learning_is_shown(service: Service, monkeypatch: pytest.Mo
 # --- visitors beside each other -------------------------------------------------------------------------------------
 
 
-def test_two_visitors_at_once_get_their_own_answers(service: Service, pair: ServedPair) -> None:
-    prompts = {"one two three": service.sessions.open(None), "seven eight": service.sessions.open(None)}
-    said = {session.id: threading.Event() for session in prompts.values()}
-    for session in prompts.values():
-        told(session, lambda session=session: session.entries[0].position and said[session.id].set())
-    with service.queue.slot():
-        answers = {prompt: service.ask(session, prompt, SHORT) for prompt, session in prompts.items()}
-        assert all(event.wait(LONG) for event in said.values())
-        assert all(1 <= answer.position <= 2 for answer in answers.values())
-    for prompt, session in prompts.items():
-        ended(session)
-        answer = answers[prompt]
-        assert session.entries == [answer]
-        assert answer.position == 0
-        assert [token.text for token in answer.tokens] == texts(pair, prompt)
-    assert service.sessions.shared.count == 2
-
-
 def test_the_id_of_a_chat_cannot_be_guessed_and_survives_a_restart(service: Service) -> None:
     session = service.sessions.open("mine")
     assert len(session.id) >= 20
@@ -747,6 +729,7 @@ def test_an_interrupted_answer_is_the_targets_own(pair: ServedPair) -> None:
     answer = asked(public, first, "three", settings)
     ended(second)
     public.sessions.close()
+    assert [session.entries for session in (first, second)] == [[answer], beside]
     assert ran_beside == [True]
     assert answer.is_identical is beside[0].is_identical is True
     assert [t.text for t in answer.tokens] == texts(pair, "three", settings)
