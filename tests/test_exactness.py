@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import models
+import peft
 import pytest
 import torch
 import transformers
@@ -84,8 +85,10 @@ def inputs(*lengths: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def same(target: Any, assistant: OnlineAssistant, requests: int = 2, **arguments: Any) -> OnlineAssistant:
-    """Assert that the assistant answers a request as its target does, several times."""
+def same(
+    target: Any, assistant: OnlineAssistant, requests: int = 2, *, attached: bool = False, **arguments: Any
+) -> OnlineAssistant:
+    """Assert that the assistant answers a request as its target does, several times, perhaps attached as well."""
     arguments = {"do_sample": False, "max_new_tokens": 2 * LENGTH, **arguments}
     # Dynamic frequencies stay as a long sequence has made them until a short one comes: so each request begins anew.
     is_dynamic = "dynamic" in str(getattr(target.config, "rope_parameters", None))
@@ -95,6 +98,10 @@ def same(target: Any, assistant: OnlineAssistant, requests: int = 2, **arguments
         if is_dynamic:
             target.generate(**short)
         assert assistant.generate(**arguments).tolist() == alone.tolist()
+    if attached:
+        with assistant.attached():
+            ours = target.generate(**arguments, assistant_model=assistant.draft)
+        assert ours.tolist() == alone.tolist()
     return assistant
 
 
@@ -221,7 +228,6 @@ def base() -> Any:
 
 
 def with_adapters(*names: str, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft")
     how = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False, **settings}
     torch.manual_seed(0)
     target = peft.get_peft_model(base(), peft.LoraConfig(**how), adapter_name=names[0])
@@ -231,21 +237,13 @@ def with_adapters(*names: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7, 8, 9, 10, 11], [5, 7, 8, 9, 10], [5, 6, 9, 10, 7, 8]])
-@pytest.mark.parametrize("attach", [False, True])
-def test_an_adapter_that_is_activated_by_tokens_is_applied_as_alone(prompt: list[int], attach: bool) -> None:
+def test_an_adapter_that_is_activated_by_tokens_is_applied_as_alone(prompt: list[int]) -> None:
     target = with_adapters("default", alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM")
     assistant = OnlineAssistant(target, models.draft_of(base()), config=MANUAL)
     ids = torch.tensor([prompt])
-    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if not attach:
-        same(target, assistant, 1, **arguments, max_new_tokens=20)
-        batch = {name: value.repeat(2, 1) for name, value in arguments.items()}
-        same(target, assistant, 1, **batch, max_new_tokens=20)
-        return
-    arguments |= {"do_sample": False, "max_new_tokens": 30}
-    alone = target.generate(**arguments)
-    with assistant.attached():
-        assert target.generate(**arguments, assistant_model=assistant.draft).tolist() == alone.tolist()
+    for batch in (ids, ids.repeat(2, 1)):
+        arguments = {"input_ids": batch, "attention_mask": torch.ones_like(batch)}
+        same(target, assistant, 1, attached=batch is ids, **arguments, max_new_tokens=20)
 
 
 def test_rows_with_adapters_of_their_own_may_end_at_different_lengths() -> None:
@@ -280,7 +278,6 @@ def test_a_failed_request_leaves_batches_as_they_were() -> None:
 
 
 def soft_prompts() -> dict[str, Callable[[Any], Any]]:
-    peft = pytest.importorskip("peft")
     own = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
     return {
         "prompt": lambda: peft.PromptTuningConfig(**own),
@@ -291,22 +288,16 @@ def soft_prompts() -> dict[str, Callable[[Any], Any]]:
 
 @pytest.mark.parametrize("name", ["prompt", "prefix", "p"])
 def test_soft_prompts_are_answered_as_alone_and_logged_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     target = peft.get_peft_model(models.build("llama", num_key_value_heads=4), soft_prompts()[name]()).double().eval()
     draft = models.draft_of(base())
     assistant = OnlineAssistant(target, draft, config=MANUAL)
     for batch in (inputs(6), inputs(6, 4, 6)):
-        same(target, assistant, **batch)
-        alone = target.generate(**batch, do_sample=False, max_new_tokens=20)
-        with assistant.attached():
-            ours = target.generate(**batch, do_sample=False, max_new_tokens=20, assistant_model=assistant.draft)
-        assert ours.tolist() == alone.tolist()
+        same(target, assistant, attached=True, **batch)
     assert sum("The target answers without a draft: PEFT puts a soft prompt" in m for m in caplog.messages) == 1
 
 
 def test_drafts_whose_adapters_cannot_be_merged_are_refused() -> None:
-    peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(alora_invocation_tokens=[7], task_type="CAUSAL_LM", target_modules=["q_proj"])
     for config, words in ((soft_prompts()["prefix"](), "soft prompt"), (lora, "cannot be merged")):
         draft = peft.get_peft_model(models.build(num_key_value_heads=4), config)
@@ -494,13 +485,7 @@ def test_embeddings_and_encoder_outputs_are_answered_by_the_target_alone(caplog:
     target = base()
     embeddings = target.get_input_embeddings()(models.prompt()).detach()
     assistant = OnlineAssistant(target, models.draft_of(target), config=MANUAL)
-    same(target, assistant, inputs_embeds=embeddings)
-    alone = target.generate(inputs_embeds=embeddings, do_sample=False, max_new_tokens=9).tolist()
-    with assistant.attached():
-        ours = target.generate(
-            inputs_embeds=embeddings, do_sample=False, max_new_tokens=9, assistant_model=assistant.draft
-        )
-    assert ours.tolist() == alone
+    same(target, assistant, attached=True, inputs_embeds=embeddings)
     t5, draft = models.pair("t5")
     with torch.no_grad():
         outputs = t5.get_encoder()(input_ids=models.prompt()).last_hidden_state
