@@ -27,8 +27,7 @@ CONFIG = OnlineConfig(
     learning_rate=1e-3, num_logprobs=16, gate=False,
 )  # fmt: skip
 PROMPTS = [(ids, torch.ones_like(ids)) for ids in models.prompts(3)]
-BATCH = (models.prompt(5, seed=7).repeat(2, 1), torch.ones(2, 5, dtype=torch.long))
-TEXTS = ("abc", "hello")
+BATCH = models.prompt(5, seed=7).repeat(2, 1)
 NEW = 6
 
 
@@ -82,36 +81,6 @@ def tokenizer() -> Any:
     return made
 
 
-def by_generate(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
-    assistant = OnlineAssistant(*pair(), tokenizer(), CONFIG)
-    return [
-        assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, on_trace=on_trace, **settings).tolist()
-        for ids, mask in PROMPTS
-    ]
-
-
-def by_attached(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
-    assistant, (target, _) = OnlineAssistant(*pair(), tokenizer(), CONFIG), pair()
-    with assistant.attached(), capture_traces(target, on_trace, num_logprobs=16):
-        return alone(assistant_model=assistant.draft, **settings)
-
-
-def by_capture(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
-    target, draft = pair()
-    with capture_traces(target, on_trace, num_logprobs=16):
-        return alone(assistant_model=draft, **settings)
-
-
-def by_batch(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
-    assistant, (ids, mask) = OnlineAssistant(*pair(), tokenizer(), CONFIG), BATCH
-    return assistant.generate(ids, attention_mask=mask, max_new_tokens=NEW, on_trace=on_trace, **settings).tolist()  # type: ignore[no-any-return]
-
-
-def by_chat(on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
-    assistant = OnlineAssistant(*pair(), tokenizer(), CONFIG)
-    return [assistant.chat(text, max_new_tokens=NEW, on_trace=on_trace, **settings) for text in TEXTS]
-
-
 def alone(**settings: Any) -> list[Any]:
     """The target's answers to each prompt."""
     target, _ = pair()
@@ -120,16 +89,32 @@ def alone(**settings: Any) -> list[Any]:
     ]
 
 
-ENTRIES: dict[str, Callable[..., list[Any]]] = {
-    "generate": by_generate, "attached": by_attached, "capture": by_capture, "batch": by_batch, "chat": by_chat,
-}  # fmt: skip
+ENTRIES = ("generate", "attached", "capture", "batch", "chat")
+
+
+def asked(entry: str, on_trace: Callable[[Trace], object], **settings: Any) -> list[Any]:
+    """The answers to requests on this way."""
+    assistant, (target, draft) = OnlineAssistant(*pair(), tokenizer(), CONFIG), pair()
+    how = {"max_new_tokens": NEW, "on_trace": on_trace, **settings}
+    if entry == "generate":
+        return [assistant.generate(ids, attention_mask=mask, **how).tolist() for ids, mask in PROMPTS]
+    if entry == "batch":
+        return assistant.generate(BATCH, attention_mask=torch.ones_like(BATCH), **how).tolist()  # type: ignore[no-any-return]
+    if entry == "chat":
+        return [assistant.chat(text, **how) for text in ("abc", "hello")]
+    attaches = entry == "attached"
+    with (
+        assistant.attached() if attaches else contextlib.nullcontext(),
+        capture_traces(target, on_trace, num_logprobs=16),
+    ):
+        return alone(assistant_model=assistant.draft if attaches else draft, **settings)
 
 
 @functools.cache
 def outside(entry: str) -> tuple[list[Any], list[Trace]]:
     """The answers and traces of requests in no context."""
     traces: list[Trace] = []
-    return ENTRIES[entry](traces.append, do_sample=False), traces
+    return asked(entry, traces.append, do_sample=False), traces
 
 
 def same_traces(ours: list[Trace], theirs: list[Trace]) -> None:
@@ -156,7 +141,7 @@ def test_answers_and_traces_are_those_outside_the_context(
 ) -> None:
     traces, (expected, before) = list[Trace](), outside(entry)
     with context():
-        answers = ENTRIES[entry](traces.append, do_sample=False)
+        answers = asked(entry, traces.append, do_sample=False)
     assert answers == expected
     if entry == "generate":
         assert answers == alone(do_sample=False)
@@ -168,7 +153,7 @@ def test_answers_and_traces_are_those_outside_the_context(
 def test_half_precision_rows_are_the_targets_own(context: Context) -> None:
     target, traces = pair()[0], list[Trace]()
     with context():
-        by_generate(traces.append, do_sample=False)
+        asked("generate", traces.append, do_sample=False)
         for (ids, mask), trace in zip(PROMPTS, traces, strict=True):
             own = target.generate(
                 ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True,
@@ -194,7 +179,7 @@ def test_sampled_answers_are_those_outside_the_context(entry: str, context: Cont
         traces: list[Trace] = []
         with around():
             torch.manual_seed(3)
-            found.append((ENTRIES[entry](traces.append, do_sample=True, top_k=0), traces))
+            found.append((asked(entry, traces.append, do_sample=True, top_k=0), traces))
     (expected, before), (answers, after) = found
     assert answers == expected
     same_traces(after, before)
@@ -295,7 +280,7 @@ def test_a_session_that_is_loaded_in_inference_mode_learns_on(tmp_path: Path) ->
 def sampled() -> list[Trace]:
     traces: list[Trace] = []
     torch.manual_seed(5)
-    by_generate(traces.append, do_sample=True, repetition_penalty=1.2)
+    asked("generate", traces.append, do_sample=True, repetition_penalty=1.2)
     return traces
 
 
