@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
 
-from waiting import LONG
-
 
 def process_for(work: Callable[..., object], *args: Any) -> Any:
     """A process that will do this; it ends with this one."""
@@ -37,60 +35,29 @@ def say_into(*descriptors: int) -> None:
         os.dup2(descriptor, own)
 
 
-def _begin(environment: Mapping[str, str], arguments: list[str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = arguments
-
-
-def _run_file(path: Path) -> None:
-    sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
-
-
-def _run(code: str | Path, arguments: list[str], environment: Mapping[str, str], folder: str) -> None:
-    with open(f"{folder}/out", "wb") as out, open(f"{folder}/err", "wb") as err:
-        say_into(out.fileno(), err.fileno())
-    _begin(environment, [str(code) if isinstance(code, Path) else "-c", *arguments])
-    if isinstance(code, Path):
-        _run_file(code)
-    else:
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
-
-
-def run_python(
-    code: str | Path, *arguments: str, environment: Mapping[str, str] = os.environ, timeout: float = LONG
-) -> subprocess.CompletedProcess[str]:
-    """Run a script, or the file of one, as `subprocess.run` would by a fresh interpreter with one thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = {**environment, "OMP_NUM_THREADS": "1"}
-        process = process_for(_run, code, list(arguments), own, folder)
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(sys.argv, timeout)
-        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
-    return subprocess.CompletedProcess(list(arguments), process.exitcode, out, err)
-
-
 def _run_command(command: Sequence[str], environment: Mapping[str, str], output: Connection, log: str) -> None:
     with open(log, "ab") as errors:
         say_into(output.fileno(), errors.fileno())
     output.close()
-    flag, name, *arguments = command if command[0] == "-m" else ("", *command)
-    _begin(environment, [name, *arguments])
-    if not flag:
-        _run_file(Path(name))
-        return
-    sys.modules.pop(name, None)  # imported before, which runpy would warn of
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    match command:
+        case ["-m", name, *arguments]:
+            sys.argv = [name, *arguments]
+            sys.modules.pop(name, None)  # imported before, which runpy would warn of
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case ["-c", code, *arguments]:
+            sys.argv = ["-c", *arguments]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case [file, *_]:
+            sys.argv = list(command)
+            sys.path.insert(0, str(Path(file).parent))
+            runpy.run_path(file, run_name="__main__")
 
 
 class ModuleProcess:
-    """What `subprocess.Popen` returns for `[sys.executable, "-m", MODULE, ...]` or `[sys.executable, FILE, ...]`:
-    standard output can be read, standard error goes to a named file."""
+    """What `subprocess.Popen` returns for a command of `sys.executable`. Standard output can be read, and standard
+    error goes to a named file."""
 
     def __init__(
         self,
@@ -144,3 +111,17 @@ class ModuleProcess:
             said = self.stdout.read()
         self.wait(timeout)
         return said, None
+
+
+def run_python(
+    code: str | Path, *arguments: str, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run a script, or the file of one, as `subprocess.run` would by a fresh interpreter with one thread."""
+    what = [str(code)] if isinstance(code, Path) else ["-c", code]
+    own = {**environment, "OMP_NUM_THREADS": "1"}
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = ModuleProcess(
+            [sys.executable, *what, *arguments], stdout=subprocess.PIPE, stderr=log, text=True, env=own
+        )
+        out, _ = process.communicate()
+        return subprocess.CompletedProcess(list(arguments), process.returncode, out, log.read())
