@@ -247,3 +247,20 @@ def test_a_k_that_cannot_be_had_is_refused(settings: dict[str, Any], k: Any, mes
     with pytest.raises(ConfigError, match=message):
         assistant.generate(models.prompt(6), max_new_tokens=4, num_assistant_tokens=k)
     assert assistant.stats.num_requests == 0
+
+
+def test_a_draft_that_cannot_begin_is_tried_once_and_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = models.pair("t5", **models.SHALLOW["t5"])
+    assistant, ids, tries = models.assistant_of(target, draft), models.prompts(1)[0], []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        tries.append(1)
+        raise RuntimeError("no memory for the encoder")
+
+    monkeypatch.setattr(assistant.draft.get_encoder(), "forward", fail)
+    output, trace = models.answered(assistant, ids)
+    assert torch.equal(output, models.alone(target, ids))
+    assert len(tries) == 1 < len(trace.rounds)
+    assert caplog.text.count("no memory for the encoder") == 1

@@ -435,7 +435,7 @@ class Call:
 
     def close(self) -> None:
         """Release caches, whether the call ended well or not."""
-        for source in self._loop.sources if self._loop is not None else ():
+        for source in (self._loop.sources or ()) if self._loop is not None else ():
             if isinstance(source.forward, DraftForward):
                 source.forward.close()
         verification, self.verification = self.verification, None

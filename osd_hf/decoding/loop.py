@@ -151,7 +151,7 @@ class Loop:
         self._read_criteria()
         processors = self.kwargs["logits_processor"]
         self.processors = RowProcessors(processors, self.input_ids, self.pad_id) if processors else None
-        self.sources: list[DraftSource] = []
+        self.sources: list[DraftSource] | None = None  # drafts, from the first round that drafts
         self.emitted = 0  # tokens of all rows
         self.target = self._make_target()
         self.returned = _Returned(self) if self.config.return_dict_in_generate else None
@@ -248,7 +248,7 @@ class Loop:
 
     def _propose(self, plan: RoundPlan) -> Candidates:
         """Return the candidates of all rows, in the order of the target's cache."""
-        for source in self.sources:
+        for source in self.sources or ():
             source.times = []
         parts = self._draft(plan) if plan.drafts and plan.k else []
         guessed = {number: self.rows[number].guesses[: plan.k] for number in plan.text_rows}
@@ -282,7 +282,7 @@ class Loop:
 
     def _draft(self, plan: RoundPlan) -> list[tuple[DraftSource, Candidates]]:
         """Let each draft propose for its rows. A draft that fails proposes nothing from then on."""
-        if not self.sources:
+        if self.sources is None:
             self.sources = self.call.draft_sources(self)
             for source in self.sources:
                 for number in source.rows:
@@ -489,7 +489,7 @@ class Loop:
     # --- results ---
 
     def _round_time(self, k: int, seconds: float | None, looked_up: float) -> RoundTime:
-        drafted = [source for source in self.sources if source.times]
+        drafted = [source for source in self.sources or () if source.times]
         if not drafted:  # a round without candidates would not look text up
             return RoundTime(k, seconds=seconds if k or seconds is None else seconds - looked_up)
         drafting, forwards = sum(sum(s.times) for s in drafted), max(len(s.times) for s in drafted)
