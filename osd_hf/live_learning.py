@@ -22,7 +22,7 @@ from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.learning import session
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.session import FolderBusyError, load_session, save_session
+from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import UpdateReport, log_update
 from osd_hf.router import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
@@ -422,10 +422,7 @@ class LiveLearning:
 
     def _autosave(self, folder: Path) -> None:
         with self.failures.kept(SAVING):
-            try:
-                self.save(folder, AUTOSAVE_PATIENCE_SECONDS)
-            except FolderBusyError as error:
-                logger.warning("%s Nothing is lost: the next autosave tries again.", error)
+            self.save(folder, AUTOSAVE_PATIENCE_SECONDS)
 
     def save(self, directory: Path, patience_seconds: float | None = None) -> None:
         """Save the session; raises StateError if it cannot be written."""

@@ -127,7 +127,6 @@ class DomainDrafts:
         self._base = ServingDraft(base, self._drafting(base))  # serves as well, always unchanged
         self._held: list[ServingDraft] = []  # models with learned versions; overlapping requests may need several
         self._made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
-        self._trial: tuple[Any, Any] | None = None
         self._lock = threading.RLock()
 
     def _new_draft(self, domain: str | None) -> _Draft:
@@ -402,17 +401,10 @@ class DomainDrafts:
             return self.version, snapshot
 
     def trial_model(self, snapshot: Snapshot) -> Any:
-        """Return a model with these weights that does not serve, valid until the next call."""
-        if self._trial is None or self._trial[0] is not snapshot:
-            self._trial = None
-            model = shared_copy(self.base)
-            write_snapshot(snapshot, model, self._template, share=True)
-            self._trial = snapshot, model
-        return self._trial[1]
-
-    def end_trial(self) -> None:
-        """Free the model of the last trial."""
-        self._trial = None
+        """Return a model with these weights that does not serve. All but merged adapters shares their memory."""
+        model = shared_copy(self.base)
+        write_snapshot(snapshot, model, self._template, share=True)
+        return model
 
     # --- saved state ------------------------------------------------------------------------------------------------
 

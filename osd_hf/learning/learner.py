@@ -322,7 +322,7 @@ class Learner:
         held_back = newest if len(newest) >= MIN_HELD_BACK else held_back
         with self.drafts.lease(domain) as draft:
             of_serving = yield from self._score(requests, draft.model, held_back)
-        of_version = yield from self._score(requests, snapshot, held_back)
+        of_version = yield from self._score(requests, self.drafts.trial_model(snapshot), held_back)
         before: dict[Trace, AcceptanceStats] = {}
         after: dict[Trace, AcceptanceStats] = {}
         for trace, old, new in zip(held_back, of_serving, of_version, strict=True):
@@ -377,7 +377,7 @@ class Learner:
         previous = self.drafts.previous(domain) or ORIGINAL
         before: list[AcceptanceStats | None] = [None] * len(watched)
         if previous.number != 0:
-            before = yield from self._score(requests, previous.weights, watched)
+            before = yield from self._score(requests, self.drafts.trial_model(previous.weights), watched)
         for trace, earlier in zip(watched, before, strict=True):
             pair = requests.choice.of(trace)
             if pair is not None and (earlier is not None or previous.number == 0):
@@ -406,28 +406,20 @@ class Learner:
         self._record(decision)
 
     def _score(
-        self, requests: DraftRequests, draft: PreTrainedModel | Snapshot, traces: Sequence[Trace]
+        self, requests: DraftRequests, model: PreTrainedModel, traces: Sequence[Trace]
     ) -> Parts[list[AcceptanceStats | None]]:
-        """Replay a draft, or the weights of a version, on traces; `None` for a trace that was excluded."""
-        updater, size = self.updater(requests.domain), REPLAY_BATCH[self.config.update_strategy]
+        """Replay a draft on traces; `None` for a trace that was excluded."""
+        size = REPLAY_BATCH[self.config.update_strategy]
         scores: list[AcceptanceStats | None] = []
-        try:
-            for first in range(0, len(traces), size):
-                part = traces[first : first + size]
-                scores += yield from requests.set_aside.isolate(
-                    lambda some: self._replayed(draft, some), part, updater.readable
-                )
-                yield REPLAY_SHARE * len(part)
-        finally:
-            self.drafts.end_trial()
+        for first in range(0, len(traces), size):
+            part = traces[first : first + size]
+            scores += yield from requests.set_aside.isolate(
+                lambda some: replay_each(model, some, self._k), part, self.drafts.readable
+            )
+            yield REPLAY_SHARE * len(part)
         if None in scores:
             requests.remove_excluded()
         return scores
-
-    def _replayed(self, draft: PreTrainedModel | Snapshot, traces: Sequence[Trace]) -> list[AcceptanceStats]:
-        # Between two parts another version may have been tried.
-        model = self.drafts.trial_model(draft) if isinstance(draft, dict) else draft
-        return replay_each(model, traces, self._k)
 
     # --- saved state ------------------------------------------------------------------------------------------------
 

@@ -35,10 +35,6 @@ UNREADABLE = (
 )  # fmt: skip
 
 
-class FolderBusyError(StateError):
-    """Raised when another process was saving to the folder all the time."""
-
-
 def save_session(
     directory: Path,
     learner: dict[str, Any],
@@ -61,7 +57,7 @@ def save_session(
         patience_seconds (`float`, *optional*): How long to wait for another process that saves; 300 by default.
 
     Raises:
-        StateError: The folder cannot be written (FolderBusyError: others save). An earlier state in it stays intact.
+        StateError: The folder cannot be written, or others save all the time. An earlier state in it stays intact.
     """
     unfinished = directory / f".state-{secrets.token_hex(4)}.tmp"
     with contextlib.ExitStack() as stack:
@@ -82,8 +78,7 @@ def save_session(
                 raise
             sync_folder(directory)  # before the old state is deleted
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            is_busy = isinstance(error, TimeoutError)
-            raise (FolderBusyError if is_busy else StateError)(
+            raise StateError(
                 f"The session cannot be saved to {directory}: {error}. Free or choose another folder."
             ) from error
         for state in old:
