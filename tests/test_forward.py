@@ -12,12 +12,18 @@ import models
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache, TextStreamer
+from transformers import DynamicCache, StaticCache, TextStreamer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import compiled as forwards
-from osd_hf.decoding.compiled import SMALLEST_STATIC_CACHE, CapturedDraft, CompiledDraft, Verification, static_draft
+from osd_hf.decoding.compiled import (
+    SMALLEST_STATIC_CACHE,
+    CapturedDraft,
+    CompiledDraft,
+    CompiledTargetForward,
+    static_draft,
+)
 from osd_hf.learning import drafts as drafts_module
 
 COMPILABLE = ("llama", "gpt2")
@@ -55,13 +61,14 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each round that did not go through the target's own forward."""
     counts: list[int] = []
-    forward = Verification.forward
+    forward = CompiledTargetForward.forward
 
-    def seen(self: Verification, past_key_values: Any, ids: torch.Tensor, length: int) -> Any:
-        counts.append(ids.shape[1])
-        return forward(self, past_key_values, ids, length)
+    def seen(self: CompiledTargetForward, ids: torch.Tensor, count: int, **kwargs: Any) -> Any:
+        outputs = forward(self, ids, count, **kwargs)
+        counts.extend([count] * isinstance(outputs.past_key_values, StaticCache))
+        return outputs
 
-    monkeypatch.setattr(Verification, "forward", seen)
+    monkeypatch.setattr(CompiledTargetForward, "forward", seen)
     return counts
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.checks import KNOWN_ARGUMENTS
 from osd_hf.decoding.exactness import difference
-from osd_hf.decoding.forward import AHEAD, MASKED_ATTENTION, DraftForward
+from osd_hf.decoding.forward import AHEAD, MASKED_ATTENTION, DraftForward, TargetForward
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import num_positions, vocab_size_of
 from osd_hf.utils.kernels import fast_kernels
@@ -365,14 +365,14 @@ class CompiledTarget(CompiledForward):
         with check_hooks, torch.inference_mode(False), torch.no_grad():
             yield
 
-    def verification(
-        self, target: PreTrainedModel, kwargs: dict[str, Any], begins: int, ends: int, limit: float = math.inf
-    ) -> Verification | None:
-        """Return the verification of a request with these sequence lengths and loop arguments; `None`
-        if the eager forward verifies. No forward reads more than `limit` tokens."""
+    def forward(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], max_length: int, limit: float
+    ) -> CompiledTargetForward | None:
+        """Return the forwards of a request with these arguments of the loop, or `None` if they must be eager. No
+        forward reads more than `limit` tokens."""
         config, cache = kwargs["generation_config"], kwargs.get("past_key_values")
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or target.training:
+        if cache is None or type(cache) is not DynamicCache or cache.get_seq_length() > 0 or model.training:
             return None
         has_other_arguments = any(kwargs[name] is not None for name in kwargs.keys() - KNOWN_ARGUMENTS)
         if has_other_arguments or config.output_attentions or config.output_hidden_states:
@@ -381,95 +381,92 @@ class CompiledTarget(CompiledForward):
             return None
         if positions is not None and not torch.equal(positions[0], torch.arange(len(positions[0])).to(positions)):
             return None
-        leased = self.first_lease(target, begins, ends + 1)  # a single token is fed with another one
-        return None if leased is None else Verification(self, target, *leased, limit)
+        # A single token is fed with another one.
+        leased = self.first_lease(model, input_ids.shape[1], max_length + 1)
+        return None if leased is None else CompiledTargetForward(self, model, input_ids, kwargs, *leased, limit)
 
 
-class Verification:
-    """Verify one request's candidates by the compiled target. The prompt is read eagerly into the cache of the loop.
-    Its content moves to a static cache for the rounds, to larger ones as the sequence grows, and back at the end."""
+class CompiledTargetForward(TargetForward):
+    """Verify candidates by the compiled target. The prompt is read eagerly. Then the content of the cache moves to a
+    static cache, to larger ones as the sequence grows, and back at the end."""
 
     def __init__(
         self,
         owner: CompiledTarget,
-        target: PreTrainedModel,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        kwargs: dict[str, Any],
         compiled: _Compiled,
         cache: CroppableCache,
-        limit: float = math.inf,
+        limit: float,
     ) -> None:
-        self.cache = cache
-        self.given: DynamicCache | None = None  # the cache of the loop, once its content has moved
+        super().__init__(model, input_ids, kwargs)
         self._owner = owner
-        self._target = target
         self._compiled: _Compiled | None = compiled  # `None`: the request continues eagerly
-        self._limit = min(num_positions(target.config) or math.inf, limit)
+        self._cache = cache
+        self._given: DynamicCache = kwargs["past_key_values"]
+        self._has_moved = False
+        self._limit = min(num_positions(model.config) or math.inf, limit)
 
-    def begins(self, given: Any, tokens: int) -> bool:
-        """Take over the loop's cache for a round after which the sequence has at most `tokens` tokens. Return whether
-        the round is verified here; if not, the loop uses [`~Verification.given`]."""
-        is_ours, layers = given is self.cache, given.layers
-        if not is_ours and (
-            len(layers) != len(self.cache.layers) or any(type(layer) is not DynamicLayer for layer in layers)
+    def forward(self, ids: torch.Tensor, count: int, *, is_first: bool) -> Any:
+        if is_first or not self._holds(ids.shape[1] + 1):
+            return super().forward(ids, count, is_first=is_first)
+        assert self._compiled is not None
+        with self._owner.mode(), self._compiled.running:
+            new = ids[0, -count:].repeat(2 if count == 1 else 1)[None]  # not a view of the sequence
+            torch._dynamo.maybe_mark_dynamic(new, 1)
+            if count == 1 and ids.shape[1] == self._limit:  # there is no position for a second token
+                logits = self._owner.step(self.model, ids[:, -1:], self._cache)
+            else:
+                logits = self._compiled_logits(self._compiled, new, ids.shape[1] - count)
+                if count == 1:
+                    self._cache.crop(-1)
+            return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=self._cache)
+
+    def _holds(self, tokens: int) -> bool:
+        """Move the content of the cache to a static cache for this many tokens. Return whether there is one."""
+        layers = self._given.layers
+        if not self._has_moved and (
+            len(layers) != len(self._cache.layers) or any(type(layer) is not DynamicLayer for layer in layers)
         ):
             return False
         if self._compiled is not None and tokens > self._compiled.size:
-            self._compiled, cache = self._owner.larger(self._target, self._compiled, self.cache, tokens)
-            if self._compiled is None:
-                self._put_back(cache)
-            else:
-                self.cache = cache
-        if self._compiled is None or is_ours:
-            return self._compiled is not None
-        self.given = given
-        with self._owner.mode():
-            for static, dynamic in zip(self.cache.layers, layers, strict=True):
-                static.update(dynamic.keys, dynamic.values)
-                dynamic.keys, dynamic.values = dynamic.keys[:, :, :0].clone(), dynamic.values[:, :, :0].clone()
-        return True
+            self._compiled, cache = self._owner.larger(self.model, self._compiled, self._cache, tokens)
+            if self._compiled is None and self._has_moved:
+                self._move_back(cache)
+            elif self._compiled is not None:
+                self._cache = cache
+        if self._compiled is not None and not self._has_moved:
+            self._has_moved = True
+            with self._owner.mode():
+                for static, dynamic in zip(self._cache.layers, layers, strict=True):
+                    static.update(dynamic.keys, dynamic.values)
+                    dynamic.keys, dynamic.values = dynamic.keys[:, :, :0].clone(), dynamic.values[:, :, :0].clone()
+        return self._compiled is not None
 
-    def inputs(self, ids: torch.Tensor, count: int) -> dict[str, Any]:
-        """Return the arguments of [`~Verification.forward`] for the last `count` tokens of a sequence."""
-        return {"past_key_values": self.cache, "ids": ids[:, -count:], "length": ids.shape[1]}
-
-    def forward(self, past_key_values: CroppableCache, ids: torch.Tensor, length: int) -> CausalLMOutputWithPast:
-        """Return the target's logits for the last tokens, `(1, tokens)`, of a sequence of this length."""
-        cache, count = past_key_values, ids.shape[1]
-        assert self._compiled is not None
-        with self._owner.mode(), self._compiled.running:
-            fed = ids[0].repeat(2 if count == 1 else 1)[None]  # not a view of the sequence
-            torch._dynamo.maybe_mark_dynamic(fed, 1)
-            if count == 1 and length == self._limit:  # there is no position for a second token
-                logits = self._owner.step(self._target, ids, cache)
-            else:
-                logits = self._compiled_logits(fed, length - count)
-                if count == 1:
-                    cache.crop(-1)
-            return CausalLMOutputWithPast(logits=logits[:, :count].clone(), past_key_values=cache)
-
-    def _compiled_logits(self, ids: torch.Tensor, begins: int) -> torch.Tensor:
-        assert self._compiled is not None
-        step = self._compiled.step
+    def _compiled_logits(self, compiled: _Compiled, ids: torch.Tensor, begins: int) -> torch.Tensor:
+        step = compiled.step
         try:
-            logits: torch.Tensor = step(self._target, ids, self.cache)
+            logits: torch.Tensor = step(self.model, ids, self._cache)
         except Exception as error:  # the target has changed, or a capture has failed
             if step is self._owner.step:
                 raise
-            self._owner.give_up(self._compiled, error)
-            self.cache.cut(begins)
-            logits = self._owner.step(self._target, ids, self.cache)
+            self._owner.give_up(compiled, error)
+            self._cache.cut(begins)
+            logits = self._owner.step(self.model, ids, self._cache)
         return logits
 
-    def close(self) -> None:
-        """End the request: the cache of the loop gets its content back."""
-        if self._compiled is not None:
-            self._put_back(self.cache)
-            self._compiled.free.append(self.cache)
+    def _move_back(self, cache: Any) -> None:
+        end = int(cache.get_seq_length())
+        for static, dynamic in zip(cache.layers, self._given.layers, strict=True):
+            dynamic.keys, dynamic.values = (x[:, :, :end].clone() for x in (static.keys, static.values))
+        self.kwargs["past_key_values"] = self._given
 
-    def _put_back(self, cache: Any) -> None:
-        if self.given is not None:
-            end = int(cache.get_seq_length())
-            for static, dynamic in zip(cache.layers, self.given.layers, strict=True):
-                dynamic.keys, dynamic.values = (x[:, :, :end].clone() for x in (static.keys, static.values))
+    def close(self) -> None:
+        if self._compiled is not None:
+            if self._has_moved:
+                self._move_back(self._cache)
+            self._compiled.free.append(self._cache)
 
 
 # --- captured graphs ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from transformers.generation.candidate_generator import (
 )
 
 from osd_hf.decoding.draft_length import MAX_K
-
-if TYPE_CHECKING:
-    from osd_hf.decoding.compiled import Verification
 
 AHEAD = 256  # tokens of an answer in a request's first cache; longer answers move to larger caches
 # A mask hides the unused end of a cache; attention by lengths would see it.
@@ -115,7 +112,6 @@ class TargetForward:
         input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): The prompt.
         kwargs (`dict`): The arguments of the loop.
         num_cached (`int`, *optional*): Tokens of the prompt that the cache holds already.
-        verification (`Verification`, *optional*): Compiled rounds behind the prompt.
     """
 
     def __init__(
@@ -124,40 +120,28 @@ class TargetForward:
         input_ids: Tensor,
         kwargs: dict[str, Any],
         num_cached: int | None = None,
-        verification: Verification | None = None,
     ) -> None:
         self.model, self.ids = model, input_ids
         self.kwargs = forward_arguments(kwargs)
         self.outputs: Any = None
-        self._num_cached, self._verification, self._count = num_cached or 0, verification, 0
+        self._num_cached, self._count = num_cached or 0, 0
         self.kwargs["past_key_values"].activate_past_recording()
 
     def verify(self, tokens: Tensor, is_proposed: Tensor) -> Tensor:
         """Return the logits at each candidate and behind the last one, `(1, k + 1, vocab)`."""
         self._count = count = tokens.shape[1]
-        ids, is_first = torch.cat([self.ids, tokens], dim=1), self.outputs is None
-        self.outputs = self._compiled(ids, count + 1) if self._verification is not None and not is_first else None
-        if self.outputs is None:
-            self.outputs = self._eager(ids, count, is_first)
+        ids = torch.cat([self.ids, tokens], dim=1)
+        self.outputs = self.forward(ids, count + 1, is_first=self.outputs is None)
         return self.outputs.logits[:, -count - 1 :]  # type: ignore[no-any-return]
 
-    def _compiled(self, ids: Tensor, count: int) -> Any:
-        verification = self._verification
-        assert verification is not None
-        begins = verification.begins(self.kwargs["past_key_values"], ids.shape[1] + 1)
-        if begins:
-            return verification.forward(**verification.inputs(ids, count))
-        if self.kwargs["past_key_values"] is verification.cache:
-            self.kwargs["past_key_values"] = verification.given
-        return None
-
-    def _eager(self, ids: Tensor, count: int, is_first: bool) -> Any:
+    def forward(self, ids: Tensor, count: int, *, is_first: bool) -> Any:
+        """Return the model's outputs for the last `count` tokens of a sequence, `(1, tokens)`; at first, for all."""
         is_encoder_decoder = self.model.config.is_encoder_decoder
         kwargs = _prepare_attention_mask(copy.copy(self.kwargs), ids.shape[1], is_encoder_decoder)
         kwargs = _prepare_token_type_ids(kwargs, ids.shape[1])
-        if (positions := kwargs.get("position_ids")) is not None and count:
-            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + count, is_encoder_decoder)
-        new_tokens = count + 1
+        if (positions := kwargs.get("position_ids")) is not None and count > 1:
+            kwargs = _prepare_position_ids(kwargs, positions.shape[-1] + count - 1, is_encoder_decoder)
+        new_tokens = count
         if is_first:
             # A cache of an earlier turn holds a part of the prompt.
             new_tokens = ids.shape[1] - self._num_cached if self._num_cached else None  # type: ignore[assignment]
@@ -165,7 +149,7 @@ class TargetForward:
             ids, next_sequence_length=new_tokens, is_first_iteration=is_first, **kwargs
         )
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count + 1
+            inputs["logits_to_keep"] = count
         return self.model(**inputs, return_dict=True)
 
     def keep(self, emitted: Sequence[Sequence[int]]) -> None:
@@ -180,6 +164,9 @@ class TargetForward:
 
     def leave(self, row: int) -> None:
         """Do nothing: the request ends with its only row."""
+
+    def close(self) -> None:
+        """End the request."""
 
 
 # --- several rows ----------------------------------------------------------------------------------------------------

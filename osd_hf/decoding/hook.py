@@ -38,7 +38,7 @@ from osd_hf.decoding.checks import (
     of_row,
     undrafted,
 )
-from osd_hf.decoding.compiled import Verification
+from osd_hf.decoding.compiled import CompiledTargetForward
 from osd_hf.decoding.draft_length import DraftLength, RoundTime
 from osd_hf.decoding.exactness import Limits, batch_hindrance, has_adapter_per_row, limits_of
 from osd_hf.decoding.forward import BatchDraftForward, DraftForward
@@ -222,7 +222,7 @@ class Call:
         self.draftings: list[Drafting] = []  # of each row
         self.length: DraftLength | None = None
         self.limits = Limits()
-        self.verification: Verification | None = None
+        self.compiled: CompiledTargetForward | None = None
         self.clock: Callable[[], float] = time.perf_counter
         self._loop: Loop | None = None
 
@@ -272,9 +272,7 @@ class Call:
         compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
         prompt_tokens, most = self.input_ids.shape[1], self.config.max_length
         if len(self.requests) == 1 and compiled is not None and self.limits.allow_any(prompt_tokens, most - 1):
-            self.verification = compiled.verification(
-                self.model, self.kwargs, prompt_tokens, most, self.limits.max_length
-            )
+            self.compiled = compiled.forward(self.model, self.input_ids, self.kwargs, most, self.limits.max_length)
 
     def decode(self) -> Any:
         """Return the answers as `generate` returns them. Calls that cannot have candidates are decoded by the target
@@ -288,7 +286,7 @@ class Call:
             log_once(self.model, f"{what} without a draft: {why}.")
             return self.decode_alone(is_usual=False)
         assert self.length is not None
-        if self.length.is_plain and self.verification is None:
+        if self.length.is_plain and self.compiled is None:
             return self.decode_alone()
         self._loop = Loop(self)
         return self._loop.decode()
@@ -438,9 +436,8 @@ class Call:
         for source in (self._loop.sources or ()) if self._loop is not None else ():
             if isinstance(source.forward, DraftForward):
                 source.forward.close()
-        verification, self.verification = self.verification, None
-        if verification is not None:
-            verification.close()
+        if self.compiled is not None:
+            self.compiled.close()
 
     def finish(self) -> None:
         """Deliver the traces to the listeners after the call has ended well."""

@@ -188,9 +188,10 @@ class Loop:
 
     def _make_target(self) -> TargetForward | BatchTargetForward:
         call = self.call
+        if call.compiled is not None:
+            return call.compiled
         if len(self.rows) == 1:
-            num_cached = self.rows[0].request.num_cached
-            return TargetForward(self.model, self.input_ids, self.kwargs, num_cached, call.verification)
+            return TargetForward(self.model, self.input_ids, self.kwargs, self.rows[0].request.num_cached)
         texts = [row.tokens for row in self.rows]
         return BatchTargetForward(self.model, self.input_ids, self.kwargs, texts, self.max_new_tokens)
 
