@@ -277,7 +277,7 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     assert (folder / "speedups.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
-    assert [first_cells.count(name) for name in names] == [3] * len(names)
+    assert [first_cells.count(name) for name in names] == [2] * len(names)
 
 
 def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from osd_hf.cli.settings import THREADS, CommandParser, Loading, flag
-from osd_hf.errors import ConfigError
+from osd_hf.cli.settings import THREADS, CommandParser, Loading, flag, require_extra
 
 MODELS = "target draft dtype attn_implementation device_map quantization"  # flags about the pair
 
@@ -40,6 +38,5 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def app_command(settings: AppSettings) -> int:
     """Serve the demo; raises ConfigError if it is not installed."""
-    if importlib.util.find_spec("gradio") is None or importlib.util.find_spec("osd_hf_app") is None:
-        raise ConfigError('The app is an extra. Install it: pip install "osd-hf[app]"')
+    require_extra("app", "gradio", "osd_hf_app")
     return int(importlib.import_module("osd_hf_app.launch").launch(settings))

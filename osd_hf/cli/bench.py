@@ -5,25 +5,25 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
+from osd_hf.acceptance import Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.settings import (
+    PLACEMENT,
     THREADS,
     CommandParser,
     Loading,
     Reporting,
     RowSettings,
-    Versions,
     display_name,
     flag,
     open_recorded,
@@ -42,7 +42,7 @@ from osd_hf.evaluation.benchmark import (
     random_pair,
 )
 from osd_hf.evaluation.compare import DraftComparison, compare
-from osd_hf.evaluation.display import figure, plot_speedups, progress, ratio_text, stats_interval, text_table
+from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, stats_interval, text_table
 from osd_hf.evaluation.quickstart import QuickstartSizes, quickstart, serve_stream, split_prompts
 from osd_hf.models import input_device, load_draft, load_model, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
@@ -58,7 +58,6 @@ EncodedSets = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 MEBI = 1 << 20
 SOURCES: dict[Any, str] = {"draft": "draft only", "text": "text only", "both": "both"}
 NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in all
-REPLAY_BATCH = 64  # requests between two steps of the progress bar
 
 # Flags without an effect with --compare, with --store, and with --controlled.
 NOT_COMPARED = "controlled draft learn_requests seed threads chat_template chat_template_kwargs"
@@ -125,7 +124,7 @@ class BenchSettings(RowSettings, Loading, Reporting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(Versions, Reporting):
+class QuickstartSettings(Loading, Reporting):
     """Flags of `osd-hf quickstart`."""
 
     seed: int = flag("seed of the prompts and of learning", 0)
@@ -143,14 +142,14 @@ class QuickstartSettings(Versions, Reporting):
 
 def make_parser(arguments: Sequence[str], *, prog: str, **how: Any) -> CommandParser:
     """Return the parser of one of the two commands."""
-    kinds = [QuickstartSettings, QuickstartSizes] if prog.endswith("quickstart") else [BenchSettings]
-    return CommandParser(kinds, prog=prog, **how)
+    if prog.endswith("quickstart"):
+        return CommandParser([QuickstartSettings, QuickstartSizes], without=PLACEMENT, prog=prog, **how)
+    return CommandParser([BenchSettings], prog=prog, **how)
 
 
 def quickstart_command(settings: QuickstartSettings, sizes: QuickstartSizes) -> int:
     """Serve, learn and measure; returns the exit code."""
-    versions = {f.name: getattr(settings, f.name) for f in fields(Versions)}
-    pair = load_pair(settings.target, settings.draft, dtype="float32", device="cpu", **versions)
+    pair = load_pair(settings.target, settings.draft, **settings.loading | {"dtype": "float32", "device": "cpu"})
     how = {name: getattr(settings, name) for name in ("seed", "threads", "output_dir", "compile_target")}
     report = quickstart(pair, sizes, write=settings.say, **how)
     settings.write_json(report)
@@ -178,13 +177,27 @@ def bench_command(settings: BenchSettings) -> int:
     # A speed-up over several controlled acceptances together would mean nothing.
     datasets = [*report.answers, *(["all"] if len(report.answers) > 1 and not is_controlled else [])]
     settings.say("\n".join(speed_tables(data, datasets)))
+    bars = {
+        dataset: {
+            name: (*part["times_alone"].values(), part["predicted"] and part["predicted"]["speedup"])
+            for name, part in data["by_dataset"][dataset].items()
+            if name != report.alone
+        }
+        for dataset in datasets
+    }
     title = "Times as fast as the target alone" + (f"\n({CONTROLLED_LABEL})" if is_controlled else "")
-    plot_speedups(folder / "speedups.png", _bars(data, datasets, report.alone), title=title)
-    write_report(folder / "report.json", data)
-    settings.say(f"\n{data['total_seconds']:.0f} s in all. Wrote report.json and speedups.png to {folder}.")
-    settings.write_json(data)
+    _write(settings, folder, data, bars, title)
     differs = any(part["outputs"]["differing"] for part in data["by_dataset"]["all"].values())
     return FAILED if differs and data["dtype"] == "float32" else 0
+
+
+def _write(settings: BenchSettings, folder: Path | None, report: dict[str, Any], bars: Any, title: str) -> None:
+    """Write the report and its plot."""
+    if folder is not None:
+        plot_speedups(folder / "speedups.png", bars, title=title)
+        write_report(folder / "report.json", report)
+        settings.say(f"\nWrote report.json and speedups.png to {folder}.")
+    settings.write_json(report)
 
 
 # --- systems --------------------------------------------------------------------------------------------------------
@@ -235,7 +248,7 @@ def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, A
             serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
     systems = _systems(drafts, settings, earlier=list(earlier))
-    how = {"max_new_tokens": settings.max_new_tokens, "measure_costs": True, "show_progress": True}
+    how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "measure_costs": True, "show_progress": True}
     report = benchmark(target, systems, prompts, tokenizer=tokenizer, **how)
     return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
 
@@ -297,46 +310,60 @@ def _measure_controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, 
     acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
     systems = _systems({"": draft}, settings, acceptance=acceptance)
     named = {f"alpha {alpha:g}": group for alpha, group in prompts.items()}
-    how = {"max_new_tokens": new_tokens, "measure_costs": True, "show_progress": True}
+    how: dict[str, Any] = {"max_new_tokens": new_tokens, "measure_costs": True, "show_progress": True}
     report = benchmark(target, systems, named, **how)
     facts = {"target_shape": shapes[0], "draft_shape": shapes[1], "prompt_tokens": length}
     return report, threads, {**facts, "thread_seconds": thread_seconds}
 
 
-def _bars(data: dict[str, Any], datasets: Sequence[str], alone: str) -> dict[str, dict[str, Any]]:
-    return {
-        dataset: {
-            name: (*part["times_alone"].values(), part["predicted"] and part["predicted"]["speedup"])
-            for name, part in data["by_dataset"][dataset].items()
-            if name != alone
-        }
-        for dataset in datasets
-    }
+SPEED_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "tok/s": lambda part: f"{part['tokens_per_second']:.0f}",
+    "first ms": lambda part: f"{part['first_token_seconds'] * 1e3:.1f}",
+    "alpha": lambda part: figure(part["alpha"]),
+    "tok/fwd": lambda part: figure(part["block_efficiency"], 2),
+    "x alone [95%]": lambda part: ratio_text(part["times_alone"]),
+    "x stock": lambda part: figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-",
+    "model": lambda part: figure(part["predicted"] and part["predicted"]["speedup"], 2),
+    "wide": lambda part: figure(part["predicted"] and part["predicted"]["speedup_wide"], 2),
+    "bound": lambda part: figure(part["predicted"] and part["predicted"]["bound"], 2),
+}
+ROUND_COLUMNS: dict[str, Callable[[Any], str]] = {
+    "draft": lambda part: f"{part['share_of_tokens']['draft']:.0%}",
+    "past text": lambda part: f"{part['share_of_tokens']['text']:.0%}",
+    "its alpha": lambda part: figure(part["text_alpha"]),
+    "ms": lambda part: figure(part["round_seconds"] and part["round_seconds"] * 1e3, 2),
+    "drafted": lambda part: figure(part["drafted_per_round"], 1),
+    "c": lambda part: figure(part["predicted"] and part["predicted"]["c"]),
+    "identical": lambda part: f"{part['outputs']['identical']}/{part['requests']}",
+    "weights MiB": lambda part: f"{part['weights_bytes'] / MEBI:.0f}",
+    "peak MiB": lambda part: "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
+}
 
 
 def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
     """Return the lines that `osd-hf bench` prints of its report."""
     lines = []
+
+    def add_table(title: str, columns: Mapping[str, Callable[[Any], str]], parts: Mapping[str, Any]) -> None:
+        rows = [[name, *(cell(part) for cell in columns.values())] for name, part in parts.items()]
+        lines.append("\n" + text_table([title, *columns], rows))
+
     if data["controlled"]:
         lines.append(f"\n{data['controlled'].upper()}\n({data['target_shape']} with {data['draft_shape']})")
     for dataset in datasets:
         parts = data["by_dataset"][dataset]
-        title = f"{dataset}, {next(iter(parts.values()))['requests']} requests"
-        header = [title, "tok/s", "first ms", "alpha", "tok/fwd", "x alone [95%]", "x stock", "model", "wide", "bound"]
-        lines += ["", text_table(header, [_speed_row(name, part) for name, part in parts.items()])]
+        add_table(f"{dataset}, {next(iter(parts.values()))['requests']} requests", SPEED_COLUMNS, parts)
     lines += [
         "\nx alone, x stock: times as fast as the target alone and as the first stock system, median over requests.",
         "model: speed-up expected from alpha, k and c, the time of an eager draft forward over a target forward;",
         "wide: with the time of the target's wider forward; bound: the model at alpha = 1.",
     ]
-    parts = data["by_dataset"]["all"]
-    header = ["source of the tokens", "draft", "its alpha", "past text", "its alpha", "target"]
-    lines += ["", text_table(header, [_source_row(name, part) for name, part in parts.items()])]
-    lines.append("\nauto chooses k and source by measured costs, with the last draft and the text of its requests.")
-    header = ["rounds", "ms", "drafted", "c", "identical", "weights MiB", "peak MiB"]
-    rows = [_round_row(name, part, data["weights_bytes"][name]) for name, part in parts.items()]
-    lines += ["", text_table(header, rows)]
-    lines.append("\nms: of a round, without the first round of an answer, which reads the prompt.")
+    parts, weights = data["by_dataset"]["all"], data["weights_bytes"]
+    add_table("all requests", ROUND_COLUMNS, {n: {**part, "weights_bytes": weights[n]} for n, part in parts.items()})
+    lines += [
+        "\ndraft, past text: share of the tokens from there; ms: of a round, without those that read prompts; auto",
+        "chooses k and source by measured costs, with the last draft and the text of its requests.",
+    ]
     peak = data["process_peak_bytes"]
     if peak is not None and data["device"] == "cpu":
         lines.append(f"Peak memory of the process with all systems: {peak / MEBI:.0f} MiB.")
@@ -348,38 +375,6 @@ def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         reason = "" if data["dtype"] == "float32" else f", as wider forwards round differently in {data['dtype']}"
         lines.append(f"{outputs['differing']} outputs DIFFER from the target's own{reason}.")
     return lines
-
-
-def _speed_row(name: str, part: dict[str, Any]) -> list[str]:
-    model: dict[str, float] = part["predicted"] or {}
-    return [
-        name,
-        f"{part['tokens_per_second']:.0f}",
-        f"{part['first_token_seconds'] * 1e3:.1f}",
-        figure(part["alpha"]),
-        figure(part["block_efficiency"], 2),
-        ratio_text(part["times_alone"]),
-        figure(part["times_stock"]["median"], 2) if "times_stock" in part else "-",
-        *(figure(model.get(name), 2) for name in ("speedup", "speedup_wide", "bound")),
-    ]
-
-
-def _source_row(name: str, part: dict[str, Any]) -> list[str]:
-    draft, text = (part["share_of_tokens"][source] for source in ("draft", "text"))
-    alphas = figure(part["alpha"]), figure(part["text_alpha"])
-    return [name, f"{draft:.0%}", alphas[0], f"{text:.0%}", alphas[1], f"{1 - draft - text:.0%}"]
-
-
-def _round_row(name: str, part: dict[str, Any], weights: int) -> list[str]:
-    return [
-        name,
-        figure(part["round_seconds"] and part["round_seconds"] * 1e3, 2),
-        figure(part["drafted_per_round"], 1),
-        figure(part["predicted"] and part["predicted"]["c"]),
-        f"{part['outputs']['identical']}/{part['requests']}",
-        f"{weights / MEBI:.0f}",
-        "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
-    ]
 
 
 # --- drafts ---------------------------------------------------------------------------------------------------------
@@ -396,22 +391,17 @@ def _compare(settings: BenchSettings) -> int:
     """Compare drafts on new answers of the target; returns the exit code."""
     location, count = settings.prompts[0] if settings.prompts else None, settings.num_requests or NUM_COMPARED_REQUESTS
     dataset = settings.evaluation_set(location, count, settings.max_new_tokens)
-    folder = settings.output_dir
-    if folder is not None:
-        make_folder(folder)
+    if settings.output_dir is not None:
+        make_folder(settings.output_dir)
     target = load_model(str(settings.target), **settings.target_loading)
     tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
     loading = settings.draft_loading | {"device": settings.device or str(input_device(target))}
     drafts = {name: load_draft(source, **loading) for name, source in _drafts_by_name(settings).items()}
     found = compare(target, drafts, tokenizer, dataset, num_assistant_tokens=settings.ks[0], show_progress=True)
     settings.say(found.summary() + "\n\n" + _comparison_tables(found))
-    report = found.to_dict()
-    if folder is not None:
-        bars = {dataset.name: {name: (worth.speedup, worth.interval, None) for name, worth in found.worth.items()}}
-        plot_speedups(folder / "speedups.png", bars, title="Expected by acceptance and measured costs")
-        write_report(folder / "report.json", report)
-        settings.say(f"\nWrote report.json and speedups.png to {folder}.")
-    settings.write_json(report)
+    bars = {dataset.name: {name: (worth.speedup, worth.interval, None) for name, worth in found.worth.items()}}
+    title = "Expected by acceptance and measured costs"
+    _write(settings, settings.output_dir, found.to_dict(), bars, title)
     return 0
 
 
@@ -419,19 +409,10 @@ def _comparison_tables(found: DraftComparison) -> str:
     rows = []
     for name, worth in found.worth.items():
         stats, cost = found.scores.totals[name], found.costs[name]
-        low, high = worth.interval
-        rows.append(
-            [
-                name,
-                f"{figure(stats.alpha)} {stats_interval(stats)}",
-                figure(stats.block_efficiency, 2),
-                figure(cost.draft / cost.target),
-                figure(cost.c),
-                str(worth.num_assistant_tokens),
-                f"{worth.speedup:.2f} [{low:.2f}, {high:.2f}]",
-                worth.answer,
-            ]
-        )
+        alpha, (low, high) = f"{figure(stats.alpha)} {stats_interval(stats)}", worth.interval
+        speedup = f"{worth.speedup:.2f} [{low:.2f}, {high:.2f}]"
+        cells = [alpha, figure(stats.block_efficiency, 2), figure(cost.draft / cost.target), figure(cost.c)]
+        rows.append([name, *cells, str(worth.num_assistant_tokens), speedup, worth.answer])
     k = found.num_assistant_tokens
     header = ["draft", f"alpha (k={k}) [95%]", f"tokens/forward (k={k})", "c", "c + check"]
     header += ["best k", "expected speed-up", "worth it"]
@@ -460,23 +441,12 @@ def _score_recorded(settings: BenchSettings) -> int:
     report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
     for name, source in _drafts_by_name(settings).items():
         draft = load_draft(source, device_map=settings.device_map, **settings.draft_loading)
-        stats: list[AcceptanceStats] = []
-        for first in progress(range(0, len(traces), REPLAY_BATCH), "replaying", "batch"):
-            stats += replay_each(draft, traces[first : first + REPLAY_BATCH], k)
-        parts = Comparison([trace.domain for trace in traces], {"static": stats}).parts()
-        totals = {title: part.totals["static"] for title, part in parts.items()}
+        compared = Comparison([trace.domain for trace in traces], {"static": replay_each(draft, traces, k)})
+        totals = {title: part.totals["static"] for title, part in compared.parts().items()}
         report["drafts"].append({"draft": name, "static": {title: figures_of(one) for title, one in totals.items()}})
-        rows += [
-            [
-                name,
-                title,
-                str(one.num_requests),
-                figure(one.alpha),
-                stats_interval(one),
-                figure(one.block_efficiency, 2),
-            ]
-            for title, one in totals.items()
-        ]
+        for title, one in totals.items():
+            figures = [figure(one.alpha), stats_interval(one), figure(one.block_efficiency, 2)]
+            rows.append([name, title, str(one.num_requests), *figures])
     header = ["draft", "requests of", "n", "alpha", "95% interval", f"tokens/forward (k={k})"]
     settings.say(text_table(header, rows, left=2))
     settings.write_json(report)

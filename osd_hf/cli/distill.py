@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 import osd_hf
 from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, flag, lora_config, open_recorded
 from osd_hf.distillation.data import ROW_COLUMNS
@@ -72,8 +70,8 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
             target = load_model(settings.target, **settings.target_loading)
             tokenizer = load_tokenizer(settings.target, **settings.fetching)
             check_tokenizers(tokenizer, own_tokenizer)
-        configs = [(draft if target is None else target).config, draft.config]
-        dataset, eval_dataset = _read(settings, configs, tokenizer, config.max_new_tokens)
+        room = prompt_room((draft if target is None else target).config, draft.config, config.max_new_tokens)
+        dataset, eval_dataset = _read(settings, tokenizer, room)
         result = osd_hf.distill(
             target=target,
             draft=draft,
@@ -106,9 +104,7 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
     return 0
 
 
-def _read(
-    settings: DistillSettings, configs: Sequence[PreTrainedConfig], tokenizer: Any, new_tokens: int
-) -> tuple[list[Any], list[Any] | None]:
+def _read(settings: DistillSettings, tokenizer: Any, room: int | None) -> tuple[list[Any], list[Any] | None]:
     """Return the training requests and the held-out ones, if there are any."""
 
     def requests(prompts: str | None, store: str | None, split: str, limit: int | None) -> list[Any] | None:
@@ -126,7 +122,6 @@ def _read(
                     "column of the prompt by --column."
                 )
             return [_with_kwargs(row, settings.template_kwargs) for row in itertools.islice(rows, limit)]
-        room = prompt_room(*configs, new_tokens)
         encoded = encode_prompts(read_prompts(source), tokenizer, limit=limit, max_prompt_tokens=room, **settings.chat)
         return [{"prompt": ids} for _, ids in encoded.prompts]
 

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from accelerate.utils import convert_file_size_to_int
 
-from osd_hf.cli.settings import PAPER, CommandParser, Dtype, Reporting, Versions, flag, learning_parser, lora_config
+from osd_hf.cli.settings import (
+    PAPER,
+    PLACEMENT,
+    CommandParser,
+    Dtype,
+    Loading,
+    Reporting,
+    flag,
+    learning_parser,
+    lora_config,
+)
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.display import text_table
@@ -22,12 +32,13 @@ from osd_hf.utils.report import installed, provenance
 PACKAGES = "osd_hf torch transformers peft trl accelerate gradio datasets huggingface_hub bitsandbytes torchao".split()
 PLACES = ("device", "learner", "host")
 QUANTIZATIONS: dict[int, dict[str, bool]] = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}
-HAVE_EFFECT = ("num_assistant_tokens", "candidates", "num_logprobs", "batch_size", "buffer_size", "learner_device")
-HAVE_EFFECT += ("optimizer", "weight_average", "gate")  # on the memory
+# Fields of the configuration that have an effect on the memory.
+HAVE_EFFECT = set("num_assistant_tokens candidates num_logprobs batch_size buffer_size learner_device".split())
+HAVE_EFFECT |= {"optimizer", "weight_average", "gate"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings(Versions, Reporting):
+class EnvSettings(Loading, Reporting):
     """Flags of `osd-hf env`."""
 
     models: list[str] | None = flag(
@@ -52,8 +63,8 @@ class EnvSettings(Versions, Reporting):
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    without = {field.name for field in fields(OnlineConfig)} - set(HAVE_EFFECT)
-    return learning_parser(EnvSettings, arguments, without=without, **how)
+    without = {field.name for field in fields(OnlineConfig)} - HAVE_EFFECT
+    return learning_parser(EnvSettings, arguments, without={*without, *PLACEMENT}, **how)
 
 
 def env_command(settings: EnvSettings, config: OnlineConfig) -> int:

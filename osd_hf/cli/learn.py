@@ -28,7 +28,6 @@ from osd_hf.cli.settings import (
     Loading,
     PromptSettings,
     Reporting,
-    Versions,
     compared_k,
     flag,
     learning_parser,
@@ -68,7 +67,7 @@ CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreSettings(Versions, Reporting):
+class StoreSettings(Loading, Reporting):
     """A store of an engine's answers, and the target that the engine serves."""
 
     target: str | None = flag(
@@ -167,7 +166,7 @@ OF_LEARNING += " ".join(f.name for f in fields(OnlineConfig) if f.name not in ("
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnSettings(CollectSettings, StoreSettings, Loading):
+class LearnSettings(CollectSettings, StoreSettings):
     """Flags of `osd-hf learn`."""
 
     store: list[Path] = flag("stores of collected answers", metavar="DIR")
@@ -399,7 +398,7 @@ def _deploying(
     """Run a thread for each label that deploys its versions to its engines."""
     deployers = []
     for domain, those in ways.items():
-        how = {"watch_requests": settings.watch_requests, "load_seconds": settings.deploy_seconds}
+        how: dict[str, Any] = {"watch_requests": settings.watch_requests, "load_seconds": settings.deploy_seconds}
         deployer = Deployer(learner.versions.of(domain), those, domain=domain, **how)
         deployers.append(deployer)
         if deployer.serving is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from osd_hf.cli import FAILED
 from osd_hf.cli.learn import StoreSettings
-from osd_hf.cli.settings import CommandParser, flag, option
+from osd_hf.cli.settings import PLACEMENT, CommandParser, flag, option, require_extra
 from osd_hf.errors import ConfigError, StoreError
 from osd_hf.proxy.app import METRICS_PATH, Proxy
 from osd_hf.proxy.recorder import ProxyCounts, Recorder
@@ -80,14 +79,12 @@ class ProxySettings(StoreSettings):
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    return CommandParser([ProxySettings], without=("draft_revision",), **how)
+    return CommandParser([ProxySettings], without=("draft_revision", *PLACEMENT), **how)
 
 
 def proxy_command(settings: ProxySettings) -> int:
     """Serve until a signal; returns the exit code."""
-    needed = ("starlette", "uvicorn", "prometheus_client")
-    if any(importlib.util.find_spec(name) is None for name in needed):
-        raise ConfigError('osd-hf proxy needs the extra serve: pip install "osd-hf[serve]".')
+    require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     counts = ProxyCounts()
     by_url = {url: Upstream(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
     listener: Any = importlib.import_module("osd_hf.server.listener")

@@ -118,7 +118,7 @@ def push_command(settings: PushSettings) -> int:
     target, before, tokenizer = settings.pair()
     dataset = settings.evaluation_set(settings.prompts, settings.num_requests, settings.max_new_tokens)
     draft, k = settings.load_draft(), settings.num_assistant_tokens
-    how = {"timed_requests": settings.timed_requests, "num_assistant_tokens": k, "show_progress": True}
+    how: dict[str, Any] = {"timed_requests": settings.timed_requests, "num_assistant_tokens": k, "show_progress": True}
     evaluation = evaluate(target, before, draft, tokenizer, dataset, **how)
     origin = provenance()
     versions = ", ".join(f"{name} {origin[name]}" for name in ("osd_hf", "transformers", "torch"))
@@ -151,7 +151,7 @@ def _export(settings: PushSettings, folder: Path) -> int:
         how = settings.loading
         target, _, tokenizer = load_pair(**{name: how[name] for name in ("device_map", "quantization", "revision")})
     draft, k = settings.load_draft(), settings.num_assistant_tokens or 5
-    names = {"target_name": settings.target, "num_assistant_tokens": k}
+    names: dict[str, Any] = {"target_name": settings.target, "num_assistant_tokens": k}
     command = export_to_vllm(folder, draft, target, tokenizer, **names)
     print(f"written to {folder}; serve it with:", file=sys.stderr)
     settings.say(shlex.join(command))

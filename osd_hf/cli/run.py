@@ -122,12 +122,12 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     generate_kwargs, folder, pair = settings.generate_kwargs, settings.output_dir, None
     if settings.bundled:
         pair = load_pair(**settings.loading)
-        configs, tokenizer = [pair.target.config, pair.draft.config], pair.tokenizer
+        target_config, draft_config, tokenizer = pair.target.config, pair.draft.config, pair.tokenizer
     else:  # weights are loaded last, after all checks
-        configs = [load_config(str(settings.target), **settings.fetching)]
-        configs.append(load_config(str(settings.draft), **settings.draft_fetching))
+        target_config = load_config(str(settings.target), **settings.fetching)
+        draft_config = load_config(str(settings.draft), **settings.draft_fetching)
         tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
-    room = prompt_room(*configs, settings.max_new_tokens)
+    room = prompt_room(target_config, draft_config, settings.max_new_tokens)
     encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
     identity = settings.identity(config, encoded)
     _check_folder(folder, identity, resume=settings.resume)

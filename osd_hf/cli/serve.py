@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -26,6 +25,7 @@ from osd_hf.cli.settings import (
     json_object,
     learning_parser,
     read_key,
+    require_extra,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
@@ -81,10 +81,7 @@ class ServeSettings(Loading):
         key = self.api_key if self.api_key_file is None else read_key(self.api_key_file)
         if key is not None and not (key.isascii() and key.isprintable() and key.split() == [key]):
             where = "--api-key" if self.api_key_file is None else f"The file {self.api_key_file}"
-            raise ConfigError(
-                f"{where} must hold a key of printable ASCII characters without spaces, "
-                f"got {f'{len(key)} characters with others among them' if key.strip() else 'nothing'}."
-            )
+            raise ConfigError(f"{where} must hold a key of printable ASCII characters without spaces.")
         return key
 
 
@@ -99,8 +96,7 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     if config.update_strategy == "manual":
         raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
     key, template_kwargs = settings.key, json_object("--chat-template-kwargs", settings.chat_template_kwargs)
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "prometheus_client")):
-        raise ConfigError('The server is an extra. Install it: pip install "osd-hf[serve]"')
+    require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     server: Any = importlib.import_module("osd_hf.server.app")
     listener: Any = importlib.import_module("osd_hf.server.listener")
     metrics: Any = importlib.import_module("osd_hf.server.metrics")

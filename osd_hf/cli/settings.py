@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib.util
 import itertools
 import json
 import math
@@ -149,7 +150,8 @@ class CommandParser(HfArgumentParser):
             name = rest[0].partition("=")[0]  # the value may be a secret
             known = [text for action in self._actions for text in action.option_strings]
             self.error(f"unrecognized arguments: {name}.{nearest(name, known)}")
-        return vars(given)
+        values: dict[str, Any] = vars(given)
+        return values
 
     def make_settings(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return an instance of each settings class with its values; raises ConfigError."""
@@ -262,9 +264,12 @@ class Reporting(Settings):
             write_report(Path(self.json), report)
 
 
+PLACEMENT = ("dtype", "device", "attn_implementation", "device_map", "quantization")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Versions(Settings):
-    """Versions of models on the Hub."""
+class Loading(Settings):
+    """How models are loaded, and where."""
 
     revision: str | None = flag(
         "branch, tag or commit of the target on the Hub", None, needs="target draft models compare", metavar="NAME"
@@ -273,6 +278,13 @@ class Versions(Settings):
         "branch, tag or commit of the draft on the Hub", None, needs="draft models compare", metavar="NAME"
     )
     trust_remote_code: bool = flag("run code from the model repositories", False, needs="target draft models compare")
+    dtype: Dtype = flag("dtype of the weights; auto = each checkpoint's own; only float32 is exact", "auto")
+    device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
+    attn_implementation: str | None = flag("attention kernels, such as sdpa or eager", None, metavar="NAME")
+    device_map: str | None = flag("placement of the target's layers, such as auto", None, metavar="MAP")
+    quantization: Quantization | None = flag(
+        "quantization of the target: 4bit, 8bit (bitsandbytes) or int8 (torchao)", None
+    )
 
     @property
     def fetching(self) -> dict[str, Any]:
@@ -284,31 +296,15 @@ class Versions(Settings):
         """The same for the draft."""
         return {"trust_remote_code": self.trust_remote_code, "revision": self.draft_revision or "main"}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Loading(Versions):
-    """How models are loaded, and where."""
-
-    dtype: Dtype = flag("dtype of the weights; auto = each checkpoint's own; only float32 is exact", "auto")
-    device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
-    attn_implementation: str | None = flag("attention kernels, such as sdpa or eager", None, metavar="NAME")
-    device_map: str | None = flag("placement of the target's layers, such as auto", None, metavar="MAP")
-    quantization: Quantization | None = flag(
-        "quantization of the target: 4bit, 8bit (bitsandbytes) or int8 (torchao)", None
-    )
-
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.models.load_pair`]."""
-        placing = {"device": self.device, "device_map": self.device_map, "quantization": self.quantization}
-        weights = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
-        versions = {f.name: getattr(self, f.name) for f in fields(Versions)}
-        return {**weights, **placing, **versions}
+        return {field.name: getattr(self, field.name) for field in fields(Loading)}
 
     @property
     def target_loading(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.models.load_model`] for the target."""
-        return {name: value for name, value in self.loading.items() if name != "draft_revision"} | self.fetching
+        return {name: getattr(self, name) for name in PLACEMENT} | self.fetching
 
     @property
     def draft_loading(self) -> dict[str, Any]:
@@ -407,7 +403,7 @@ class PromptSettings(RowSettings):
     ) -> EncodedPrompts:
         """Encode the prompts in order, bundled ones shuffled by the seed; logs and raises as
         [`~osd_hf.prompts.encode_prompts`]."""
-        how = {"limit": self.num_requests, "max_prompt_tokens": max_prompt_tokens, **self.chat}
+        how: dict[str, Any] = {"limit": self.num_requests, "max_prompt_tokens": max_prompt_tokens, **self.chat}
         return encode_prompts(self._read_prompts(seed), tokenizer, **how)
 
     def _read_prompts(self, seed: int) -> Iterator[Prompt]:
@@ -460,6 +456,12 @@ def check_auto(config: OnlineConfig) -> None:
         raise ConfigError(
             f"{' and '.join(map(option, names))} would change nothing: only --num-assistant-tokens auto uses them."
         )
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Raise ConfigError if a module of an optional part is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in modules):
+        raise ConfigError(f'This command needs an extra. Install it: pip install "osd-hf[{extra}]"')
 
 
 def lora_config(rank: int | None) -> Any:

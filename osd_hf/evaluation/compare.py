@@ -265,7 +265,11 @@ def evaluate(
             System("transformers, this draft", "stock", after, k),
             System("osd_hf, this draft, auto", "lean", after, "auto"),
         ]
-        how = {"max_new_tokens": dataset.max_new_tokens, "tokenizer": tokenizer, "show_progress": show_progress}
+        how: dict[str, Any] = {
+            "max_new_tokens": dataset.max_new_tokens,
+            "tokenizer": tokenizer,
+            "show_progress": show_progress,
+        }
         report = benchmark(target, systems, asked, **how)
         speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
     sides = {name: replay_each(draft, traces, k) for name, draft in (("before", before), ("after", after))}

@@ -133,7 +133,10 @@ def plot_speedups(
     figure, (axes,) = new_figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
     for number, system in enumerate(systems):
         found = [group[system] for group in speedups.values()]
-        style = {"color": COLORS[number % len(COLORS)], "hatch": ("", "///", "...")[number // len(COLORS) % 3]}
+        style: dict[str, Any] = {
+            "color": COLORS[number % len(COLORS)],
+            "hatch": ("", "///", "...")[number // len(COLORS) % 3],
+        }
         style |= {"edgecolor": "white", "linewidth": 0, "label": system, "capsize": 2}
         estimates = [(height, ends) for height, ends, _ in found]
         places = _bars(axes, estimates, number, len(systems), 0.84, **style)

@@ -158,7 +158,11 @@ def serve_stream(
     with display.alpha_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
             ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
-            how = {"do_sample": False, "max_new_tokens": max_new_tokens, "attention_mask": torch.ones_like(ids)}
+            how: dict[str, Any] = {
+                "do_sample": False,
+                "max_new_tokens": max_new_tokens,
+                "attention_mask": torch.ones_like(ids),
+            }
             assistant.generate(ids, domain=domain, on_trace=traces.append, **how)
             advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
     return traces
@@ -184,7 +188,7 @@ def _timed(
     ]
     if compile_target:
         systems.append(System(compiled, "lean", learned, "auto", earlier=earlier, compile_target=True))
-    how = {"max_new_tokens": sizes.max_new_tokens, "tokenizer": pair.tokenizer, "show_progress": True}
+    how: dict[str, Any] = {"max_new_tokens": sizes.max_new_tokens, "tokenizer": pair.tokenizer, "show_progress": True}
     return benchmark(pair.target, systems, prompts, **how)
 
 
