@@ -112,7 +112,8 @@ def test_arguments_of_the_chat_template_change_the_prompts(tmp_path: Path) -> No
 def names_read(node: ast.AST) -> set[str]:
     """Names that are read as attributes, or stand as texts, except in declarations and checks."""
     called = getattr(getattr(node, "func", None), "attr", "")
-    if isinstance(node, ast.AnnAssign) or called.startswith("check_"):
+    declared = getattr(getattr(getattr(node, "value", None), "func", None), "id", "") == "flag"
+    if declared or called.startswith("check_"):
         return set()
     found = set[str]().union(*map(names_read, ast.iter_child_nodes(node)))
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
