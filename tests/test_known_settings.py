@@ -7,8 +7,8 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, StoppingCriteria
-from transformers.generation import logits_process, stopping_criteria
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor
+from transformers.generation import logits_process
 from transformers.generation.configuration_utils import GenerationMode
 
 from osd_hf import OnlineAssistant, capture_traces
@@ -20,19 +20,19 @@ WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
     "it, and enter it in {where}."
 )
-BASES = {"LogitsProcessor", "StoppingCriteria"}
+BASES = {"LogitsProcessor"}
 # Classes of transformers that keep state, or call a function of the user.
 STATEFUL = {
     "AlternatingCodebooksLogitsProcessor", "BarkEosPrioritizerLogitsProcessor",
     "ClassifierFreeGuidanceLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor",
     "DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor", "PrefixConstrainedLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-    "WhisperNoSpeechDetection", "ConfidenceCriteria",
+    "WhisperNoSpeechDetection",
 }  # fmt: skip
 # Arguments of `generate` that are no fields of a config, and how each is dealt with.
 ARGUMENTS = {
     "self", "inputs", "kwargs", "generation_config", "synced_gpus", "streamer",  # handed on
-    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",  # asked whether they are stateless
+    "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",  # checked
     "assistant_model", "custom_generate",  # refused, or the assistant's own
     "negative_prompt_ids", "negative_prompt_attention_mask",  # read with `guidance_scale` alone
 }  # fmt: skip
@@ -57,7 +57,7 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
         name
         for module in modules
         for name, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, LogitsProcessor | StoppingCriteria)
+        if isinstance(value, type) and issubclass(value, LogitsProcessor)
     }
     return unknown(
         "STATELESS of osd_hf/decoding/checks.py or STATEFUL of this test", found - BASES, STATELESS | STATEFUL
@@ -70,8 +70,8 @@ def test_every_field_of_a_generation_config_is_known() -> None:
     assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*checks.REFUSED, *checks.UNDRAFTED))
 
 
-def test_every_logits_processor_and_stopping_criterion_is_known() -> None:
-    assert unknown_classes(logits_process, stopping_criteria) == []
+def test_every_logits_processor_is_known() -> None:
+    assert unknown_classes(logits_process) == []
     assert STATELESS.isdisjoint(STATEFUL)
 
 

@@ -46,7 +46,7 @@ IRRELEVANT = frozenset({
     "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
     "transformers_version",
 })  # fmt: skip
-# Logits processors and stopping criteria of transformers with results that depend on their arguments only.
+# Logits processors of transformers with results that depend on their arguments only.
 STATELESS = frozenset({
     "EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor", "EpsilonLogitsWarper",
     "EtaLogitsWarper", "ExponentialDecayLengthPenalty", "ForcedBOSTokenLogitsProcessor",
@@ -56,7 +56,6 @@ STATELESS = frozenset({
     "SuppressTokensAtBeginLogitsProcessor", "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper",
     "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper", "WatermarkLogitsProcessor",
     "WhisperTimeStampLogitsProcessor",
-    "EosTokenCriteria", "MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria",
 })  # fmt: skip
 # Fields of a generation config that are refused: name, values under which it does nothing, reason.
 REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -154,23 +153,14 @@ def undrafted(model: PreTrainedModel, config: Any, processors: Iterable[Any]) ->
     if config.return_dict_in_generate and config.output_attentions and attention != "eager":
         return f"`output_attentions` is set, and {attention} attention returns none"
     if unknown := next((p for p in processors if not is_stateless(p)), None):
-        return _may_remember("logits processor", unknown) + ", or pass it as an `osd_hf.ReplayedProcessor`"
+        function = asked_function(unknown)
+        name = getattr(function, "__name__", type(function).__name__)
+        return (
+            f"the logits processor `{name}` may keep state between calls, and it would also be called on candidates "
+            "that are rejected. If its result depends only on its arguments, set `is_stateless = True` on it, or pass "
+            "it as an `osd_hf.ReplayedProcessor`"
+        )
     return None
-
-
-def unknown_criterion(criteria: Iterable[Any]) -> str | None:
-    """Return why candidates cannot be checked by these stopping criteria; `None` if they can."""
-    unknown = next((criterion for criterion in criteria if not is_stateless(criterion)), None)
-    return None if unknown is None else _may_remember("stopping criterion", unknown)
-
-
-def _may_remember(kind: str, thing: Any) -> str:
-    function = asked_function(thing)
-    name = getattr(function, "__name__", type(function).__name__)
-    return (
-        f"the {kind} `{name}` may keep state between calls, and it would also be called on candidates that are "
-        "rejected. If its result depends only on its arguments, set `is_stateless = True` on it"
-    )
 
 
 def not_watched(why: str) -> UnsupportedGenerationError:
@@ -283,8 +273,8 @@ def setting(sources: tuple[Any, ...], name: str) -> Any:
 
 
 def is_stateless(thing: Any) -> bool:
-    """Whether the result of a logits processor or stopping criterion depends only on its arguments: it is one of
-    transformers' own, says so itself, or is replayed."""
+    """Whether the result of a logits processor depends only on its arguments: it is one of transformers' own, says so
+    itself, or is replayed."""
     if type(thing) is ReplayedProcessor or getattr(asked_function(thing), "is_stateless", None) is True:
         return True
     return type(thing).__module__.split(".")[0] == "transformers" and type(thing).__name__ in STATELESS

@@ -76,14 +76,6 @@ class Limits:
             found = min(found, self.max_length - length)
         return max(found, 0)
 
-    def exact_candidates(self, candidate_ids: torch.Tensor, length: int, prompt_tokens: int) -> int:
-        """Return how many of the candidates behind a sequence of this length, `(1, tokens)`, may be verified."""
-        proposed = candidate_ids.shape[1] - length
-        if self.last_token is not None:
-            ends = (candidate_ids[0, length - 1 :] == self.last_token).nonzero()
-            proposed = min(proposed, int(ends[0])) if len(ends) else proposed
-        return int(min(proposed, self.max_candidates(length, prompt_tokens)))
-
     def allow_any(self, prompt_tokens: int, max_length: int) -> bool:
         """Whether a request whose forwards read at most `max_length` tokens has no limits. The last token of an answer
         is not read."""

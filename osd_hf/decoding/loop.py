@@ -311,12 +311,14 @@ class Loop:
         return parts
 
     def _exact(self, candidates: Candidates) -> Candidates:
-        """Cut candidates that the target could not verify exactly."""
+        """Cut candidates behind a token after which the target could not verify them exactly."""
         if len(self.live) > 1 or self.limits.last_token is None:
             return candidates
-        assert isinstance(self.target, TargetForward)
-        ids = torch.cat([self.target.ids, candidates.tokens], dim=1)
-        return candidates.cut(self.limits.exact_candidates(ids, self.target.ids.shape[1], self.input_ids.shape[1]))
+        newest = self.rows[self.live[0]].tokens[-1]
+        ends = (candidates.tokens[0] == self.limits.last_token).nonzero()
+        if newest == self.limits.last_token:
+            return candidates.cut(0)
+        return candidates.cut(int(ends[0]) + 1) if len(ends) else candidates
 
     # --- verify ---
 
