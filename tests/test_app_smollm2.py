@@ -93,20 +93,6 @@ def test_the_flag_serves_what_the_cache_has(
         app_command(parsed("--pair", "smollm2", "--target", "a"))
 
 
-def test_a_draft_is_made_with_the_threads_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-
-    def pair(**_: Any) -> Any:
-        raise ConfigError(f"made with {torch.get_num_threads()} threads")
-
-    monkeypatch.setattr(launch, "smollm2_pair", pair)
-    try:
-        with pytest.raises(ConfigError, match=f"made with {before + 1} threads"):
-            launch.launch(parsed("--pair", "smollm2", "--threads", str(before + 1)))  # type: ignore[arg-type]
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_two_turns_of_free_text(service: Service) -> None:
     session, pair = service.sessions.open(None), service.pair
     first, second = asked(service, session, "SELECT a song."), asked(service, session, "Why?")
