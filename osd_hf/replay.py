@@ -199,24 +199,14 @@ def _expected_stats(trace: Trace, acceptance: NDArray[np.float64], k: int) -> Ac
 
 @dataclass(frozen=True, slots=True)
 class EmittedToken:
-    """
-    One token of an answer and its origin.
-
-    Args:
-        id (`int`): The token.
-        origin (`str`):
-            `"accepted"`: drafted and accepted; `"corrected"`: the target's, in place of a rejected token; `"bonus"`:
-            the target's, after a completely accepted draft; `"plain"`: the target's, in a round without candidates.
-        drafted_id (`int`, *optional*): The rejected token of a correction, if the draft proposed it.
-        drafted_prob (`float`, *optional*): Processed probability of `drafted_id` under the draft, if it is known.
-        source (`str`): What proposed the accepted or rejected token: `"draft"` or `"text"`; otherwise `"target"`.
-    """
+    """One token of an answer: `"accepted"`, or the target's own, which is `"corrected"` in place of a rejected token,
+    `"bonus"` after a completely accepted draft, and `"plain"` in a round without candidates."""
 
     id: int
     origin: Literal["accepted", "corrected", "bonus", "plain"] = "plain"
-    drafted_id: int | None = None
-    drafted_prob: float | None = None
-    source: Literal["draft", "text", "target"] = "target"
+    drafted_id: int | None = None  # the rejected token of a correction, if the draft proposed it
+    drafted_prob: float | None = None  # its processed probability under the draft, if it is known
+    source: Literal["draft", "text", "target"] = "target"  # what proposed the accepted or rejected token
 
 
 @neutral_context()
@@ -387,10 +377,8 @@ def check_head(model: PreTrainedModel) -> None:
         expected = completion_logits(model, [probe])[0].float()
         computed = output_head(model)(completion_states(model, [probe])).float()
     if not (expected - computed).abs().max() <= 0.02 * expected.abs().max():
-        raise UnsupportedModelError(
-            f"{type(unwrap(model)).__name__} changes its logits after the output head in an unknown way, so that they "
-            "cannot be computed in parts."
-        )
+        name = type(unwrap(model)).__name__
+        raise UnsupportedModelError(f"{name} changes its logits after the output head in an unknown way.")
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:

@@ -20,22 +20,12 @@ from osd_hf.trace import Trace
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """
-    Result of a simulated run.
+    """Result of a simulated run."""
 
-    Args:
-        stats (`tuple[AcceptanceStats, ...]`): Acceptance of each request with the version that served it.
-        traces (`tuple[Trace, ...]`):
-            The requests as a live run would have recorded them, with the rounds and number of the version that served
-            them and, with a router, their domain.
-        updates (`tuple[UpdateReport, ...]`): The updates in order.
-        learner (`Learner`): Can continue in another call of [`simulate`].
-    """
-
-    stats: tuple[AcceptanceStats, ...]
-    traces: tuple[Trace, ...]
+    stats: tuple[AcceptanceStats, ...]  # of each request with the version that served it
+    traces: tuple[Trace, ...]  # the requests as a live run would have recorded them
     updates: tuple[UpdateReport, ...]
-    learner: Learner = field(repr=False)
+    learner: Learner = field(repr=False)  # can continue in another call of `simulate`
 
     @property
     def drafts(self) -> DomainDrafts:

@@ -97,8 +97,7 @@ class Trace:
         domain (`str`, *optional*): Domain that the caller or router chose.
         draft_version (`int`, defaults to 0): Version of the draft of this request.
         sampling (`Mapping[str, Any]`, *optional*):
-            Settings of `generate` that have an effect on the distribution or length of the answer, such as
-            `do_sample` and `max_new_tokens`.
+            Settings of `generate` that have an effect on the distribution or length of the answer.
         created_at_seconds (`float`, defaults to 0.0): Unix time at which the request ended.
         target (`str`, *optional*):
             Version of the target of these rows: the [`fingerprint`] of its weights, or the model name of an engine;

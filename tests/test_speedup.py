@@ -29,14 +29,6 @@ def test_the_closed_forms(alpha, k, c):
     assert expected_speedup(alpha, k, c) == pytest.approx(block / (c * k + 1), rel=1e-9)
 
 
-def test_agrees_with_simulated_rounds():
-    rng = np.random.default_rng(0)
-    for alpha, k in [(0.3, 4), (0.6, 2), (0.9, 8)]:
-        accepted = np.cumprod(rng.random((200_000, k)) < alpha, axis=1).sum(axis=1)
-        emitted = accepted + 1  # the correction, or the bonus token
-        assert expected_block_efficiency(alpha, k) == pytest.approx(emitted.mean(), rel=0.01)
-
-
 @repeatable
 @given(alphas, alphas, ks, costs)
 def test_monotone(alpha, other, k, c):

@@ -217,26 +217,21 @@ class StoreFollower:
         # Writer -> number of the shard to read next, and number of its rows that were taken. Names of writers are
         # unique across stores.
         self._taken: dict[str, tuple[int, int]] = {}
-        self._unread: list[tuple[int, str, str]] = []  # number, writer, and path of each shard in reading order
         self._loaded: tuple[str, list[Trace]] = ("", [])
 
     def take(self, limit: int) -> list[Trace]:
         """Return up to `limit` new requests, those of each writer in order. A shard that cannot be read is skipped and
         logged. Raises StoreError if a store cannot be listed."""
-        if not self._unread:
-            self._unread = self._list_unread()
         taken: list[Trace] = []
-        while self._unread and len(taken) < limit:
-            number, writer, path = self._unread[0]
+        for number, writer, path in self._unread():
+            if len(taken) >= limit:
+                break
             traces = self._load(path)
             begin, first = self._taken.get(writer, (number, 0))
             first = first if begin == number else 0
-            part = traces[first : first + limit - len(taken)]
-            taken += part
-            is_finished = first + len(part) >= len(traces)
-            self._taken[writer] = (number + 1, 0) if is_finished else (number, first + len(part))
-            if is_finished:
-                del self._unread[0]
+            end = min(first + limit - len(taken), len(traces))
+            taken += traces[first:end]
+            self._taken[writer] = (number + 1, 0) if end == len(traces) else (number, end)
         return taken
 
     def targets(self, domain: str | None = None, vocab_size: int | None = None) -> dict[str, float]:
@@ -252,7 +247,8 @@ class StoreFollower:
                         newest[version] = max(newest.get(version, -math.inf), row["created_at_seconds"])
         return newest
 
-    def _list_unread(self) -> list[tuple[int, str, str]]:
+    def _unread(self) -> list[tuple[int, str, str]]:
+        """Return number, writer, and path of the shards that are not completely taken, in reading order."""
         paths = [Path(path) for store in self.paths for path in list_shards(store)]
         numbered = [(re.search(r"(\d+)\.parquet$", path.name), path.parent.name, str(path)) for path in paths]
         shards = [(int(number[1]), writer, path) for number, writer, path in numbered if number is not None]
@@ -277,4 +273,3 @@ class StoreFollower:
         """Continue after the requests that were taken and skipped."""
         self._taken = {str(writer): (int(place[0]), int(place[1])) for writer, place in state.items()}
         self.left_out.update(left_out)
-        self._unread.clear()

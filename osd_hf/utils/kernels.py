@@ -1,6 +1,4 @@
-"""Linear layers on CPUs by oneDNN with pre-packed weights, where oneDNN is faster than MKL, torch's default.
-
-On some AMD processors MKL takes two to four times as long for a few rows. Both round as fp32 does, in other orders."""
+"""Linear layers on CPUs by oneDNN with pre-packed weights, where oneDNN is faster than MKL, torch's default."""
 
 from __future__ import annotations
 
