@@ -5,6 +5,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -601,6 +602,20 @@ def test_a_forked_child_leaves_the_parents_tail_and_folder(tmp_path: Path) -> No
     store.flush()
     assert versions(store) == [0, 1]
     assert len({s.parent for s in shards(tmp_path)}) == 2
+
+
+def test_an_unpickled_store_is_another_writer(tmp_path: Path) -> None:
+    store = CorrectionStore(tmp_path, max_bytes=10**6, flush_every=2)
+    for i in range(3):
+        store.append(make_trace(i))
+    copy = pickle.loads(pickle.dumps(store))
+    assert (versions(copy), copy.max_bytes, copy.flush_every) == ([0, 1], 10**6, 2)
+    copy.append(make_trace(9))
+    copy.flush()
+    store.flush()
+    assert versions(store) == [0, 1, 2, 9]
+    with pytest.raises(TypeError, match="in memory"):
+        pickle.dumps(CorrectionStore())
 
 
 # Writers that die

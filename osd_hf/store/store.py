@@ -12,10 +12,11 @@ import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -273,6 +274,13 @@ class CorrectionStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> Any:
+        """Let another process open the folder again."""
+        if self.path is None:
+            raise TypeError("a store in memory cannot be pickled")
+        names = ("max_bytes", "max_age_seconds", "flush_every", "clock")
+        return partial(CorrectionStore, self.path, **{name: getattr(self, name) for name in names}), ()
 
     def __del__(self) -> None:
         if hasattr(self, "_folder"):
