@@ -24,6 +24,7 @@ Vectors = NDArray[np.float32]
 # Languages
 TURN_TOKENS = 256  # of the user's turn that are read
 MIN_INSIDE = 0.2  # total probability of the requested languages
+MIN_CONFIDENCE = 0.6  # probability of the language among the requested ones
 ROLE = re.compile(r"^\s*(system|developer|user|human|assistant|model|tool)\s*(\n|$)", re.IGNORECASE)
 TAG = re.compile(r"<[^<>\n]{1,40}>")
 
@@ -115,16 +116,12 @@ class LanguageRouter(Router):
     Args:
         languages (`Iterable[str]`, *optional*):
             Codes of the domains; by default all known ones. Prompts in other languages get the base draft.
-        min_confidence (`float`, *optional*, defaults to 0.6):
-            Minimum probability of the language among the requested ones, in (0, 1].
 
     Raises:
-        ConfigError: the language identifier is not installed, a code is unknown, or `min_confidence` is out of range.
+        ConfigError: the language identifier is not installed, or a code is unknown.
     """
 
-    def __init__(self, languages: Iterable[str] | None = None, *, min_confidence: float = 0.6) -> None:
-        if not 0 < min_confidence <= 1:
-            raise ConfigError(f"`min_confidence` must be above 0 and at most 1, got {min_confidence!r}.")
+    def __init__(self, languages: Iterable[str] | None = None) -> None:
         try:
             langid = importlib.import_module("py3langid.langid")
         except ImportError as error:
@@ -135,7 +132,6 @@ class LanguageRouter(Router):
         if not codes or codes - known:
             raise ConfigError(f"`languages` must be among {' '.join(sorted(known))}, got {languages!r}.")
         self.languages = frozenset(codes)
-        self.min_confidence = min_confidence
 
     def route(self, prompt: RoutedPrompt) -> str | None:
         if not (text := self._last_turn(prompt)):
@@ -144,7 +140,7 @@ class LanguageRouter(Router):
         inside = sum(p for p, _ in ranked)
         best, label = max(ranked)
         # Short texts give related languages some probability, so `best` is compared with the requested ones only.
-        return str(label) if inside >= MIN_INSIDE and best >= self.min_confidence * inside else None
+        return str(label) if inside >= MIN_INSIDE and best >= MIN_CONFIDENCE * inside else None
 
     def _last_turn(self, prompt: RoutedPrompt) -> str:
         """Return the last text between special tokens of the chat template, without role names."""

@@ -164,10 +164,8 @@ def test_unsupported_models_are_refused() -> None:
             vocab_size=32, block_types=["recurrent", "attention"], lru_width=16, head_dim=8,
         )
     )  # fmt: skip
-    # Its layers divide by their numbers.
-    numbered = models.build("gpt2", n_layer=3, scale_attn_by_inverse_layer_idx=True)
     for target, why in (
-        (recurrent, "stateful models"), (numbered, "differ by"),
+        (recurrent, "stateful models"),
         (models.bigram(0), "are not found"), (models.build().model, "can `generate`"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedModelError, match=why):

@@ -181,7 +181,6 @@ def test_a_language_needs_text(six):
     [
         ({"languages": ["xx"]}, "xx"),
         ({"languages": []}, "languages"),
-        ({"min_confidence": 1.5}, "min_confidence"),
     ],
 )
 def test_settings_of_the_language_router_are_checked(six, arguments, message):
