@@ -185,7 +185,7 @@ def _stored_bytes(model: PreTrainedModel, config: PreTrainedConfig) -> int:
         return int(sizes[""])
     known = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
     if known.get("load_in_8bit") or "fp8" in str(known.get("quant_method", "")).lower():
-        bits = 8.0
+        bits: float | None = 8.0
     else:
         bits = 4.5 if known.get("load_in_4bit") else known.get("bits")  # with scales of 64 weights
     if bits is None:

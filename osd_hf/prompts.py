@@ -281,7 +281,7 @@ def content_text(content: Any) -> str:
     """Return the text of a message's content: a text, or a list of parts of the type `text`; raises RowError."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-        content = "".join(parts) if all(map(is_text, parts)) else None
+        content = "".join(map(str, parts)) if all(map(is_text, parts)) else None
     if not is_text(content):
         raise RowError("must be a text of whole characters, or a list of parts of the type `text`")
     return content

@@ -255,12 +255,6 @@ def test_a_push_that_fails_says_why_and_keeps_the_folder(
     assert bool(waits) == ("/upload/" in refuse)  # only a line that drops is tried again
 
 
-def test_a_push_keeps_the_other_files_of_a_repo(here: FakeHub, published: Path) -> None:
-    here.repos["model", "me/draft"] = {"other.txt": b"stays"}
-    assert pushed(published).endswith("/me/draft")
-    assert {"other.txt", "model.safetensors"} <= set(here.repos["model", "me/draft"])
-
-
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     (tmp_path / "small").mkdir()

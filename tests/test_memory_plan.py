@@ -76,25 +76,6 @@ def test_what_serves_is_the_version_and_what_served_before_stays(monkeypatch: py
         assert all(torch.equal(p, drafts.base.get_parameter(name)) for name, p in draft.named_parameters())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_no_model_serves_with_lies_in_main_memory(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The draft is on the CPU, and what stands for main memory elsewhere.
-    monkeypatch.setattr(drafts_module, "HOST", torch.device("meta"))
-    drafts = DomainDrafts(models.build(num_hidden_layers=1), CONFIG, per_domain=False)
-    drafts.updater(None)
-    drafts._shares_weights = not compiled
-    places = []
-    for _ in range(2):
-        drafts.promote(None, *drafts.candidate(None))
-        _, before, _ = drafts.previous(None) or drafts_module.ORIGINAL
-        places.append(
-            [{w.device.type for w in weights.values()} for weights in (drafts.serving(None).weights, before)]
-        )
-        assert {p.device.type for p in drafts.model(None).parameters()} == {"cpu"}
-    serving = {"meta" if compiled else "cpu"}
-    assert places == [[serving, {"cpu"}], [serving, {"meta"}]]  # the draft as it was lies where the base does
-
-
 KINDS = {
     "lora": LoraConfig(r=2, target_modules="all-linear"),
     "dora": LoraConfig(r=2, target_modules=["q_proj", "lm_head"], use_dora=True),

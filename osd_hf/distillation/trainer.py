@@ -61,17 +61,9 @@ class DistillConfig(GKDConfig):
     Training arguments of [`distill`]: those of `transformers.TrainingArguments` and TRL's `GKDConfig`, without the
     ones that prepare text or load models. The fields below are added or have another default.
 
-    Args:
-        sample_source (`str`, *optional*, defaults to `"teacher"`):
-            Source of the training tokens: `"teacher"`, the target or the completions of the data; `"student"`, the
-            draft; `"mix_request"`, for each request the draft with probability `lmbda`.
-        temperature (`float`, *optional*, defaults to 1.0):
-            Temperature of the samples; 0 is greedy. The loss compares distributions at temperature 1.
-        hub_private_repo (`bool`, *optional*, defaults to `True`):
-            With `push_to_hub`, create a private repository and refuse a public one.
-
-    Raises:
-        ConfigError: A value is outside its range, or has no meaning in distillation.
+    The training tokens come from `sample_source`: `"teacher"`, the target or the completions of the data; `"student"`,
+    the draft; or `"mix_request"`, for each request the draft with probability `lmbda`. The loss compares distributions
+    at temperature 1. Raises ConfigError for a value outside its range, or without a meaning in distillation.
     """
 
     sample_source: str = setting("teacher", "source of the training tokens: " + ", ".join(SAMPLE_SOURCES))

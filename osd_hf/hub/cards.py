@@ -191,6 +191,6 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
     made = "\n".join(f"- {name}: {value}" for name, value in facts.training.items()) or "No facts were recorded."
     if facts.command is not None:
         made += f"\n\n```sh\n{facts.command}\n```"
-    known = {"repo": repo_id, "name": data.model_name, "facts": facts, "evaluation": evaluation}
+    known: dict[str, Any] = {"repo": repo_id, "name": data.model_name, "facts": facts, "evaluation": evaluation}
     card: ModelCard = ModelCard.from_template(data, str(TEMPLATE), made=without_credentials(made), **known)
     return card
