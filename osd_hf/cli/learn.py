@@ -252,8 +252,10 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
     limit = settings.num_requests if settings.url is None else None
     assert settings.output_dir is not None
     folder, port = settings.output_dir.expanduser().absolute(), settings.metrics_port
+    private = False if settings.public else None
+    token = None if settings.repo_id is None else check_push(settings.repo_id, settings.token, private)
     with contextlib.closing(VersionFolder(folder, keep=settings.keep)) as versions:
-        learner = _make_learner(settings, config, versions)
+        learner = _make_learner(settings, config, versions, token)
         metrics = partial(learner_metrics, learner)
         serving = (
             contextlib.nullcontext() if port is None else serve_metrics(port, metrics, host=settings.metrics_host)
@@ -356,10 +358,9 @@ def _report_collection(settings: LearnSettings, report: CollectionReport, folder
 # --- learning -------------------------------------------------------------------------------------------------------
 
 
-def _make_learner(settings: LearnSettings, config: OnlineConfig, versions: VersionFolder) -> StoreLearner:
-    token, private = None, False if settings.public else None
-    if settings.repo_id is not None:
-        token = check_push(settings.repo_id, settings.token, private)
+def _make_learner(
+    settings: LearnSettings, config: OnlineConfig, versions: VersionFolder, token: str | None
+) -> StoreLearner:
     state = settings.state_dir or versions.path.with_name(f"{versions.path.name}-state")
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
@@ -385,7 +386,7 @@ def _make_learner(settings: LearnSettings, config: OnlineConfig, versions: Versi
         state=state.expanduser(),
         repo_id=settings.repo_id,
         token=token,
-        private=private,
+        private=False if settings.public else None,
         publish_seconds=settings.publish_seconds,
         accelerator=make_accelerator(settings.report_to, config),
     )
