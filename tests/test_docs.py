@@ -183,7 +183,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", LINKING, ids=relative)
-def test_links_exist(page: Path) -> None:
+def test_links_and_named_files_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for address in re.findall(r"\]\(([^)\s]+)\)", text):
         if address.startswith(("http://", "https://")):
@@ -193,6 +193,8 @@ def test_links_exist(page: Path) -> None:
         there = (page.parent / place).resolve() if place else page
         assert there.exists(), address
         assert not anchor or anchor in anchors(there), address
+    for name in re.findall(r"`((?:osd_hf|app|recipes|docs|tests)/[\w./]*)`", page.read_text()):
+        assert (ROOT / name).exists(), name
 
 
 def test_the_fields_for_a_log_are_those_that_the_proxy_adds() -> None:
@@ -208,12 +210,6 @@ def test_each_recipe_has_one_row() -> None:
     named = [name for row in rows for name in re.findall(r"`(\w+\.(?:py|sh))`", row)]
     files = {path.name for path in (ROOT / "recipes").iterdir() if path.suffix in (".py", ".sh")}
     assert sorted(named) == sorted(files - {"common.py"})
-
-
-@pytest.mark.parametrize("page", LINKING, ids=relative)
-def test_named_files_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:osd_hf|app|recipes|docs|tests)/[\w./]*)`", page.read_text()):
-        assert (ROOT / name).exists(), name
 
 
 # --- tables match their reports --------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> 
 @functools.cache
 def served_eagerly(architecture: str) -> tuple[Any, Any, Requests, list[list[int]], Any]:
     """A pair, some requests, and the answers and statistics of an eager draft."""
-    target, draft = models.pair(architecture, noise=0.06)
+    target, draft = models.pair(architecture, noise=0.06, **models.SHALLOW[architecture])
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), models.prompt(5)], dim=1)
     requests: Requests = [
         (models.prompt(3), {}),

@@ -111,18 +111,6 @@ def test_what_is_declared_stateless_is_served_with_the_draft(name: str, pair: tu
     assert assistant.stats.drafted > 0
 
 
-def test_an_error_of_a_processor_is_raised_as_by_the_target(pair: tuple[Any, Any]) -> None:
-    target, draft = pair
-
-    def allowed(batch: int, ids: torch.Tensor) -> list[int]:
-        return [] if len(ids) > 9 else [5, 6]
-
-    allowed.is_stateless = True  # type: ignore[attr-defined]
-    for generate in (target.generate, OnlineAssistant(target, draft, config=FROZEN).generate):
-        with pytest.raises(ValueError, match="empty"):
-            answer(generate, prefix_allowed_tokens_fn=allowed)
-
-
 # --- stopping criteria ----------------------------------------------------------------------------------------------
 
 
