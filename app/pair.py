@@ -80,7 +80,7 @@ class ServedPair:
         roles = ("user", "assistant")
         messages = [{"role": roles[i], "content": turn[i]} for turn in history for i in range(2)]
         messages.append({"role": "user", "content": prompt})
-        text = render_chat(self.tokenizer, messages, add_generation_prompt=True)
+        text = render_chat(self.tokenizer, messages, None, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def new_tokens(self, ids: torch.Tensor, output: torch.Tensor) -> list[int]:
