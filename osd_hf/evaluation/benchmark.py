@@ -149,14 +149,15 @@ class BenchmarkReport:
             return None
         c, k = cost.draft / cost.target, next(s.num_assistant_tokens for s in self.systems if s.name == system)
         if isinstance(k, int) and stats.examined:
-            drafted, emitted = float(k), expected_block_efficiency(stats.alpha, k)
-        else:
-            drafted, emitted = stats.drafted / stats.target_forwards, stats.block_efficiency
+            drafted, text, emitted = float(k), 0.0, expected_block_efficiency(stats.alpha, k)
+        else:  # candidates from text take no draft forward
+            drafted, text = (count / stats.target_forwards for count in (stats.drafted, stats.text_drafted))
+            emitted = stats.block_efficiency
         return {
             "c": c,
             "speedup": emitted / (c * drafted + 1),
-            "speedup_wide": emitted / (cost.c * drafted + 1),
-            "bound": (drafted + 1) / (c * drafted + 1),
+            "speedup_wide": emitted / (c * drafted + (drafted + text) * cost.more / cost.target + 1),
+            "bound": (drafted + text + 1) / (c * drafted + 1),
         }
 
     def figures(self, system: str, dataset: str | None = None) -> dict[str, Any]:
