@@ -400,7 +400,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
             rows = read_prompts(PromptSource(args.prompts, column=args.column))
             encoded = encode_prompts(rows, load_tokenizer(args.target), limit=2 * args.num_requests)
             prompts = [ids for _, ids in encoded.prompts]
-        most = client.most_tokens()
+        most = client.models().get(client.model, {}).get("max_model_len")  # as vLLM tells it
         fitting = [ids for ids in prompts if most is None or len(ids) <= most - args.max_new_tokens - k]
         windows = list(
             ask(

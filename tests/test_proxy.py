@@ -35,7 +35,7 @@ from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import StoreError
 from osd_hf.proxy import recorder, upstream
 from osd_hf.proxy.app import METRICS_PATH, Proxy
-from osd_hf.proxy.extra_fields import EventSplitter, remove_fields
+from osd_hf.proxy.extra_fields import remove_fields, split_events
 from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
 from osd_hf.proxy.upstream import Upstream
 
@@ -217,13 +217,14 @@ def test_a_stream_of_events_is_cut_behind_blank_lines_and_nowhere_else(
 ) -> None:
     stream = b"".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
-    splitter, events = EventSplitter(), list[bytes]()
+    rest, events = b"", list[bytes]()
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        events += splitter.feed(stream[begin:end])
-    assert b"".join(events) + splitter.rest == stream
+        *whole, rest = split_events(rest + stream[begin:end])
+        events += whole
+    assert b"".join(events) + rest == stream
     assert all(event.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) for event in events)
-    assert all(event[:-1].count(b"\n\n") == 0 for event in [*events, splitter.rest + b"."])
-    assert EventSplitter().feed(b"a\r\nb\r\n\r\nc\n\nd\r\re\r\n") == [b"a\r\nb\r\n\r\n", b"c\n\n", b"d\r\r"]
+    assert all(event[:-1].count(b"\n\n") == 0 for event in [*events, rest + b"."])
+    assert split_events(b"a\r\nb\r\n\r\nc\n\nd\r\re\r\n") == [b"a\r\nb\r\n\r\n", b"c\n\n", b"d\r\r", b"e\r\n"]
 
 
 # --- what is collected ----------------------------------------------------------------------------------------------

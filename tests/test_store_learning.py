@@ -772,14 +772,6 @@ def test_bad_flags_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_two_at_once_are_refused(flags: list[str], tmp_path: Path, capsys: Any) -> None:
-    versions = VersionFolder(tmp_path / "out")
-    assert main([*flags, "--once"]) == 2
-    assert "Another process publishes to" in capsys.readouterr().err
-    versions.close()
-    assert main([*flags, "--once"]) == 0
-
-
 # Told to stop by a real signal, sent as soon as everything that is there is learned.
 STOPPED = """
 import os, signal, sys

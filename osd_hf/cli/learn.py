@@ -400,10 +400,8 @@ def _deploying(
     deployers = []
     for domain, those in ways.items():
         how: dict[str, Any] = {"watch_requests": settings.watch_requests, "load_seconds": settings.deploy_seconds}
-        deployer = Deployer(learner.versions.of(domain), those, domain=domain, **how)
-        deployers.append(deployer)
-        if deployer.serving is None:
-            learner.publish_start(domain)
+        learner.publish_start(domain)
+        deployers.append(Deployer(learner.versions.of(domain), those, domain=domain, **how))
     threads = [
         threading.Thread(target=deployer.run, args=(settings.poll_seconds,), daemon=True) for deployer in deployers
     ]

@@ -181,20 +181,16 @@ class CompletionClient:
             self.close()
             raise
 
-    def _models(self) -> dict[str, dict[str, Any]]:
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return the server's facts about its models, by name; raises ServerError."""
         body = self._call("GET", "/models")
         return {str(entry["id"]): entry for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry}
 
     def _only_model(self) -> str:
-        names = list(self._models())
+        names = list(self.models())
         if len(names) != 1:
             raise ServerError(f"{self._shown_url} serves {', '.join(names) or 'none'}. Name the model to ask.")
         return names[0]
-
-    def most_tokens(self) -> int | None:
-        """Return the maximum length of a prompt with its answer, if the server tells it, as vLLM does."""
-        found = self._models().get(self.model, {}).get("max_model_len")
-        return found if type(found) is int else None
 
     def metrics(self) -> str:
         """Return the text of `/metrics`; raises ServerError as [`~CompletionClient.complete`] does."""

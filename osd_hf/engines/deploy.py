@@ -417,7 +417,7 @@ class Deployer:
     `deploy.jsonl` in the folder record everything; another process continues from that file.
 
     Args:
-        versions (`VersionFolder`): The published versions.
+        versions (`VersionFolder`): The published versions, at least one.
         methods (`Sequence[DeployMethod]`): The engines, in the order of loading.
         domain (`str`, *optional*): The domain of the versions.
         watch_requests (`int`, *optional*, defaults to 200):
@@ -450,7 +450,6 @@ class Deployer:
         self.watch_requests = watch_requests
         self.stop = stop or threading.Event()
         self.engines = [Engine(method, watch_requests, load_seconds, self.stop, clock) for method in methods]
-        self.serving: PublishedVersion | None = None  # the version that engines should serve
         self.candidate: PublishedVersion | None = None  # the version that is loaded or watched in its place
         self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
@@ -458,6 +457,9 @@ class Deployer:
         self._unwritten_rejections: list[GateDecision] = []
         self._failure = ""
         self._lock = threading.Lock()
+        start = versions.version(0) or versions.newest()
+        assert start is not None
+        self.serving = start  # the version that engines should serve
         self._read_journal()
 
     def run(self, poll_seconds: float) -> None:
@@ -483,12 +485,11 @@ class Deployer:
 
     def report(self) -> dict[str, Any]:
         """Return what engines serve, what is watched, and the decisions; ready for JSON."""
-        serving, watched = (None if v is None else v.number for v in (self.serving, self.candidate))
         return {
             "domain": self.domain,
             "engines": [engine.name for engine in self.engines],
-            "serving": serving,
-            "watched": watched,
+            "serving": self.serving.number,
+            "watched": None if self.candidate is None else self.candidate.number,
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
@@ -500,15 +501,14 @@ class Deployer:
         watched = "" if report["watched"] is None else f", version {report['watched']} {status}"
         num_rollbacks = sum(decision.outcome == "rolled back" for decision in self.decisions)
         engines = ", ".join(report["engines"])
-        return f"{engines}: version {report['serving'] or 0}{domain} serves{watched}; {num_rollbacks} rolled back"
+        return f"{engines}: version {report['serving']}{domain} serves{watched}; {num_rollbacks} rolled back"
 
     def close(self) -> None:
         """Write the counts to the journal, and close the connections."""
         self.stop.set()
         if self._lock.acquire(blocking=False):  # otherwise a load is under way, and this does not wait for it
             with contextlib.suppress(OSError):
-                if (version := self.candidate or self.serving) is not None:
-                    self._note("closed", version)
+                self._note("closed", self.candidate or self.serving)
                 self._write()
             self._lock.release()
         for engine in self.engines:
@@ -518,19 +518,13 @@ class Deployer:
 
     def _choose_candidate(self) -> None:
         """Make the version that `latest` points to the candidate, unless an engine serves another candidate."""
-        if self.serving is None:
-            self.serving = self.versions.version(0)
-            self._pin()
         if self.candidate is not None and any(engine.digest == self.candidate.digest for engine in self.engines):
             return
-        folder, known = self.versions.latest, self.candidate or self.serving
-        if folder is None or (known is not None and folder.name == known.path.name):
-            return
         newest = self.versions.newest()
-        if newest is None:
+        if newest is None or newest.number == (self.candidate or self.serving).number:
             return
         self.candidate = None
-        if self.serving is not None and newest.digest == self.serving.digest:
+        if newest.digest == self.serving.digest:
             self.serving = newest  # the same weights
         elif newest.digest not in self._rejected_digests:
             self.candidate = newest
@@ -545,8 +539,8 @@ class Deployer:
         for engine in self.engines:
             has_candidate = candidate is not None and candidate.digest in (engine.digest, engine.failed_digest)
             begins = may_spread and not has_candidate and engine.has_baseline and not engine.is_away
-            wanted = candidate if has_candidate or begins else self.serving
-            if wanted is None or engine.serves(wanted) or engine.must_wait(wanted):
+            wanted = candidate if candidate is not None and (has_candidate or begins) else self.serving
+            if engine.serves(wanted) or engine.must_wait(wanted):
                 continue
             may_spread = may_spread and not begins
             self._load(engine, wanted)
@@ -571,7 +565,7 @@ class Deployer:
                 logger.warning("Version %d was not loaded, and is tried again: %s", wanted.number, error)
                 self._note("failed", wanted, engine=engine.name, error=str(error))
             is_hopeless = engine.num_failures >= MAX_LOAD_FAILURES and earlier not in (START, wanted.digest)
-            if is_candidate and is_hopeless and self.serving is not None:
+            if is_candidate and is_hopeless:
                 reason = f"{engine.name} has not loaded it {engine.num_failures} times: {first_line(error)}"
                 self._decide("rolled back", reason, 0, None)
             return
@@ -587,7 +581,7 @@ class Deployer:
         if self.candidate is None:
             return
         engines = [engine for engine in self.engines if engine.digest == self.candidate.digest]
-        sides = [(e.windows_of(self.serving) if self.serving else [], e.windows_of(self.candidate)) for e in engines]
+        sides = [(engine.windows_of(self.serving), engine.windows_of(self.candidate)) for engine in engines]
         num_requests = round(sum(window.requests for _, after in sides for window in after))
         comparable = [(before, after) for before, after in sides if before and after]
         before = [window for windows, _ in comparable for window in windows]
@@ -602,10 +596,7 @@ class Deployer:
             f"acceptance went from {change.before:.3f} to {change.after:.3f}, standard error "
             f"{change.standard_error:.3f}, over {num_requests} requests"
         )
-        if change.outcome != "fell":
-            self._decide("promoted", reason, num_requests, change)
-        elif self.serving is not None:
-            self._decide("rolled back", reason, num_requests, change)
+        self._decide("rolled back" if change.outcome == "fell" else "promoted", reason, num_requests, change)
 
     def _decide(
         self,
@@ -615,10 +606,8 @@ class Deployer:
         change: AcceptanceChange | None,
     ) -> None:
         assert self.candidate is not None
-        version, serving = self.candidate, self.candidate
-        if outcome == "rolled back":
-            assert self.serving is not None
-            serving = self.serving
+        version = self.candidate
+        serving = version if outcome == "promoted" else self.serving
         figures = (None, None, None) if change is None else change[:3]
         decision = GateDecision(outcome, version.number, serving.number, self.domain, reason, num_requests, *figures)
         self.decisions.append(decision)
@@ -642,7 +631,7 @@ class Deployer:
     def _note(self, event: str, version: PublishedVersion, /, **facts: Any) -> None:
         """Add a line to the journal: an event, and the state after it."""
         state = {
-            "serving": None if self.serving is None else self.serving.number,
+            "serving": self.serving.number,
             "candidate": None if self.candidate is None else self.candidate.number,
             "rejected": sorted(self._rejected_digests),
             "engines": {engine.name: engine.state_dict() for engine in self.engines},
@@ -674,23 +663,21 @@ class Deployer:
         journal = self.versions.path / JOURNAL
         lines = journal.read_text(errors="replace").splitlines() if journal.is_file() else []
         self._rejected_digests |= self.versions.rejected()
-        self.serving = self.versions.version(0)
         for text in reversed(lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line
                 self._load_state(json.loads(text)["state"])
                 break
         newest = self.versions.newest()
-        serving = self.serving
-        if newest and serving and newest.digest in self._rejected_digests - {serving.digest}:
+        if newest is not None and newest.digest in self._rejected_digests - {self.serving.digest}:
             # A process was killed before it set `latest` back.
             reason = "it was rolled back before"
-            decision = GateDecision("rolled back", newest.number, serving.number, self.domain, reason)
+            decision = GateDecision("rolled back", newest.number, self.serving.number, self.domain, reason)
             self._unwritten_rejections.append(decision)
         self._pin()
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
-        serving, candidate = state["serving"], state["candidate"]
-        self.serving = (None if serving is None else self.versions.version(serving)) or self.serving
+        candidate = state["candidate"]
+        self.serving = self.versions.version(state["serving"]) or self.serving
         self.candidate = None if candidate is None else self.versions.version(candidate)
         self._rejected_digests |= set(state["rejected"])
         for engine in self.engines:

@@ -319,7 +319,7 @@ class StoreLearner:
         if reason is None and not drafts.admit(name):
             reason = "of more domains than get a draft"
         if reason is not None:
-            self._leave_out(reason, " Set `num_logprobs` to what they were collected with." * ("entries" in reason))
+            self._leave_out(reason)
         return reason is None
 
     def _leave_out(self, reason: str, hint: str = "") -> None:
@@ -361,9 +361,10 @@ class StoreLearner:
         return True
 
     def publish_start(self, domain: str | None = None) -> None:
-        """Publish the initial draft as `v000000`, for rollbacks; raises StateError."""
+        """Publish the initial draft as `v000000`, for rollbacks, if it is missing; raises StateError."""
         versions, facts, draft = self.versions.of(domain), self._facts(domain, None), self.learner.drafts.base
-        versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
+        if versions.version(0) is None:
+            versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
 
     def _publish(self, decision: GateDecision) -> None:
         self._published_at = self._clock()

@@ -17,11 +17,11 @@ import httpx2
 from osd_hf.errors import first_line
 from osd_hf.proxy.extra_fields import (
     COMPLETION_PATHS,
-    EventSplitter,
     add_fields,
     reason_not_to_record,
     remove_fields,
     remove_fields_of_event,
+    split_events,
 )
 from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
 from osd_hf.proxy.upstream import Headers, Upstream
@@ -288,15 +288,16 @@ class Proxy:
 
 async def _events(response: httpx2.Response, recording: Recording) -> AsyncIterator[bytes]:
     """Yield the events of a stream as the client gets them, and record each one after that."""
-    splitter = EventSplitter()
+    rest = b""
     async for piece in response.aiter_bytes():
-        for event in splitter.feed(piece):
+        *events, rest = split_events(rest + piece)
+        for event in events:
             if shown := remove_fields_of_event(event):
                 yield shown
             recording.add(event, is_event=True)
-    if splitter.rest:
-        yield remove_fields_of_event(splitter.rest)
-        recording.add(splitter.rest, is_event=True)
+    if rest:
+        yield remove_fields_of_event(rest)
+        recording.add(rest, is_event=True)
 
 
 async def _one_piece(body: bytes) -> AsyncIterator[bytes]:

@@ -114,25 +114,10 @@ def _to_json(value: Any) -> bytes:
 # --- streams --------------------------------------------------------------------------------------------------------
 
 
-class EventSplitter:
-    """
-    Splits a stream of server-sent events at blank lines.
-
-    Attributes:
-        rest (`bytes`): The bytes after the last complete event.
-    """
-
-    def __init__(self) -> None:
-        self.rest = b""
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Add a piece of the stream, and return the events that it completes, with their blank lines."""
-        text, start, events = self.rest + piece, 0, []
-        for blank in BLANK_LINE.finditer(text, max(len(self.rest) - 3, 0)):
-            events.append(text[start : blank.end()])
-            start = blank.end()
-        self.rest = text[start:]
-        return events
+def split_events(text: bytes) -> list[bytes]:
+    """Split a stream of server-sent events behind blank lines. The last part is an incomplete event, or empty."""
+    ends = [blank.end() for blank in BLANK_LINE.finditer(text)]
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
 
 
 def event_data(event: bytes) -> bytes | None:
