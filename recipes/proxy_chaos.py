@@ -227,12 +227,13 @@ class World:
         await self.another(LEARNER)
 
     async def reading_dies(self, clients: Clients) -> None:
-        """Kill the process that reads answers."""
+        """Kill the process that reads and stores answers."""
         await self.another(READER)
 
     async def disk_is_full(self, clients: Clients) -> None:
-        """Limit the size of files to a few bytes."""
-        process = psutil.Process(self.proxy.pid)
+        """Limit the size of files that the process that stores answers can write."""
+        process = self.child(READER)
+        assert process is not None
         limits = process.rlimit(psutil.RLIMIT_FSIZE)
         process.rlimit(psutil.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         await asyncio.sleep(self.seconds)
