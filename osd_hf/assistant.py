@@ -32,8 +32,7 @@ from osd_hf.decoding.exactness import drop_adapter_hooks
 from osd_hf.decoding.hook import bind
 from osd_hf.decoding.sources import Drafting
 from osd_hf.errors import ConfigError, LearnerError
-from osd_hf.hub.cards import facts_of
-from osd_hf.hub.push import push_folder, save_draft
+from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
@@ -546,7 +545,7 @@ class OnlineAssistant:
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
         """
         Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.
-        Takes the arguments of `osd_hf.hub.push.push_folder`: private unless `private=False`.
+        Takes the arguments of `osd_hf.hub.push_folder`: private unless `private=False`.
         """
         training = {"requests served": self.stats.num_requests, "version": self.drafts.serving_version(domain)}
         facts = facts_of(self.target, self.drafts.base, () if domain is None else (domain,), training)

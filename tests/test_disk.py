@@ -17,7 +17,7 @@ from osd_hf.cli.run import open_folder, serve
 from osd_hf.engines.collect import LogReader
 from osd_hf.engines.versions import VersionFolder
 from osd_hf.errors import ConfigError
-from osd_hf.hub.cards import EvaluationSet
+from osd_hf.hub import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.utils.disk import hold_lock, make_private_folder, new_private_file, wait_for_lock, write_whole
 

@@ -26,8 +26,7 @@ from osd_hf.bundled import bundled_prompts, load_bundled
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, HubError, OSDError
 from osd_hf.evaluation.compare import evaluate
-from osd_hf.hub.cards import DraftFacts, EvaluationSet, draft_card, facts_of, hub_id
-from osd_hf.hub.push import export_to_vllm, push_folder, save_draft
+from osd_hf.hub import DraftFacts, EvaluationSet, draft_card, export_to_vllm, facts_of, hub_id, push_folder, save_draft
 from osd_hf.models import load_model
 from osd_hf.prompts import Prompt, encode_turn
 

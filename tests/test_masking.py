@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, OSDError, first_line, shown_settings, without_credentials, without_secrets
-from osd_hf.hub.cards import DraftFacts, draft_card
+from osd_hf.hub import DraftFacts, draft_card
 from osd_hf.utils.report import provenance
 
 MARK = "QZX"  # stands in every part of a secret, so that no part of one can be overlooked

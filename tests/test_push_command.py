@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError
-from osd_hf.hub.cards import DraftFacts, draft_card
+from osd_hf.hub import DraftFacts, draft_card
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from osd_hf.cli.settings import CommandParser, Loading, PromptSettings, Reportin
 from osd_hf.distillation.make_draft import MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, stats_interval, text_table
-from osd_hf.hub.cards import facts_of
-from osd_hf.hub.push import save_draft
+from osd_hf.hub import facts_of, save_draft
 from osd_hf.models import load_model, load_tokenizer, prompt_room
 from osd_hf.target_version import target_version
 from osd_hf.utils.report import make_folder, provenance

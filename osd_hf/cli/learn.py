@@ -43,8 +43,7 @@ from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, DataError, ServerError, StateError, StoreError
 from osd_hf.evaluation.display import alpha_bar, comparison_row, plot_alpha, text_table
-from osd_hf.hub.cards import facts_of
-from osd_hf.hub.push import check_push
+from osd_hf.hub import check_push, facts_of
 from osd_hf.learning.updater import make_accelerator
 from osd_hf.models import (
     align_vocab,

@@ -17,8 +17,7 @@ from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, 
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
-from osd_hf.hub.cards import EVALUATION, PLOT, card_data, facts_of
-from osd_hf.hub.push import check_push, export_to_vllm, push_folder, save_draft
+from osd_hf.hub import EVALUATION, PLOT, card_data, check_push, export_to_vllm, facts_of, push_folder, save_draft
 from osd_hf.models import Pair, load_model, load_pair, load_tokenizer
 from osd_hf.utils.report import provenance
 

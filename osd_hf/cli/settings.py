@@ -25,7 +25,7 @@ from transformers import HfArgumentParser, PreTrainedTokenizerBase
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StoreError, first_line, nearest
-from osd_hf.hub.cards import EvaluationSet, hub_id
+from osd_hf.hub import EvaluationSet, hub_id
 from osd_hf.models import Quantization
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore

@@ -22,7 +22,7 @@ from osd_hf.config import setting
 from osd_hf.decoding.record import record_traces
 from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError
-from osd_hf.hub.push import refuse_public
+from osd_hf.hub import refuse_public
 from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context

@@ -20,8 +20,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.decoding.record import rescore
 from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
-from osd_hf.hub.cards import DraftFacts
-from osd_hf.hub.push import check_written, push_folder, save_draft
+from osd_hf.hub import DraftFacts, check_written, push_folder, save_draft
 from osd_hf.learning import session
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
@@ -70,7 +69,7 @@ class StoreLearner:
             The target of that version. It rescores requests of other versions (see [`rescore`]), which are then
             learned from, but not used by the gate. Without it they are left out.
         facts (`DraftFacts`, *optional*): Facts for the model cards.
-        repo_id, token, private (*optional*): Hub repo that versions are pushed to, see [`~hub.push.push_folder`].
+        repo_id, token, private (*optional*): Hub repo that versions are pushed to, see [`~hub.push_folder`].
         publish_seconds (`float`, *optional*, defaults to 0.0): Minimum time between two publications.
         accelerator (`Accelerator`, *optional*): Runs the training steps, and has the trackers.
 

@@ -20,7 +20,7 @@ from osd_hf.decoding.timing import measured_costs
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.evaluation.display import progress
-from osd_hf.hub.cards import Evaluation, EvaluationSet, hub_id
+from osd_hf.hub import Evaluation, EvaluationSet, hub_id
 from osd_hf.models import (
     align_vocab,
     check_pair,
@@ -170,7 +170,7 @@ def compare(
         target (`PreTrainedModel`): The target.
         drafts (`Mapping[str, Any]`): Name -> a draft, or a `PeftModel`; its vocabulary may be padded differently.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
-        dataset (`osd_hf.hub.cards.EvaluationSet` or `Sequence[str]`): The prompts.
+        dataset (`osd_hf.hub.EvaluationSet` or `Sequence[str]`): The prompts.
         num_assistant_tokens (`int`, *optional*, defaults to 5): The k of the reported acceptance.
         clock (`Callable[[], float]`, *optional*): Seconds; by default wall time when the device has finished.
         show_progress (`bool`, *optional*, defaults to `False`): Whether to show progress bars.
