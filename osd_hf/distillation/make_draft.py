@@ -175,13 +175,11 @@ def train_draft(
         trials = layer_drafts(target, config.num_layers)
         if traces is None:
             requests = _read_prompts(unwrap(target), tokenizer, prompts or (), config.max_new_tokens)
-            training, held_out = split_requests(requests, config.seed)
-            # Drafts are judged by the target's own answers, even if the rows have others.
-            held_out = [unanswered(trace) for trace in held_out]
         else:
-            recorded = _of_this_version(target, traces)
-            training, held_out = split_requests(_usable(target, recorded, needs_rows=False), config.seed)
-            held_out = [unanswered(trace) if trace.sampling.get("rescored") else trace for trace in held_out]
+            requests = _usable(target, _of_this_version(target, traces), needs_rows=False)
+        training, held_out = split_requests(requests, config.seed)
+        # Drafts are judged by the target's own answers, even if the rows have others.
+        held_out = [unanswered(t) if traces is None or t.sampling.get("rescored") else t for t in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
         trials = _worthwhile(target, trials, held_out[0].prompt_ids, new_tokens, budget)
         held_out = _usable(target, _answers(target, held_out, config.max_new_tokens))
@@ -190,7 +188,8 @@ def train_draft(
         best, tried = best_trial(trials, training, held_out, new_tokens, config, budget)
         train(best, held_out, budget, config.max_seconds, config.max_steps)
     k, speedup = best.costs.best_k(best.stats.alpha, new_tokens)
-    draft = best.finish()
+    draft = best.draft
+    write_snapshot(best.best_weights, draft, share=True)
     set_fixed_k(draft.generation_config, k)
     draft.generation_config.stop_strings = None  # transformers' assisted generation passes a draft no tokenizer
     made = MadeDraft(
@@ -376,11 +375,6 @@ class LayerDraft:
             self.stats = stats
             self.best_weights = self.updater.snapshot(dict(self.draft.named_parameters()))
 
-    def finish(self) -> Any:
-        """Return the draft in its best state."""
-        write_snapshot(self.best_weights, self.draft, share=True)
-        return self.draft
-
 
 def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list[LayerDraft]:
     """Copy each set of layers that is tried; raises UnsupportedModelError and ConfigError."""
@@ -439,37 +433,32 @@ def best_trial(
     config: MakeDraftConfig,
     budget: TimeBudget,
 ) -> tuple[LayerDraft, list[dict[str, Any]]]:
-    """
-    Train each draft for a short time. Empties `trials`, because each draft needs much memory.
-
-    Returns:
-        `tuple[LayerDraft, list[dict]]`: the most promising draft, and one entry per draft: layers, costs, alpha and
-        speed-up after the trial, and the speed-up expected after full training (`promised`), which decides.
-    """
+    """Train each draft for a short time. Empties `trials`, because each draft needs much memory. Return the most
+    promising draft, and the measurements of all, if there are several. The speed-up expected after full training
+    (`promised`) decides."""
     best, measured = trials[0], list[dict[str, Any]]()
+    if len(trials) == 1:
+        best.begin(training, held_out, config.seed)
+        return best, measured
     available = TRIAL_SHARE * max(config.max_seconds - budget.elapsed, 0.0)
     until, share = budget.elapsed + available, available / len(trials)
     steps = None if config.max_steps is None else max(round(TRIAL_SHARE * config.max_steps), 1)
-    has_choice = len(trials) > 1
     while trials:
         trial = trials.pop(0)
         if measured and budget.elapsed >= until:  # a replay or a step may take longer than its share
             budget.report(f"{trial.name}: not tried, the time for trials is over")
             continue
         trial.begin(training, held_out, config.seed)
-        if not has_choice:
-            break
-        train(trial, held_out, budget, budget.elapsed + share, steps, evaluations=1, decays=False)
+        train(trial, held_out, budget, budget.elapsed + share, steps, is_trial=True)
         k, speedup = trial.costs.best_k(trial.stats.alpha, new_tokens)
         # Full training closes about half of the gap to the reachable acceptance.
         reached = max((trial.stats.alpha + REACHABLE_ALPHA) / 2, trial.stats.alpha)
         promised = trial.costs.best_k(reached, new_tokens)[1]
         if all(promised > other["promised"] for other in measured):
             best = trial
-        found = {"alpha_before": trial.before.alpha, "alpha": trial.stats.alpha, "k": k, "speedup": speedup}
-        measured.append(
-            {"layers": list(trial.layers), "c": trial.costs.c, **found, "promised": promised, "steps": trial.steps}
-        )
+        found = {"layers": list(trial.layers), "c": trial.costs.c, "alpha_before": trial.before.alpha, "k": k}
+        found |= {"alpha": trial.stats.alpha, "speedup": speedup, "promised": promised, "steps": trial.steps}
+        measured.append(found)
         budget.report(
             f"{trial.name}: alpha {trial.before.alpha:.3f} before, {trial.stats.alpha:.3f} after {trial.steps} steps; "
             f"expected speed-up {speedup:.2f} now, {promised:.2f} after full training"
@@ -484,12 +473,11 @@ def train(
     until: float,
     max_steps: int | None,
     *,
-    evaluations: int = EVALUATIONS,
-    decays: bool = True,
+    is_trial: bool = False,
 ) -> None:
-    """Train until the time `until` or the number of steps is reached. If the learning rate `decays`, it falls linearly
-    to zero."""
-    started, evaluated = budget.elapsed, 0
+    """Train until the time `until` or the number of steps is reached. Except in a trial, the learning rate falls
+    linearly to zero."""
+    started, evaluated, evaluations = budget.elapsed, 0, 1 if is_trial else EVALUATIONS
     while True:
         share = (budget.elapsed - started) / max(until - started, 1e-9)
         if max_steps is not None:
@@ -500,7 +488,7 @@ def train(
         if share >= 1:
             return
         budget.show(f"training {trial.name}, alpha {trial.stats.alpha:.3f}")
-        if decays:
+        if not is_trial:
             trial.updater.scale_learning_rate(1 - share)
         trial.step()
 
@@ -534,11 +522,19 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     """
     inner = unwrap(target)
     check_pair(inner, inner)
+    layer_list, memo = _layer_list(inner), dict[int, Any]()
     with torch.inference_mode(False), torch.no_grad():
         try:
-            return _rebuild(inner, _partial_copy(target, layers), layers)
+            # deepcopy takes the short list from the memo and does not copy the other layers of a large target.
+            memo[id(layer_list)] = torch.nn.ModuleList(copy.deepcopy(layer_list[i], memo) for i in layers)
+            source = merged(copy.deepcopy(uncompiled(target), memo))
+            if is_peft(source):
+                raise UnsupportedModelError("the adapter cannot be merged; use the model without it")
+            source = unwrap(source)
+            source = source.dequantize() if getattr(source, "is_quantized", False) else source
+            return _rebuild(inner, source, layers)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-            if isinstance(error, UnsupportedModelError) or is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise UnsupportedModelError(
                 f"Layers of {type(inner).__name__} cannot be copied: {first_line(error)}."
@@ -551,22 +547,6 @@ def _layer_list(model: PreTrainedModel) -> torch.nn.ModuleList:
         if isinstance(module, torch.nn.ModuleList):
             return module
     raise UnsupportedModelError(f"The layers of {type(model).__name__} are not found.")
-
-
-def _partial_copy(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """Copy the target with only the chosen layers, adapters merged and weights dequantized."""
-    inner = unwrap(target)
-    layer_list, memo = _layer_list(inner), dict[int, Any]()
-    # deepcopy takes the short list from the memo and does not copy the other layers of a large target.
-    memo[id(layer_list)] = torch.nn.ModuleList(copy.deepcopy(layer_list[i], memo) for i in layers)
-    source = merged(copy.deepcopy(uncompiled(target), memo))
-    if is_peft(source):
-        raise UnsupportedModelError(
-            f"The adapter of the target ({type(inner).__name__}) cannot be merged into its layers. Make the draft "
-            "from the model without the adapter."
-        )
-    source = unwrap(source)
-    return source.dequantize() if getattr(source, "is_quantized", False) else source
 
 
 def _rebuild(inner: PreTrainedModel, source: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
