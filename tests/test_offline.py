@@ -23,7 +23,7 @@ from osd_hf import models as pairs
 from osd_hf.decoding.record import record_traces
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, unanswered
-from osd_hf.distillation.trainer import DistillConfig, DistillTrainer, distill
+from osd_hf.distillation.trainer import DistillConfig, distill
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.learning import loss as offline_loss
 from osd_hf.losses import DIVERGENCES
@@ -88,41 +88,26 @@ def t5_pair() -> tuple[Any, Any]:
     return models.pair("t5", noise=0.5)
 
 
-# --- as a trainer of TRL's ------------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------------------------
 
 
-def test_the_call_of_a_gkd_trainer_trains(tmp_path: Any, pair: Any) -> None:
+def test_models_settings_and_data_of_the_caller_stay_as_they_are(tmp_path: Any, pair: Any) -> None:
     target, draft = pair
-    given = weights(draft)
-    args = config(tmp_path / "out", max_steps=2)
-    trainer = DistillTrainer(
-        model=draft, teacher_model=target, args=args, train_dataset=datasets.Dataset.from_list(ANSWERED),
-        eval_dataset=HELD_OUT, processing_class=models.tokenizer(), callbacks=None, peft_config=None,
-    )  # fmt: skip
-    trainer.train()
-    same = distill(
-        target=target, draft=draft, dataset=ANSWERED, config=args, eval_dataset=HELD_OUT, tokenizer=models.tokenizer()
-    )
-    assert [e["eval_alpha"] for e in trainer.state.log_history if "eval_alpha" in e] == [same.alpha[0]]  # at the start
-    assert trainer.evaluate()["eval_alpha"] == same.alpha[2]
-    trainer.save_model(str(tmp_path / "draft"))
-    assert torch.equal(weights(type(draft).from_pretrained(tmp_path / "draft")), weights(same.draft))
-    assert torch.equal(weights(draft), given)
-    assert args.eval_on_start is False
-
-
-def test_models_by_path_and_arguments_of_another_class(tmp_path: Any, pair: Any) -> None:
-    for name, model in zip(("target", "draft"), pair, strict=True):
+    given, args = weights(draft), config(tmp_path, max_steps=2)
+    for name, model in (("target", target), ("draft", draft)):
         model.save_pretrained(tmp_path / name)
         models.tokenizer().save_pretrained(tmp_path / name)
-    names = str(tmp_path / "draft"), str(tmp_path / "target")
-    trainer = DistillTrainer(*names, config(tmp_path, max_steps=1), train_dataset=ANSWERED)
-    assert trainer.train().global_step == 1
-    with pytest.raises(ConfigError, match="Pass `eval_dataset=`"):
-        trainer.evaluate()
-    other = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    how: dict[str, Any] = {"config": args, "eval_dataset": HELD_OUT}
+    plain = distill(target=target, draft=draft, dataset=ANSWERED, tokenizer=models.tokenizer(), **how)
+    paths = {"target": str(tmp_path / "target"), "draft": tmp_path / "draft"}
+    named = distill(**paths, dataset=datasets.Dataset.from_list(ANSWERED), **how)
+    assert torch.equal(weights(plain.draft), weights(named.draft))
+    assert plain.alpha == named.alpha and set(plain.alpha) == {0, 2}
+    assert torch.equal(weights(draft), given)
+    assert args.eval_on_start is False
+    other: Any = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(ConfigError, match="must be a `DistillConfig`, got a TrainingArguments"):
-        DistillTrainer(*names, other, train_dataset=ANSWERED)
+        distill(**paths, dataset=ANSWERED, config=other)
 
 
 # --- it learns ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from trl.experimental.gkd import GKDConfig
 from trl.models import unwrap_model_for_generation
 
 from osd_hf.distillation import trainer as offline
+from osd_hf.trace import bare_trace
 
 
 def parameters(function: Any) -> list[str]:
@@ -53,8 +54,9 @@ def trainer(folder: Any, target: Any, draft: Any) -> Any:
     config = offline.DistillConfig(
         output_dir=str(folder), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no"
     )
-    rows = [{"prompt": [5, 6], "completion": [7]}] * 2
-    return offline.DistillTrainer(draft, target, config, train_dataset=rows, processing_class=models.tokenizer())
+    config.remove_unused_columns = False
+    rows = [bare_trace([5, 6], [7], models.VOCAB)] * 2
+    return offline.DistillTrainer(target, draft, offline.Data(rows, target, None), config, models.tokenizer())
 
 
 def test_the_trainer_hands_batches_on_as_the_collator_made_them(tmp_path: Any) -> None:

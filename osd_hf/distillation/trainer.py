@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArgumen
 
 from osd_hf.config import setting
 from osd_hf.decoding.record import record_traces
-from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, read_data
+from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub import refuse_public
 from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
@@ -163,16 +163,25 @@ def distill(
         UnsupportedModelError: The models are no pair, or the draft has nothing to train.
         VocabularyMismatchError: Models, tokenizers or recordings have different vocabularies.
     """
-    target, draft = load_named(target, draft)
-    data = {"train_dataset": dataset, "eval_dataset": eval_dataset, "processing_class": tokenizer}
+    target, draft = (uncompiled(model) for model in load_named(target, draft))
+    args, checkpoint = _own_copy(config), last_checkpoint(config)
+    _check_adapters(draft, peft_config)
+    tokenizer = common_tokenizer(tokenizer, target, draft)
+    if tokenizer is None and not draft.config.is_encoder_decoder:
+        raise ConfigError("No tokenizer was found with the models. Pass `tokenizer=`.")
+    data = read_data(target, draft, dataset, eval_dataset, tokenizer, args)
+    args.eval_on_start |= data.held_out is not None and checkpoint is None
     with learning_context():
-        trainer = DistillTrainer(draft, target, config, **data, callbacks=callbacks, peft_config=peft_config)
-        trainer.train()
-        if trainer.data.held_out is not None and config.eval_strategy == "no":
-            trainer.evaluate()
-        if config.push_to_hub:
+        trainer = DistillTrainer(target, draft, data, args, tokenizer, callbacks, peft_config)
+        if args.push_to_hub and args.hub_private_repo and trainer.is_world_process_zero():
+            refuse_public(HfApi(token=args.hub_token), trainer.hub_model_id)
+        with trainer.prepared_target():
+            trainer.train(resume_from_checkpoint=checkpoint)
+            if data.held_out is not None and args.eval_strategy == "no":
+                trainer.evaluate()
+        if args.push_to_hub:
             trainer.push_to_hub()
-        trained = _trained_draft(trainer, uncompiled(draft))
+        trained = _trained_draft(trainer, draft)
     history = trainer.state.log_history
     alpha = {int(entry["step"]): float(entry["eval_alpha"]) for entry in history if "eval_alpha" in entry}
     return DistillResult(trained, trainer.state, history, alpha)
@@ -227,53 +236,38 @@ def _restored(target: Any) -> Iterator[None]:
 
 
 class DistillTrainer(Trainer):
-    """
-    Transformers' trainer with the argument names of TRL's `GKDTrainer`. Batches are requests, the loss is the
-    divergence between target and draft, and the evaluation measures acceptance on held-out requests.
-
-    The arguments are those of [`distill`]: `model` is the draft, `teacher_model` the target, `args` the configuration,
-    `processing_class` the tokenizer. `trainer.model` is a copy of the draft.
-    """
+    """Transformers' trainer for a copy of the draft. Batches are requests, the loss is the divergence between target
+    and draft, and the evaluation measures acceptance on held-out requests."""
 
     control: Any
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of the whole accumulated batch
 
     def __init__(
         self,
-        model: Any,
-        teacher_model: Any = None,
-        args: DistillConfig | None = None,
-        *,
-        train_dataset: Any,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: Sequence[Any] | None = None,
+        target: Any,
+        draft: Any,
+        data: Data,
+        config: DistillConfig,
+        tokenizer: Any,
+        callbacks: Sequence[Any] = (),
         peft_config: Any = None,
     ) -> None:
-        target, draft = (uncompiled(m) for m in load_named(teacher_model, model))
-        config = _own_copy(args)
-        _check_adapters(draft, peft_config)
-        tokenizer = common_tokenizer(processing_class, target, draft)
-        if tokenizer is None and not draft.config.is_encoder_decoder:
-            raise ConfigError("No tokenizer was found with the models. Pass `tokenizer=` or `processing_class=`.")
-        data = read_data(target, draft, train_dataset, eval_dataset, tokenizer, config)
-        with learning_context():
-            learner = learner_of(draft, peft_config)
-            for head in (learner, data.target):
-                if head is not None:
-                    with evaluating(head):
-                        check_head(head)
-            super().__init__(
-                model=_with_adapters(learner, config, peft_config),
-                args=config,
-                data_collator=lambda rows: {"rows": rows},
-                train_dataset=range(len(data.requests)),
-                eval_dataset=data.held_out and range(len(data.held_out)),
-                processing_class=tokenizer,
-                callbacks=list(callbacks or ()),
-            )
+        learner = learner_of(draft, peft_config)
+        for head in (learner, data.target):
+            if head is not None:
+                with evaluating(head):
+                    check_head(head)
+        super().__init__(
+            model=_with_adapters(learner, config, peft_config),
+            args=config,
+            data_collator=lambda rows: {"rows": rows},
+            train_dataset=range(len(data.requests)),
+            eval_dataset=data.held_out and range(len(data.held_out)),
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
+        )
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
-        self.data, self.target, self._teacher = data, data.target, target
+        self.data, self.target, self.teacher = data, data.target, target
         self.sampler = Sampler(
             config.sample_source, config.lmbda, config.temperature, config.max_new_tokens, config.seed
         )
@@ -284,29 +278,13 @@ class DistillTrainer(Trainer):
             _disable_dropout(self.model)
         _let_run(self.model)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train; acceptance on held-out requests is also measured before the first step."""
-        config = self.args
-        if resume_from_checkpoint is not None:
-            config.resume_from_checkpoint = resume_from_checkpoint
-        checkpoint = last_checkpoint(config)
-        config.eval_on_start |= self.data.held_out is not None and checkpoint is None
-        if config.push_to_hub and config.hub_private_repo and self.is_world_process_zero():
-            refuse_public(HfApi(token=config.hub_token), self.hub_model_id)
-        with learning_context(), self._prepared_target():
-            return super().train(resume_from_checkpoint=checkpoint, **kwargs)
-
     @contextmanager
-    def _prepared_target(self) -> Iterator[None]:
-        """Prepare the target for the processes and the precision of the run, and restore it."""
-        before = self.target
-        with nullcontext() if self._teacher is None else _restored(self._teacher):
-            if before is not None:
-                self.target = self.accelerator.prepare_model(before, evaluation_mode=True)
-            try:
-                yield
-            finally:
-                self.target = before
+    def prepared_target(self) -> Iterator[None]:
+        """Prepare the target for the processes and the precision of the run, and restore it after the block."""
+        with nullcontext() if self.teacher is None else _restored(self.teacher):
+            if self.data.target is not None:
+                self.target = self.accelerator.prepare_model(self.data.target, evaluation_mode=True)
+            yield
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         # All micro-batches are sampled here, because their tokens are counted before the first step.
@@ -361,18 +339,13 @@ class DistillTrainer(Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        if self.data.held_out is None:
-            raise ConfigError("There are no held-out requests to measure acceptance on. Pass `eval_dataset=`.")
+        held_out = self.data.held_out or []
+        if not all(map(len, held_out)):  # prompts, which are answered once
+            prompts = [trace.prompt_ids.tolist() for trace in held_out]
+            answers = record_traces(self.teacher, prompts, max_new_tokens=self.args.max_new_tokens, num_logprobs=1)
+            held_out = self.data.held_out = list(answers)
         # Every process measures all requests, so nothing has to be gathered.
-        with self._prepared_target():
-            if not all(map(len, self.data.held_out)):  # prompts, which are answered once
-                prompts = [trace.prompt_ids.tolist() for trace in self.data.held_out]
-                answers = record_traces(
-                    self._teacher, prompts, max_new_tokens=self.args.max_new_tokens, num_logprobs=1
-                )
-                self.data.held_out = list(answers)
-            draft = self.accelerator.unwrap_model(self.model)
-            stats = replay(draft, self.data.held_out, self.args.num_assistant_tokens)
+        stats = replay(self.accelerator.unwrap_model(self.model), held_out, self.args.num_assistant_tokens)
         metrics = {
             f"{metric_key_prefix}_alpha": stats.alpha,
             f"{metric_key_prefix}_block_efficiency": stats.block_efficiency,
@@ -382,11 +355,10 @@ class DistillTrainer(Trainer):
         return metrics
 
 
-def _own_copy(args: DistillConfig | None) -> DistillConfig:
+def _own_copy(args: DistillConfig) -> DistillConfig:
     """Return a copy of the training arguments, which trainers modify; raises ConfigError."""
-    args = DistillConfig() if args is None else args
     if not isinstance(args, DistillConfig):
-        raise ConfigError(f"`args` must be a `DistillConfig`, got a {type(args).__name__}.")
+        raise ConfigError(f"`config` must be a `DistillConfig`, got a {type(args).__name__}.")
     if args.n_gpu > 1:
         raise ConfigError(f"{args.n_gpu} GPUs are visible to one process. Launch with `accelerate launch`.")
     if args.deepspeed_plugin is not None:
