@@ -6,6 +6,7 @@ import copy
 import re
 import string
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,7 +23,7 @@ from osd_hf import AcceptanceStats, CorrectionStore, replay
 from osd_hf import models as pairs
 from osd_hf.decoding.record import record_traces
 from osd_hf.distillation import data as offline_data
-from osd_hf.distillation.data import SAMPLE_SOURCES, Sampler, unanswered
+from osd_hf.distillation.data import SAMPLE_SOURCES, completed, unanswered
 from osd_hf.distillation.trainer import DistillConfig, distill
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.learning import loss as offline_loss
@@ -331,12 +332,17 @@ def requests(number: int, prompt_tokens: int = 3, vocab_size: int = 16) -> list[
     ]
 
 
+def sampling(source: str, temperature: float, max_new_tokens: int, **changes: Any) -> Any:
+    settings = {"sample_source": source, "lmbda": 0.5, "temperature": temperature, "max_new_tokens": max_new_tokens}
+    return SimpleNamespace(**{**settings, "seed": 0, **changes})
+
+
 def sampled(source: str, number: int = 40, share: float = 0.3, **changes: Any) -> np.ndarray:
     """Tokens of scripted models: the target says 4, the draft 5; shape `(requests, 10)`."""
     target, draft = models.scripted([4] * 10, 3), models.scripted([5] * 10, 3)
-    sampler = Sampler(source, share, **{"temperature": 0.0, "max_new_tokens": 10, "seed": 0, **changes})
-    completed = sampler.complete(requests(number), range(number), 0, target=target, draft=draft)
-    return np.stack([t.completion_ids for t in completed])
+    settings = sampling(source, 0.0, 10, lmbda=share, **changes)
+    answered = completed(requests(number), range(number), 0, settings, target=target, draft=draft)
+    return np.stack([t.completion_ids for t in answered])
 
 
 def test_each_request_is_answered_by_one_model() -> None:
@@ -351,12 +357,12 @@ def test_each_request_is_answered_by_one_model() -> None:
 @pytest.mark.parametrize("source", SAMPLE_SOURCES)
 def test_what_a_request_draws_does_not_hang_on_its_batch(pair: Any, source: str) -> None:
     prompts = [unanswered(t) for t in recorded(pair[0])]
-    sampler = Sampler(source, 0.5, 1.0, 8, 0)
+    settings = sampling(source, 1.0, 8)
     models_ = {"target": pair[0], "draft": pair[1]}
-    whole = sampler.complete(prompts, range(6), 4, **models_)
-    alone = [sampler.complete([p], [i], 4, **models_)[0] for i, p in enumerate(prompts)]
+    whole = completed(prompts, range(6), 4, settings, **models_)
+    alone = [completed([p], [i], 4, settings, **models_)[0] for i, p in enumerate(prompts)]
     assert [t.completion_ids.tolist() for t in whole] == [t.completion_ids.tolist() for t in alone]
-    later = sampler.complete(prompts, range(6), 5, **models_)
+    later = completed(prompts, range(6), 5, settings, **models_)
     assert [t.completion_ids.tolist() for t in whole] != [t.completion_ids.tolist() for t in later]
 
 
@@ -364,7 +370,7 @@ def test_samples_have_the_model_s_distribution() -> None:
     model = models.bigram(0, vocab_size=5)
     prompts = requests(4000, 1, 5)
     prompts = [replace(p, prompt_ids=np.array([2], np.int32)) for p in prompts]
-    tokens = Sampler("teacher", 0.5, 0.7, 1, 0).complete(prompts, range(4000), 0, target=model, draft=None)
+    tokens = completed(prompts, range(4000), 0, sampling("teacher", 0.7, 1), target=model, draft=None)
     shares = np.bincount([t.completion_ids[0] for t in tokens], minlength=5) / 4000
     expected = (model.by_token[2] / 0.7).softmax(-1).detach().numpy()
     assert np.abs(shares - expected).max() < 4 * np.sqrt(0.25 / 4000)
@@ -375,16 +381,15 @@ def test_an_answer_ends_at_eos() -> None:
     target.generation_config.eos_token_id = [2, 9]
     # A shorter prompt is one token behind: the batch goes on when the other has ended.
     prompts = [*requests(1), *requests(1, 2)]
-    answered = Sampler("teacher", 0.5, 0.0, 5, 0).complete(prompts, range(2), 0, target=target, draft=None)
+    answered = completed(prompts, range(2), 0, sampling("teacher", 0.0, 5), target=target, draft=None)
     assert [t.completion_ids.tolist() for t in answered] == [[4, 4, 2], [0, 4, 4, 2]]
 
 
 def test_a_given_completion_stands_for_the_target_s() -> None:
     target, draft = models.scripted([4] * 3, 3), models.scripted([5] * 3, 3)
     given = [unanswered(r, [7, 8]) for r in requests(40)]
-    sampler = Sampler("mix_request", 0.5, 0.0, 3, 0)
-    completed = sampler.complete(given, range(40), 0, target=target, draft=draft)
-    assert {tuple(t.completion_ids.tolist()) for t in completed} == {(7, 8), (5, 5, 5)}
+    answered = completed(given, range(40), 0, sampling("mix_request", 0.0, 3), target=target, draft=draft)
+    assert {tuple(t.completion_ids.tolist()) for t in answered} == {(7, 8), (5, 5, 5)}
 
 
 # --- equal settings, one trajectory ---------------------------------------------------------------------------------

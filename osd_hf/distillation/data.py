@@ -323,65 +323,52 @@ def _are(kind: type, *parts: Any) -> bool:
 # --- samples --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """
-    Completes requests by samples. The samples of a request depend only on the seed, the step and its row, so batches,
-    processes and resumed runs give the same ones. `student_share` is the probability that a request of `mix_request`
-    is completed by the draft. A temperature of 0 is greedy.
-    """
+@torch.no_grad()
+def completed(
+    requests: Sequence[Trace], rows: Sequence[int], step: int, config: Any, *, target: Any, draft: Any
+) -> list[Trace]:
+    """Complete requests by samples; existing completions count as the target's. The samples of a request depend only
+    on the seed, the optimizer step and its row, so batches, processes and resumed runs give the same ones. The models
+    are in evaluation mode."""
+    draws = [np.random.default_rng((config.seed, step, row)) for row in rows]
+    share = {"teacher": 0.0, "student": 1.0}.get(config.sample_source, config.lmbda)
+    is_student = np.array([rng.random() < share for rng in draws])
+    picks = np.stack([rng.random(config.max_new_tokens, dtype=np.float32) for rng in draws])
+    missing = np.array([len(request) == 0 for request in requests])
+    traces = list(requests)
+    for model, chosen in ((draft, is_student), (target, ~is_student & missing)):
+        indices = np.flatnonzero(chosen).tolist()
+        if indices:
+            end = target.generation_config.eos_token_id
+            answers = _sampled(model, [requests[i] for i in indices], picks[indices], config.temperature, end)
+            for i, answer in zip(indices, answers, strict=True):
+                traces[i] = unanswered(requests[i], until_end(answer, target.generation_config))
+    return traces
 
-    source: str
-    student_share: float
-    temperature: float
-    max_new_tokens: int
-    seed: int
 
-    @torch.no_grad()
-    def complete(
-        self, requests: Sequence[Trace], rows: Sequence[int], step: int, *, target: Any, draft: Any
-    ) -> list[Trace]:
-        """Return the requests of these rows with completions; existing ones count as the target's. `step` counts
-        optimizer steps. The models are in evaluation mode."""
-        draws = [np.random.default_rng((self.seed, step, row)) for row in rows]
-        share = {"teacher": 0.0, "student": 1.0}.get(self.source, self.student_share)
-        is_student = np.array([rng.random() < share for rng in draws])
-        picks = np.stack([rng.random(self.max_new_tokens, dtype=np.float32) for rng in draws])
-        missing = np.array([len(request) == 0 for request in requests])
-        completed = list(requests)
-        for model, chosen in ((draft, is_student), (target, ~is_student & missing)):
-            indices = np.flatnonzero(chosen).tolist()
-            if indices:
-                answers = self._answers(model, [requests[i] for i in indices], picks[indices], target)
-                for i, answer in zip(indices, answers, strict=True):
-                    completed[i] = unanswered(requests[i], until_end(answer, target.generation_config))
-        return completed
-
-    def _answers(
-        self, model: Any, requests: Sequence[Trace], picks: NDArray[np.float32], target: Any
-    ) -> NDArray[np.int32]:
-        """Generate from one model until the target's end; returns ids `(requests, new tokens)`."""
-        is_encoder_decoder = requests[0].is_encoder_decoder
-        prompts = [r.prompt_ids for r in requests]
-        ids, mask = padded(prompts, "right" if is_encoder_decoder else "left", model.device)
-        start = 1 if is_encoder_decoder else ids.shape[1]
-        processors: list[Any] = []
-        if self.temperature > 0:
-            processors.append(_SampledToken(torch.from_numpy(picks).to(model.device), self.temperature, start))
-        sequences = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            do_sample=False,
-            num_beams=1,
-            use_cache=True,
-            eos_token_id=target.generation_config.eos_token_id,
-            pad_token_id=0,
-            max_new_tokens=self.max_new_tokens,
-            logits_processor=processors,
-            stop_strings=None,
-        )
-        answers: NDArray[np.int32] = sequences[:, start:].cpu().numpy()
-        return answers
+def _sampled(
+    model: Any, requests: Sequence[Trace], picks: NDArray[np.float32], temperature: float, end: Any
+) -> NDArray[np.int32]:
+    """Generate with one model until the token `end`, greedily at a temperature of 0. `picks` are random numbers, and
+    the result is ids, both `(requests, new tokens)`."""
+    is_encoder_decoder = requests[0].is_encoder_decoder
+    ids, mask = padded([r.prompt_ids for r in requests], "right" if is_encoder_decoder else "left", model.device)
+    start = 1 if is_encoder_decoder else ids.shape[1]
+    drawn = torch.from_numpy(picks).to(model.device)
+    sequences = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        eos_token_id=end,
+        pad_token_id=0,
+        max_new_tokens=picks.shape[1],
+        logits_processor=[_SampledToken(drawn, temperature, start)] if temperature > 0 else [],
+        stop_strings=None,
+    )
+    answers: NDArray[np.int32] = sequences[:, start:].cpu().numpy()
+    return answers
 
 
 class _SampledToken(LogitsProcessor):

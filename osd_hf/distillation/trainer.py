@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArgumen
 
 from osd_hf.config import setting
 from osd_hf.decoding.record import record_traces
-from osd_hf.distillation.data import SAMPLE_SOURCES, Data, Sampler, read_data
+from osd_hf.distillation.data import SAMPLE_SOURCES, Data, completed, read_data
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub import refuse_public
 from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
@@ -268,9 +268,6 @@ class DistillTrainer(Trainer):
         )
         self.model_accepts_loss_kwargs = True  # otherwise the trainer would not count the tokens
         self.data, self.target, self.teacher = data, data.target, target
-        self.sampler = Sampler(
-            config.sample_source, config.lmbda, config.temperature, config.max_new_tokens, config.seed
-        )
         self.divergence: Callable[..., torch.Tensor] = DIVERGENCES[config.divergence]
         if config.divergence == "jsd":
             self.divergence = functools.partial(generalized_jsd, beta=config.beta)
@@ -303,7 +300,7 @@ class DistillTrainer(Trainer):
         return {"traces": traces, "labels": labels, "input_ids": ids, "attention_mask": mask}
 
     def _completed(self, traces: list[Trace], rows: Sequence[int]) -> list[Trace]:
-        source = self.sampler.source
+        source = self.args.sample_source
         if source == "teacher" and all(len(t) for t in traces):
             return traces
         with warnings.catch_warnings(), ExitStack() as stack:
@@ -316,11 +313,11 @@ class DistillTrainer(Trainer):
 
             draft = None if source == "teacher" else entered(self.model_wrapped)
             target = entered(self.target)
-            completed = self.sampler.complete(traces, rows, self.state.global_step, target=target, draft=draft)
-        if source == "teacher" and self.sampler.temperature == 0:
-            for row, trace in zip(rows, completed, strict=True):
+            traces = completed(traces, rows, self.state.global_step, self.args, target=target, draft=draft)
+        if source == "teacher" and self.args.temperature == 0:
+            for row, trace in zip(rows, traces, strict=True):
                 self.data.requests[row] = trace  # the answer is the same in every epoch
-        return completed
+        return traces
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
