@@ -545,7 +545,6 @@ def test_text_ids_and_messages_are_read_alike() -> None:
         assert read([row], tokenizer) == [expected]
     for row in ({"messages": [user]}, {"prompt": [user]}):
         assert read([row], tokenizer) == [(expected[0], [])]
-    assert read([{"messages": [user, answer]}], tokenizer, prompts_only=True) == [(expected[0], [])]
 
 
 def test_a_chat_answer_ends_where_the_target_ends_it() -> None:

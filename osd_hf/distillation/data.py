@@ -70,12 +70,10 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         )
     positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
 
-    def read(data: Any, *, needs_rows: bool, prompts_only: bool, may_answer: bool) -> list[Trace]:
+    def read(data: Any, *, needs_rows: bool, may_answer: bool) -> list[Trace]:
         check = functools.partial(check_room, positions, config.max_new_tokens, may_answer=may_answer)
         if not _is_recorded(data):
-            return read_rows(
-                data, tokenizer, vocab_size=vocab_size, decoder_start=start, prompts_only=prompts_only, check=check
-            )
+            return read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, check=check)
         traces = read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
         for number, trace in enumerate(traces):
             try:
@@ -90,7 +88,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     if target is None and not has_rows:
         raise ConfigError("`target` must be given: only recorded requests contain its distributions.")
     of_draft = source == "student"
-    requests = read(dataset, needs_rows=has_rows, prompts_only=of_draft, may_answer=source != "teacher")
+    requests = read(dataset, needs_rows=has_rows, may_answer=source != "teacher")
     if not has_rows:
         requests = [unanswered(t, () if of_draft else t.completion_ids) for t in requests]
         if not of_draft and not all(map(len, requests)):
@@ -99,8 +97,9 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         if config.eval_strategy != "no":
             raise ConfigError(f"`eval_strategy` is {config.eval_strategy.value!r}: pass `eval_dataset=`.")
         return Data(requests, None if has_rows else target, None)
-    held_out = read(eval_dataset, needs_rows=False, prompts_only=True, may_answer=False)
+    held_out = read(eval_dataset, needs_rows=False, may_answer=False)
     if not _is_recorded(eval_dataset):
+        held_out = [unanswered(trace) for trace in held_out]
         if target is None:
             raise ConfigError("Held-out prompts need a `target` to answer them. Pass it, or recorded requests.")
         _check_answers(target)
@@ -182,20 +181,12 @@ def read_rows(
     *,
     vocab_size: int,
     decoder_start: int | None,
-    prompts_only: bool = False,
     check: Callable[[Trace], None] = lambda trace: None,
 ) -> list[Trace]:
-    """
-    Read rows with TRL's columns. Unusable rows are skipped, and logged once.
-
-    `prompt` and optionally `completion` are text, token ids or messages; or there are `messages`, whose last one may
-    be the completion. A text completion gets EOS. Messages go through the chat template, with the columns `tools` and
-    `chat_template_kwargs`. `check` raises RowError for a request that does not fit.
-
-    Raises:
-        DataError: No row can be used; a token id is outside the vocabulary; text without a tokenizer, or messages
-            without a chat template.
-    """
+    """Read rows with TRL's columns: `prompt` and optionally `completion`, as text, token ids or messages; or
+    `messages`, whose last one may be the completion. A text completion gets EOS. Rows that cannot be used, or for
+    which `check` raises RowError, are skipped and logged once. Raises DataError if no row is left, for a token id
+    outside the vocabulary, for text without a tokenizer, and for messages without a chat template."""
     start = None if decoder_start is None else np.asarray([decoder_start], np.int32)
     traces, skipped = list[Trace](), dict[str, list[int]]()
     for number, row in enumerate(_rows(dataset)):
@@ -206,7 +197,7 @@ def read_rows(
             ids = [*prompt, *(completion or ())]
             if min(ids) < 0 or max(ids) >= vocab_size:
                 raise DataError(f"Row {number} has token ids outside of the vocabulary of {vocab_size} tokens.")
-            trace = bare_trace(prompt, () if prompts_only else completion or (), vocab_size, start)
+            trace = bare_trace(prompt, completion or (), vocab_size, start)
             check(trace)
         except RowError as error:
             skipped.setdefault(str(error), []).append(number)
