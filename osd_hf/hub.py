@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from osd_hf.acceptance import Comparison
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError, HubError, StateError, first_line, without_credentials
-from osd_hf.models import align_vocab, fixed_k, is_peft, load_model, merged, unwrap, vocab_size_of
+from osd_hf.models import align_vocab, fixed_k, is_peft, load_model, merged, num_positions, unwrap, vocab_size_of
 from osd_hf.prompts import Prompt
 from osd_hf.target_version import recorded_target, write_target
 from osd_hf.utils.disk import write_whole
@@ -223,8 +223,7 @@ def save_draft(
     of the draft, and the card's code loads the folder instead of a repo. Raises ConfigError if the folder cannot be
     written.
     """
-    is_adapter = is_peft(draft)
-    folder = Path(directory)
+    is_adapter, folder = is_peft(draft), Path(directory)
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
     facts = facts or DraftFacts(is_adapter=is_adapter)
@@ -250,16 +249,10 @@ def export_to_vllm(
     num_assistant_tokens: int = 5,
     target_name: str | None = None,
 ) -> list[str]:
-    """
-    Save a draft for vLLM's `draft_model` method, and return the command that serves the pair. The saved model has
+    """Save a draft for vLLM's `draft_model` method, and return the command that serves the pair. The saved model has
     merged weights and the target's vocabulary size and tokenizer. SGLang takes the same folder, and llama.cpp can
-    convert it. The command names the target as `target_name`, by default where it was loaded from.
-
-    Raises:
-        ConfigError: a folder that is not empty or cannot be written, k below 1, or an encoder-decoder.
-        VocabularyMismatchError: the vocabularies differ in more than padding.
-        StateError: the saved draft does not load, or computes other log-probs.
-    """
+    convert it. The command names the target as `target_name`, by default where it was loaded from. Raises ConfigError,
+    VocabularyMismatchError, and StateError if the saved draft computes other log-probs."""
     folder = Path(directory)
     if num_assistant_tokens < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
@@ -270,19 +263,18 @@ def export_to_vllm(
     draft = merged(draft)
     exported = align_vocab(draft, target, tokenizer)
     save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
-    check_written(folder, exported, draft)
+    check_written(folder, draft)
     config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
-    name = target_name or target.config.name_or_path
-    return ["vllm", "serve", name, "--speculative-config", json.dumps(config)]
+    return ["vllm", "serve", target_name or target.config.name_or_path, "--speculative-config", json.dumps(config)]
 
 
 @torch.inference_mode()
-def check_written(folder: Path, exported: PreTrainedModel, draft: PreTrainedModel) -> None:
+def check_written(folder: Path, draft: PreTrainedModel) -> None:
     """Load a saved draft and compare its log-probs with the original; raises StateError if they differ."""
-    again = load_model(str(folder), dtype="auto", device=str(exported.device))
-    rows = min(vocab_size_of(exported), vocab_size_of(draft))
-    size = min(32, int(getattr(exported.config.get_text_config(), "max_position_embeddings", 32)))
-    ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(exported.device)
+    again = load_model(str(folder), device=str(draft.device))
+    rows = min(vocab_size_of(again), vocab_size_of(draft))
+    size = min(32, num_positions(draft.config) or 32)
+    ids = torch.randint(rows, (1, size), generator=torch.Generator().manual_seed(0)).to(draft.device)
     expected, found = (m.eval()(ids).logits.float()[..., :rows].log_softmax(-1) for m in (draft, again))
     error = float((expected - found).abs().max())
     tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
@@ -304,15 +296,10 @@ def push_folder(
     private: bool | None = None,
     commit_message: str = "Upload a draft learned with osd_hf",
 ) -> str:
-    """
-    Commit a folder to a model repo, which is created if necessary, and return its address. By default the token is
+    """Commit a folder to a model repo, which is created if necessary, and return its address. By default the token is
     that of this machine's login. New repos are private and existing public repos are refused, unless `private` is
-    `False`: a draft may have memorized answers. The visibility of an existing repo is never changed.
-
-    Raises:
-        ConfigError: invalid repo id, no token, or a public repo without `private=False`.
-        HubError: the Hub refused, or the connection failed.
-    """
+    `False`: a draft may have memorized answers. The visibility of an existing repo is never changed. Raises
+    ConfigError, and HubError if the Hub refused or the connection failed."""
     try:
         api = HfApi(token=check_push(repo_id, token))
         url = api.create_repo(repo_id, private=private is not False, exist_ok=True)

@@ -158,8 +158,7 @@ def prompt_text(value: Any, name: str) -> str:
 
 
 FIELD = re.compile(r"\{([^{}]+)\}")
-REFERENCE = re.compile(r"([^.\[\]]+)((?:\.\w+|\[[^\[\]]+\])*)")
-STEP = re.compile(r"[\w-]+|(?<=\[)[^\[\]]+")
+STEP = re.compile(r"[^.\[\]]+")
 
 
 def _template_fields(template: str, known: Collection[str]) -> dict[str, tuple[str, list[str]]]:
@@ -167,11 +166,9 @@ def _template_fields(template: str, known: Collection[str]) -> dict[str, tuple[s
     name a column or an identifier. All others are text, so JSON needs no escaping."""
     fields: dict[str, tuple[str, list[str]]] = {}
     for name in FIELD.findall(template):
-        found = REFERENCE.fullmatch(name)
-        if name in known:
-            fields[name] = name, []
-        elif found and (found[1] in known or found[1].isidentifier()):
-            fields[name] = found[1], STEP.findall(found[2])
+        column, *steps = [name] if name in known else STEP.findall(name) or [""]
+        if column in known or column.isidentifier():
+            fields[name] = column, steps
     if not fields:
         raise ConfigError(f"The prompt template {template!r} must name columns, such as '{{question}}'.")
     return fields

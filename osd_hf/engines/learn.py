@@ -408,7 +408,7 @@ class StoreLearner:
         domains = self.facts.domains if domain is None else (domain,)
         card = replace(self.facts, training=training, target_version=version, domains=domains)
         save_draft(folder, draft, self.tokenizer, num_assistant_tokens=self.k, repo_id=name, facts=card)
-        check_written(folder, draft, draft)
+        check_written(folder, draft)
 
     def _follow_engines(self) -> None:
         """Continue from the version that engines serve after a rollback, if this process has published it."""
