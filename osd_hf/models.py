@@ -264,19 +264,11 @@ def load_model(
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """
-    Load a model in evaluation mode.
+    Load a model in evaluation mode from the Hub or a folder, by default in the dtype of the checkpoint, on a CUDA
+    device if there is one. `device_map` replaces `device`; the other arguments are those of `from_pretrained` and
+    [`quantization_config`].
 
-    Args:
-        source (`str`): Hub id or folder.
-        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`): By default that of the checkpoint.
-        device (`str` or `torch.device`, *optional*): By default CUDA if available, otherwise the CPU.
-        device_map (`str` or `dict`, *optional*): Argument of `from_pretrained`, such as `"auto"`; replaces `device`.
-        quantization (`str`, *optional*): Argument of [`quantization_config`].
-        model_kwargs (`Any`): Other arguments of `from_pretrained`, such as `attn_implementation`.
-
-    Raises:
-        UnsupportedModelError: the model cannot be loaded.
-        ConfigError: the device does not exist, or a package is missing.
+    Raises UnsupportedModelError, and ConfigError if the device does not exist or a package is missing.
     """
     dtype = model_kwargs.pop("torch_dtype", dtype)  # the older name, which `from_pretrained` would overrule
     config = load_config(source, **model_kwargs)
@@ -432,34 +424,15 @@ def check_tokenizers(target_tokenizer: Any, draft_tokenizer: Any) -> None:
     )
 
 
-def check_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Refuse vocabularies of different sizes; raises VocabularyMismatchError."""
-    size, draft_size = vocab_size_of(target), vocab_size_of(draft)
-    if size != draft_size:
-        raise VocabularyMismatchError(
-            f"The target has {size} tokens, the draft {draft_size}. If they share one tokenizer and differ only in "
-            f"padding, use `draft = align_vocab(draft, target, tokenizer)`; otherwise {MAKE_ADVICE}."
-        )
-
-
 def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> Any:
     """
-    Give a draft the target's vocabulary size, which assisted generation, TRL and vLLM need. Models of one family often
-    have embeddings padded to different sizes (Qwen2.5-0.5B has 151,936 rows, 7B 152,064), or added tokens.
+    Return a draft with the target's vocabulary size, which assisted generation, TRL and vLLM need. Models of one
+    family often have embeddings padded to different sizes (Qwen2.5-0.5B has 151,936 rows, 7B 152,064), or added
+    tokens. New rows are close to the mean of the old ones. The result is the draft itself if the sizes are equal,
+    otherwise a copy in evaluation mode. By default both tokenizers are loaded from the models' sources and compared.
 
-    Args:
-        draft (`PreTrainedModel` or `PeftModel`): Not changed.
-        target (`PreTrainedModel`): The model with the required size.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*):
-            The tokenizer of both. By default both tokenizers are loaded from the models' sources and compared.
-
-    Returns:
-        `PreTrainedModel`: the draft itself if the sizes are equal, otherwise a copy in evaluation mode. New rows are
-        close to the mean of the old ones.
-
-    Raises:
-        VocabularyMismatchError: the vocabularies differ in more than padding and added tokens, the tokenizers cannot
-            be found, or an adapter of the draft changes the layers to resize.
+    Raises VocabularyMismatchError if the vocabularies differ in more than padding and added tokens, the tokenizers
+    cannot be found, or an adapter of the draft changes the layers to resize.
     """
     size, old_size = vocab_size_of(target), vocab_size_of(draft)
     if size == old_size:

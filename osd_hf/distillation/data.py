@@ -23,7 +23,7 @@ from osd_hf.errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
-from osd_hf.models import check_draft, check_pair, check_sizes, prompt_room, until_end, unwrap, vocab_size_of
+from osd_hf.models import prompt_room, until_end, unwrap, vocab_size_of
 from osd_hf.prompts import RowError, chat_message, prompt_text, render_chat, report_skipped
 from osd_hf.replay import padded
 from osd_hf.store.store import CorrectionStore
@@ -56,11 +56,6 @@ class Data:
 
 def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenizer: Any, config: Any) -> Data:
     """Read the data of `distill`, and decide whether the target is needed; raises as `distill` does."""
-    if target is None:
-        check_draft(draft)
-    else:
-        check_pair(unwrap(target), unwrap(draft))
-        check_sizes(target, draft)
     vocab_size = vocab_size_of(draft)
     is_encoder_decoder = draft.config.is_encoder_decoder
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None

@@ -27,7 +27,18 @@ from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import trainable_parameters
 from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.models import common_tokenizer, evaluating, is_peft, load_named, merged, uncompiled
+from osd_hf.models import (
+    align_vocab,
+    check_draft,
+    check_pair,
+    common_tokenizer,
+    evaluating,
+    is_peft,
+    load_named,
+    merged,
+    uncompiled,
+    unwrap,
+)
 from osd_hf.replay import check_head, padded, replay
 from osd_hf.trace import Trace
 
@@ -143,7 +154,8 @@ def distill(
     Args:
         target (`PreTrainedModel`, *optional*): The target. Recorded requests with stored rows need none.
         draft (`PreTrainedModel` or `PeftModel`):
-            The draft to start from. A copy is trained in fp32; of a `PeftModel` only the adapters.
+            The draft to start from. A copy is trained in fp32; of a `PeftModel` only the adapters. [`align_vocab`]
+            aligns padded vocabularies.
         dataset (`datasets.Dataset`, iterable of rows or of [`Trace`], or [`CorrectionStore`]):
             Rows with the columns `prompt` and optionally `completion` (text, token ids or messages), or `messages`,
             and optionally `tools` and `chat_template_kwargs`. Unusable rows are skipped and logged. Missing
@@ -166,9 +178,14 @@ def distill(
     target, draft = (uncompiled(model) for model in load_named(target, draft))
     args, checkpoint = _own_copy(config), last_checkpoint(config)
     _check_adapters(draft, peft_config)
+    if target is None:
+        check_draft(draft)
+    else:
+        check_pair(unwrap(target), unwrap(draft))
     tokenizer = common_tokenizer(tokenizer, target, draft)
     if tokenizer is None and not draft.config.is_encoder_decoder:
         raise ConfigError("No tokenizer was found with the models. Pass `tokenizer=`.")
+    draft = draft if target is None else align_vocab(draft, target, tokenizer)
     data = read_data(target, draft, dataset, eval_dataset, tokenizer, args)
     args.eval_on_start |= data.held_out is not None and checkpoint is None
     with learning_context():
