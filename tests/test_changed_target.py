@@ -382,7 +382,7 @@ def test_a_request_scored_anew_is_learned_from_and_judges_nothing(recorded: list
 def test_offline_one_run_takes_one_target(recorded: list[Trace]) -> None:
     def read(names: str) -> int:
         traces = [replace(t, target=None if n == "-" else n) for t, n in zip(recorded, names, strict=False)]
-        return len(read_traces(traces, models.VOCAB, needs_rows=True, is_encoder_decoder=False))
+        return len(read_traces(traces, pair_as_it_was()[0]))
 
     assert (read("aaa"), read("a-a"), read("---")) == (3, 3, 3)
     with pytest.raises(DataError, match=r"2 versions of the target \(a, b\)"):
@@ -392,7 +392,7 @@ def test_offline_one_run_takes_one_target(recorded: list[Trace]) -> None:
 def test_offline_requests_without_rows_are_left_out(recorded: list[Trace], caplog: pytest.LogCaptureFixture) -> None:
     bare = bare_trace(recorded[0].prompt_ids, recorded[0].completion_ids, models.VOCAB)
     mixed = [bare, *recorded[:2], bare]
-    assert read_traces(mixed, models.VOCAB, needs_rows=True, is_encoder_decoder=False) == recorded[:2]
+    assert read_traces(mixed, pair_as_it_was()[0]) == recorded[:2]
     assert [r.getMessage() for r in caplog.records] == ["2 requests without the target's rows are left out."]
     # Nor is a request without rows one with whole rows, where it is scored anew.
     anew = rescore(pair_as_it_was()[0], mixed[:2])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedModel
 
 from osd_hf.decoding.record import NO_WARPING, sampling_settings
 from osd_hf.errors import (
@@ -69,7 +69,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
         check = functools.partial(check_room, positions, config.max_new_tokens, may_answer=may_answer)
         if not _is_recorded(data):
             return read_rows(data, tokenizer, vocab_size=vocab_size, decoder_start=start, check=check)
-        traces = read_traces(data, vocab_size, needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
+        traces = read_traces(data, draft, needs_rows=needs_rows)
         for number, trace in enumerate(traces):
             try:
                 check(trace)
@@ -130,15 +130,14 @@ def check_room(positions: int | None, new_tokens: int, trace: Trace, *, may_answ
         raise RowError(f"prompt and completion do not fit into the models' {positions} positions")
 
 
-def read_traces(
-    dataset: Iterable[Trace], vocab_size: int, *, needs_rows: bool, is_encoder_decoder: bool
-) -> list[Trace]:
-    """Return the recorded requests that have tokens and, with `needs_rows`, target rows. Raises for requests of
-    another kind of model or vocabulary, and for rows of several widths or target versions."""
-    traces = [trace for trace in dataset if len(trace)]
+def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows: bool = True) -> list[Trace]:
+    """Return the recorded requests that have tokens and, with `needs_rows`, target rows. Raises DataError,
+    VocabularyMismatchError and StateError for requests that do not fit to the model, and for rows of several widths or
+    target versions."""
+    traces, vocab_size = [trace for trace in dataset if len(trace)], vocab_size_of(model)
     if not traces:
         raise DataError("The recordings hold no request with a token to learn from.")
-    if any(t.is_encoder_decoder != is_encoder_decoder for t in traces):
+    if any(t.is_encoder_decoder != model.config.is_encoder_decoder for t in traces):
         raise DataError("The draft or the target of the recordings is an encoder-decoder, the other one is not.")
     if foreign := {t.vocab_size for t in traces} - {vocab_size}:
         raise VocabularyMismatchError(

@@ -176,14 +176,14 @@ def train_draft(
         if traces is None:
             requests = _read_prompts(unwrap(target), tokenizer, prompts or (), config.max_new_tokens)
         else:
-            requests = _usable(target, _of_this_version(target, traces), needs_rows=False)
+            requests = read_traces(_of_this_version(target, traces), target, needs_rows=False)
         training, held_out = split_requests(requests, config.seed)
         # Drafts are judged by the target's own answers, even if the rows have others.
         held_out = [unanswered(t) if traces is None or t.sampling.get("rescored") else t for t in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
         trials = _worthwhile(target, trials, held_out[0].prompt_ids, new_tokens, budget)
-        held_out = _usable(target, _answers(target, held_out, config.max_new_tokens))
-        training = _usable(target, _answers(target, training, config.max_new_tokens, budget))
+        held_out = read_traces(_answers(target, held_out, config.max_new_tokens), target)
+        training = read_traces(_answers(target, training, config.max_new_tokens, budget), target)
         new_tokens = float(np.mean([len(trace) for trace in held_out]))
         best, tried = best_trial(trials, training, held_out, new_tokens, config, budget)
         train(best, held_out, budget, config.max_seconds, config.max_steps)
@@ -260,12 +260,6 @@ def _of_this_version(target: PreTrainedModel, traces: Iterable[Trace]) -> list[T
         left_out = len(recorded) - len(kept)
         logger.warning("%d of %d requests, of other versions of the target, are left out.", left_out, len(recorded))
     return kept
-
-
-def _usable(target: PreTrainedModel, traces: Iterable[Trace], *, needs_rows: bool = True) -> list[Trace]:
-    """Leave out requests without tokens; raises DataError, StateError and VocabularyMismatchError."""
-    is_encoder_decoder = target.config.is_encoder_decoder
-    return read_traces(traces, vocab_size_of(target), needs_rows=needs_rows, is_encoder_decoder=is_encoder_decoder)
 
 
 def _answers(
