@@ -8,7 +8,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -235,20 +235,6 @@ def _check_adapters(draft: Any, peft_config: Any) -> None:
         raise ConfigError(f"A {type(config).__name__} cannot be merged into the draft. Use another, such as LoRA.")
 
 
-@contextmanager
-def _restored(target: Any) -> Iterator[None]:
-    """Undo what accelerate sets on a target for distributed or mixed-precision runs."""
-    names = ("forward", "_original_forward", "_is_accelerate_prepared")
-    before = {name: vars(target)[name] for name in names if name in vars(target)}
-    with evaluating(target):
-        try:
-            yield
-        finally:
-            for name in names:
-                vars(target).pop(name, None)
-            vars(target).update(before)
-
-
 # --- trainer --------------------------------------------------------------------------------------------------------
 
 
@@ -294,11 +280,22 @@ class DistillTrainer(Trainer):
 
     @contextmanager
     def prepared_target(self) -> Iterator[None]:
-        """Prepare the target for the processes and the precision of the run, and restore it after the block."""
-        with nullcontext() if self.teacher is None else _restored(self.teacher):
-            if self.data.target is not None:
-                self.target = self.accelerator.prepare_model(self.data.target, evaluation_mode=True)
+        """Prepare the target for the processes and the precision of the run, and undo that after the block."""
+        target = self.teacher
+        if target is None:
             yield
+            return
+        names = ("forward", "_original_forward", "_is_accelerate_prepared")  # that accelerate sets
+        before = {name: vars(target)[name] for name in names if name in vars(target)}
+        if self.data.target is not None:
+            self.target = self.accelerator.prepare_model(target, evaluation_mode=True)
+        with evaluating(target):
+            try:
+                yield
+            finally:
+                for name in names:
+                    vars(target).pop(name, None)
+                vars(target).update(before)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         # All micro-batches are sampled here, because their tokens are counted before the first step.
