@@ -287,10 +287,10 @@ class DistillTrainer(Trainer):
             return
         names = ("forward", "_original_forward", "_is_accelerate_prepared")  # that accelerate sets
         before = {name: vars(target)[name] for name in names if name in vars(target)}
-        if self.data.target is not None:
-            self.target = self.accelerator.prepare_model(target, evaluation_mode=True)
         with evaluating(target):
             try:
+                if self.data.target is not None:
+                    self.target = self.accelerator.prepare_model(target, evaluation_mode=True)
                 yield
             finally:
                 for name in names:
