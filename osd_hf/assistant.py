@@ -125,7 +125,7 @@ class OnlineAssistant:
     ) -> None:
         self.target, source = load_named(target, draft, **model_kwargs)
         source = uncompiled(source)
-        check_pair(unwrap(self.target), unwrap(source))
+        check_pair(self.target, source)
         check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         source = align_vocab(source, unwrap(self.target), tokenizer)

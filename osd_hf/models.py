@@ -471,9 +471,10 @@ def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> A
 
 
 def check_pair(target: Any, draft: Any) -> None:
-    """Refuse pairs of unwrapped models that assisted generation does not support, apart from their vocabularies;
-    raises UnsupportedModelError."""
-    if not isinstance(target, GenerationMixin) or not target.can_generate():
+    """Refuse pairs of models that assisted generation does not support, apart from their vocabularies; without a
+    target, check the draft alone. Raises UnsupportedModelError."""
+    target, draft = unwrap(target), unwrap(draft)
+    if target is not None and not (isinstance(target, GenerationMixin) and target.can_generate()):
         raise UnsupportedModelError(
             f"The target must be a transformers model that can `generate`, got {type(target).__name__}. Load it with "
             "a class that has a language modeling head, such as `AutoModelForCausalLM`."
@@ -483,16 +484,15 @@ def check_pair(target: Any, draft: Any) -> None:
             f"assisted generation is not supported with stateful models, such as {type(target).__name__}: its state "
             "cannot be rolled back when a drafted token is rejected. Use an attention model as the target."
         )
-    check_draft(draft)
-    if target.config.is_encoder_decoder != draft.config.is_encoder_decoder:
+    _check_draft(draft)
+    if target is not None and target.config.is_encoder_decoder != draft.config.is_encoder_decoder:
         kinds = ["encoder-decoder" if m.config.is_encoder_decoder else "decoder-only" for m in (target, draft)]
         raise UnsupportedModelError(
             f"Target ({kinds[0]}) and draft ({kinds[1]}) must be of one kind: the draft reads the target's input."
         )
 
 
-def check_draft(draft: Any) -> None:
-    """Refuse a model that cannot be an assistant model; raises UnsupportedModelError."""
+def _check_draft(draft: Any) -> None:
     kind = type(draft).__name__
     if not callable(getattr(draft, "generate", None)) or not hasattr(draft, "generation_config"):
         raise UnsupportedModelError(f"The draft must be a transformers model that can `generate`, got {kind}.")

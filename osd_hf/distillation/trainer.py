@@ -29,7 +29,6 @@ from osd_hf.learning.weights import adapted, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
 from osd_hf.models import (
     align_vocab,
-    check_draft,
     check_pair,
     common_tokenizer,
     evaluating,
@@ -37,7 +36,6 @@ from osd_hf.models import (
     load_named,
     merged,
     uncompiled,
-    unwrap,
 )
 from osd_hf.replay import check_head, padded, replay
 from osd_hf.trace import Trace
@@ -178,10 +176,7 @@ def distill(
     target, draft = (uncompiled(model) for model in load_named(target, draft))
     args, checkpoint = _own_copy(config), last_checkpoint(config)
     _check_adapters(draft, peft_config)
-    if target is None:
-        check_draft(draft)
-    else:
-        check_pair(unwrap(target), unwrap(draft))
+    check_pair(target, draft)
     tokenizer = common_tokenizer(tokenizer, target, draft)
     if tokenizer is None and not draft.config.is_encoder_decoder:
         raise ConfigError("No tokenizer was found with the models. Pass `tokenizer=`.")

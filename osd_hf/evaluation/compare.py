@@ -209,7 +209,7 @@ def _fitted(name: str, draft: Any, target: Any, tokenizer: Any) -> Any:
     """Return the draft with its adapter merged and its vocabulary resized to the target's."""
     try:
         draft = merged(draft)
-        check_pair(unwrap(target), unwrap(draft))
+        check_pair(target, draft)
         common_tokenizer(tokenizer, unwrap(target), unwrap(draft))
         return align_vocab(draft, unwrap(target), tokenizer)
     except (UnsupportedModelError, VocabularyMismatchError) as error:
