@@ -420,7 +420,7 @@ def _trained_draft(trainer: Any, draft: Any) -> Any:
         learned = merged(learner).state_dict()
     else:
         learned = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    trained = merged(draft) if is_peft(draft) else copy.deepcopy(draft)
+    trained = copy.deepcopy(merged(draft))
     if learned:  # shards are gathered in the main process only
         trained.load_state_dict(learned)
     return trained.eval()
