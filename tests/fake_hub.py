@@ -6,11 +6,12 @@ import base64
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from fake_engine import listening
 
 TOKEN = "hf_fake"
 COMMIT = "0" * 40
@@ -144,13 +145,5 @@ def handler_of(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
 def fake_hub() -> Iterator[FakeHub]:
     """A Hub that serves on a port of this machine."""
     hub = FakeHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
-    hub.address = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with listening(handler_of(hub)) as hub.address:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -219,6 +219,14 @@ def observe(updater: Updater, trace: Trace) -> None:
         updater.requests.pending.append(trace)
 
 
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def prompt(length: int = 6, seed: int = 0, vocab_size: int = VOCAB) -> torch.Tensor:
     """Ids of shape `(1, length)`, special ones left out."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,13 +11,14 @@ import models
 import numpy as np
 import pytest
 import torch
+from models import same, weights
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM
 from waiting import LONG
 
-from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.errors import ConfigError, LearnerError, StateError
+from osd_hf.errors import ConfigError, StateError
 from osd_hf.router import RoutedPrompt
 
 # Without the gate each update is a version, so that versions can be counted.
@@ -40,14 +41,6 @@ def serve(assistant: OnlineAssistant, number: int, **settings: Any) -> list[list
         kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, **settings}
         answers.append(assistant.generate(ids, **kwargs)[0, ids.shape[1] :].tolist())
     return answers
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @contextmanager
@@ -82,18 +75,6 @@ def test_alpha_rises_and_the_callers_draft_stays() -> None:
     assert draft.generation_config.to_dict() == config
     assert not same(weights(assistant.draft), before)
     assert assistant.serving_draft("any") is assistant.draft
-
-
-def test_k_is_the_configurations_or_the_drafts_own() -> None:
-    target, draft = models.pair()
-    draft.generation_config.num_assistant_tokens = 9
-    for k, drafted in ((2, 2), (7, 7), (None, 9)):
-        assistant = OnlineAssistant(target, draft, config=replace(MANUAL, num_assistant_tokens=k))
-        traces: list[Trace] = []
-        with capture_traces(target, traces.append):
-            serve(assistant, 1, max_new_tokens=20)
-        assert traces[0].rounds[0].num_drafted == drafted
-    assert draft.generation_config.num_assistant_tokens == 9
 
 
 def test_updates_come_every_so_many_requests() -> None:
@@ -159,45 +140,11 @@ def test_who_fails_on_a_trace_costs_no_answer(caplog: pytest.LogCaptureFixture) 
     assert "no room for traces" in caplog.text
 
 
-def test_attached_learns_from_the_callers_own_requests() -> None:
-    target, draft = models.pair()
-    cls = type(target)
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    pipe = pipeline(
-        "text-generation", model=target, tokenizer=models.tokenizer(), assistant_model=assistant.draft, device="cpu"
-    )
-    with assistant.attached(domain="mine") as attached:
-        assert attached is assistant
-        for text in ("abc", "xyz", "qrs"):
-            pipe(text, max_new_tokens=8, do_sample=False)
-    assert assistant.version == 1
-    assert assistant.stats_by_domain["mine"].num_requests == 3
-    assert type(target) is cls
-    pipe("abc", max_new_tokens=8, do_sample=False)
-    assert assistant.stats.num_requests == 3
-
-
 def test_a_request_inside_attached_counts_once() -> None:
     assistant = OnlineAssistant(*models.pair(), config=FAST)
     with assistant.attached(domain="outer"):
         serve(assistant, 2, domain="inner")
     assert {d: s.num_requests for d, s in assistant.stats_by_domain.items()} == {"inner": 2}
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_calls_without_gradients_learn_as_others(mode: Any) -> None:
-    target, draft = models.pair()
-    outside = OnlineAssistant(target, draft, config=FAST)
-    answers = serve(outside, 7)
-    with mode():
-        inside = OnlineAssistant(target, draft, config=FAST)
-        assert serve(inside, 7) == answers
-        assert torch.is_grad_enabled() is False
-    assert inside.version == 2
-    assert same(weights(inside.draft), weights(outside.draft))
-    serve(inside, 3)
-    inside.update()
-    assert not any(p.is_inference() for p in inside.draft.parameters())
 
 
 def test_learning_does_not_touch_the_callers_random_numbers() -> None:
@@ -209,16 +156,6 @@ def test_learning_does_not_touch_the_callers_random_numbers() -> None:
         serve(assistant, 3, do_sample=True)
         sampled.append(torch.rand(3))
     assert torch.equal(*sampled)
-
-
-def test_loads_models_by_path(tmp_path: Path) -> None:
-    target, draft = models.pair()
-    for name, model in (("target", target), ("draft", draft)):
-        model.save_pretrained(tmp_path / name)
-        models.tokenizer().save_pretrained(tmp_path / name)
-    assistant = OnlineAssistant(tmp_path / "target", str(tmp_path / "draft"), config=FAST)
-    assert assistant.tokenizer.get_vocab() == models.tokenizer().get_vocab()
-    assert serve(assistant, 3) == serve(OnlineAssistant(target, draft, config=FAST), 3)
 
 
 def test_what_is_saved_is_an_ordinary_draft(tmp_path: Path) -> None:
@@ -261,33 +198,6 @@ def test_a_peft_draft_learns_its_adapter_and_is_saved_merged(tmp_path: Path) -> 
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
-
-
-def test_a_failing_learner_costs_no_answer_and_is_heard_of_by_update_and_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, draft = models.pair()
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    assert assistant.learning_error is None
-    monkeypatch.setattr(assistant._learner.updater(None), "_step", lambda traces: 1 / 0)
-    answers = serve(assistant, 4)
-    assert [len(a) for a in answers] == [8, 8, 8, 8]
-    assert isinstance(assistant.learning_error, ZeroDivisionError)
-    with pytest.raises(LearnerError, match="division by zero") as caught:
-        assistant.update()
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    with pytest.raises(LearnerError, match="division by zero") as caught:
-        assistant.close()
-    assert caught.value.__cause__ is assistant.learning_error
-    assistant.close()  # it has been said
-
-    assistant = OnlineAssistant(target, draft, config=FAST)
-    monkeypatch.setattr(assistant._learner.updater(None), "_step", lambda traces: 1 / 0)
-    serve(assistant, 3)
-    monkeypatch.undo()
-    assert serve(assistant, 3) == answers[:3]
-    assert assistant.version >= 1
-    assistant.close()
 
 
 def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None:
@@ -416,23 +326,6 @@ def test_a_session_takes_the_place_of_other_domains_drafts(tmp_path: Path) -> No
     previous = used.drafts.previous("y")
     assert previous is not None
     assert previous[1].keys() == weights(draft).keys()
-
-
-@pytest.mark.parametrize("router", [None, LabelRouter()])
-def test_a_shared_draft_and_drafts_per_domain_do_not_take_each_others_sessions(router: Any, tmp_path: Path) -> None:
-    target, draft = models.pair()
-    other = OnlineAssistant(target, draft, config=FAST, router=LabelRouter() if router is None else None)
-    serve(other, 3, domain="x")
-    other.save_state(tmp_path)
-    assistant = OnlineAssistant(target, draft, config=FAST, router=router)
-    serve(assistant, 3, domain="x")
-    before, domains = weights(assistant.serving_draft("x")), assistant.drafts.domains
-    with pytest.raises(StateError, match="router"):
-        assistant.load_state(tmp_path)
-    assert assistant.drafts.domains == domains
-    assert same(weights(assistant.serving_draft("x")), before)
-    serve(assistant, 3, domain="x")
-    assert assistant.version == 2
 
 
 # --- tracking -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from test_lossless import TIE, fits, stopped_distribution, stopping_pair, transitions_fit
-from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria, pipeline
+from transformers import LogitsProcessor, MaxLengthCriteria, StoppingCriteria
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.router import CallableRouter
@@ -304,9 +304,12 @@ def test_without_drafted_tokens_the_target_draws_what_it_draws_alone() -> None:
 # --- sampled --------------------------------------------------------------------------------------------------------
 
 
-def test_sampled_rows_have_the_targets_distribution() -> None:
+@pytest.mark.parametrize("config", [FIXED, OnlineConfig(candidates="text", update_strategy="manual")])
+def test_sampled_rows_have_the_targets_distribution(config: OnlineConfig) -> None:
     target, draft = models.bigram(0), models.bigram(1)
-    assistant = OnlineAssistant(target, draft, config=FIXED)
+    assistant = OnlineAssistant(target, draft, config=config)
+    if assistant.drafting is not None:
+        assistant.drafting.clock = BatchTime({target: (1.0, 0.01), assistant.draft: (0.4, 0.0)})
     ids = torch.tensor([[0, 1], [2, 3], [4, 4], [3, 1]])
     mask = torch.tensor([[1, 1], [0, 1], [1, 1], [0, 1]])
     table, answers = target.by_token.detach().double().softmax(-1).numpy(), list[list[int]]()
@@ -314,7 +317,7 @@ def test_sampled_rows_have_the_targets_distribution() -> None:
         output = assistant.generate(ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=50)
         answers += output[:, 1:].tolist()
     assert transitions_fit(answers, table) > 1e-3
-    assert 0.2 < assistant.stats.alpha < 0.95
+    assert assistant.stats.text_accepted > 30 if config.candidates == "text" else 0.2 < assistant.stats.alpha < 0.95
 
 
 def test_sampled_rows_that_end_early_have_the_targets_distribution() -> None:
@@ -383,20 +386,6 @@ def test_batches_of_the_callers_own_are_captured_and_drafted() -> None:
     assert assistant.stats_by_domain["mine"].num_requests == 3
     assert [len(trace) for trace in traces] == [NEW] * 6
     assert all(trace.rounds[0].num_drafted for trace in traces)
-
-
-def test_a_pipeline_drafts_for_its_batches() -> None:
-    assistant, tokenizer = assistant_of("qwen3"), models.tokenizer()
-    tokenizer.padding_side = "left"
-    alone, pipe = (
-        pipeline("text-generation", model=assistant.target, tokenizer=tokenizer, device="cpu", **more)
-        for more in ({}, {"assistant_model": assistant.draft})
-    )
-    texts, settings = ["abc", "defghij", "kl", "mnopq"], {"do_sample": False, "max_new_tokens": 9, "batch_size": 2}
-    with assistant.attached():
-        assert pipe(texts, **settings) == alone(texts, **settings)
-    assert assistant.stats.num_requests == 4
-    assert assistant.stats.drafted > 0
 
 
 # --- how many tokens are drafted ------------------------------------------------------------------------------------
@@ -468,21 +457,6 @@ def test_past_text_is_proposed_row_by_row(source: str) -> None:
     assert sum(r.text_counts[2] for r in said) > 0.5 * sum(r.num_emitted for r in said)
     for r in said:
         assert (r.drafted_ids[r.num_accepted :] == -1).all() or r.from_text is None
-
-
-def test_sampled_rows_have_the_targets_distribution_where_past_text_is_proposed() -> None:
-    target = models.bigram(0)
-    config = OnlineConfig(candidates="text", update_strategy="manual")
-    assistant = OnlineAssistant(target, models.bigram(1), config=config)
-    assert assistant.drafting is not None
-    assistant.drafting.clock = BatchTime({target: (1.0, 0.01), assistant.draft: (0.4, 0.0)})
-    ids, answers = torch.arange(10)[:, None] % 5, list[list[int]]()
-    for _ in range(2):
-        answers += assistant.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=60
-        ).tolist()
-    assert transitions_fit(answers, target.by_token.detach().double().softmax(-1).numpy()) > 1e-3
-    assert assistant.stats.text_accepted > 50
 
 
 @pytest.mark.parametrize("length", [5, 14, 40])

@@ -16,6 +16,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from models import weights
 from peft import LoraConfig
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
@@ -186,10 +187,6 @@ def test_sampled_answers_are_those_outside_the_context(entry: str, context: Cont
 
 
 # --- learning -------------------------------------------------------------------------------------------------------
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -1,13 +1,13 @@
 import copy
 import json
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
+from models import same, weights
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model, set_peft_model_state_dict
 
 from osd_hf import OnlineConfig, Trace, capture_traces
@@ -43,14 +43,6 @@ def promote(drafts: DomainDrafts, domain: str | None, seed: int = 0) -> tuple[in
     moved = {name: w + 0.3 * torch.randn(w.shape, generator=generator).to(w.dtype) for name, w in snapshot.items()}
     drafts.promote(domain, version, moved, f"target {version}")
     return version, moved
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @torch.no_grad()
@@ -169,34 +161,6 @@ def test_a_promotion_leaves_what_is_in_use_alone(kind: str) -> None:
     assert drafts.num_serving == 1
     with drafts.lease("a") as serving:
         assert serving.version == version
-
-
-def test_requests_of_many_threads_draft_with_whole_versions() -> None:
-    drafts, stop = made("copies"), threading.Event()
-    known: dict[int, Snapshot] = {}
-    wrong: list[int] = []
-    for seed in range(3):
-        known.update([promote(drafts, "a", seed)])
-
-    def use() -> None:
-        while not stop.is_set():
-            with drafts.lease("a") as serving:
-                for _ in range(3):
-                    if not same(weights(serving.model), known[serving.version]):
-                        wrong.append(serving.version)
-
-    threads = [threading.Thread(target=use) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for seed in range(3, 25):
-        version, snapshot = drafts.candidate("a")
-        known[version] = {name: w + seed for name, w in snapshot.items()}
-        drafts.promote("a", version, known[version])
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert drafts.num_serving == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

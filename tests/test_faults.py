@@ -60,25 +60,6 @@ def full(*_: Any, **__: Any) -> None:
 # --- a learner that dies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["_loss", "_average", "snapshot"])
-def test_a_learner_that_dies_costs_no_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    alone = answers(target.generate, range(14))
-    with OnlineAssistant(target, draft, config=CONFIG) as assistant:
-
-        def die(*_: Any, **__: Any) -> None:
-            raise MemoryError("no more")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Updater, part, die)
-            assert answers(assistant.generate, range(7)) == alone[:7]
-        assert isinstance(assistant.learning_error, MemoryError)
-        assert assistant.version == 0
-        assert answers(assistant.generate, range(7, 14)) == alone[7:]
-        assert assistant.version > 0  # it goes on
-        assert assistant.learning_error is None
-
-
 def out_of_memory(self: Updater, traces: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

@@ -270,17 +270,6 @@ def test_old_versions_go_and_the_newest_stay(versions: VersionFolder) -> None:
         assert latest(versions.path) == str(number)
 
 
-def test_another_publisher_goes_on_with_the_numbers(versions: VersionFolder) -> None:
-    versions.publish(writing("one"), {"text": "one"})
-    versions.close()
-    versions.close()
-    again = VersionFolder(versions.path, keep=2)
-    assert (again.number, again.latest) == (1, versions.path / "v000001")
-    again.publish(writing("two"), {"text": "two"})
-    assert published(versions.path) == ["v000001", "v000002"]
-    again.close()
-
-
 @posix
 def test_a_second_publisher_is_refused(versions: VersionFolder) -> None:
     unfinished = versions.path / ".v000001-abcd.tmp"

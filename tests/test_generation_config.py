@@ -278,23 +278,6 @@ def test_stop_strings_of_a_config_end_an_answer_where_the_target_ends_it(entry: 
         assert torch.equal(ours, alone)
 
 
-@pytest.mark.parametrize("name", ["max_time", "stop_strings"])
-def test_a_streamed_answer_ends_at_the_token_inside_attached_too(name: str) -> None:
-    target, draft = models.pair(num_hidden_layers=1, noise=0.0)
-    tokenizer = models.tokenizer()
-    assistant = OnlineAssistant(target, draft, tokenizer, OnlineConfig(update_strategy="manual"))
-    how = {"attention_mask": torch.ones_like(PROMPT), "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-    answer = tokenizer.convert_ids_to_tokens(target.generate(PROMPT, **how)[0, PROMPT.shape[1] :].tolist())
-    given = {"max_time": 0.0} if name == "max_time" else {"stop_strings": [answer[3]]}
-    alone, ours = models.Streamer(), models.Streamer()
-    target.generate(PROMPT, tokenizer=tokenizer, streamer=alone, **how, **given)
-    with assistant.attached():
-        own = {"assistant_model": assistant.draft, "tokenizer": tokenizer, "streamer": ours}
-        target.generate(PROMPT, **own, **how, **given)
-    assert len(alone.tokens) < PROMPT.shape[1] + 12
-    assert ours.tokens == alone.tokens
-
-
 # --- requests that the target answers alone -------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from transformers import (
 
 from osd_hf import OnlineAssistant, capture_traces
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.models import check_tokenizers, find_tokenizer
+from osd_hf.models import check_tokenizers
 
 SYNTHID = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)
 REFUSED: dict[str, dict[str, Any]] = {
@@ -113,16 +113,6 @@ def test_tokenizers_that_differ_are_refused(tmp_path: Any) -> None:
     theirs.save_pretrained(tmp_path)
     with pytest.raises(VocabularyMismatchError, match="tokenizers of target and draft differ.*make_draft"):
         OnlineAssistant(tmp_path, draft, ours)
-
-
-def test_a_tokenizer_is_found_where_the_model_came_from(tmp_path: Any) -> None:
-    model = models.build()
-    assert find_tokenizer(model) is None
-    model.save_pretrained(tmp_path)
-    assert find_tokenizer(type(model).from_pretrained(tmp_path)) is None
-    models.tokenizer().save_pretrained(tmp_path)
-    found = find_tokenizer(type(model).from_pretrained(tmp_path))
-    assert found.get_vocab() == models.tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
-import contextvars
 import copy
 import itertools
 import pickle
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,20 +111,6 @@ def test_requests_that_the_target_decodes_alone_are_captured(architecture: str, 
         assert trace.is_sampled == do_sample
         assert trace.prompt_ids.tolist() == ids[0].tolist()
         assert total_variation(trace, plain_rows(assistant.target, trace)) < 1e-3  # raw, before any processor
-
-
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-def test_a_cache_of_an_earlier_turn_is_used_where_the_target_decodes_alone(architecture: str) -> None:
-    assistant = assistant_of(architecture)
-    target = assistant.target
-    settings: dict[str, Any] = {**PLAIN, "return_dict_in_generate": True}
-    first, _ = models.answered(assistant, models.prompt(), **settings)
-    more = torch.cat([first.sequences, models.prompt(4, seed=9)], dim=1)
-    again, trace = models.answered(assistant, more, past_key_values=first.past_key_values, **settings)
-    own = target.generate(more, attention_mask=torch.ones_like(more), do_sample=False, max_new_tokens=20)
-    assert torch.equal(again.sequences, own)
-    assert trace.prompt_ids.tolist() == more[0].tolist()
-    assert total_variation(trace, plain_rows(target, trace)) < 1e-3
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -380,24 +364,6 @@ def test_nested_captures_both_see_the_request() -> None:
     assert (outer[0].domain, inner[0].domain) == ("outer", "inner")
     assert (outer[0].num_kept, inner[0].num_kept) == (64, 4)
     assert outer[0].completion_ids.tolist() == inner[0].completion_ids.tolist()
-
-
-def test_a_thread_without_the_context_is_not_captured() -> None:
-    target, draft = models.pair()
-    traces: list[Trace] = []
-
-    def serve(length: int) -> None:
-        target.generate(models.prompt(), assistant_model=draft, max_new_tokens=length)
-
-    with capture_traces(target, traces.append):
-        threads = [
-            threading.Thread(target=serve, args=(5,)),
-            threading.Thread(target=contextvars.copy_context().run, args=(serve, 7)),
-        ]
-        for thread in threads:
-            thread.start()
-            thread.join()
-    assert [len(t) for t in traces] == [7]
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from models import same, weights
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf import replay as replayed
@@ -53,14 +54,6 @@ def the_draft() -> Any:
 
 def learner(config: OnlineConfig = CONFIG, *, per_domain: bool = False, **changes: Any) -> Learner:
     return Learner(DomainDrafts(the_draft(), config, per_domain=per_domain), config, **changes)
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def weights_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def held(taught: Learner, domain: str | None = None) -> list[Trace]:
@@ -227,7 +220,7 @@ def test_after_weights_that_are_not_finite_learning_starts_again(
         simulate(None, stream(recorded, 24), learner=taught)
     assert {d.reason for d in taught.decisions} == {"its weights are not finite"}
     assert taught.drafts.serving_version() == 0
-    assert same(taught.updater(None).snapshot(), weights_of(the_draft()))
+    assert same(taught.updater(None).snapshot(), weights(the_draft()))
     simulate(None, stream(recorded, 60), learner=taught)
     assert "promoted" in {d.outcome for d in taught.decisions}
     assert replayed(taught.drafts.model(None), recorded).alpha > replayed(the_draft(), recorded).alpha + 0.2

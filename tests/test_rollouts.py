@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 from datasets import Dataset
+from models import same
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from test_lossless import transitions_fit
 from torch import distributed
@@ -103,10 +104,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, dict[str, tor
     trainer = rollouts(tmp_path_factory.mktemp("alone"), [], seen, gradient_checkpointing=True,
                        generation_kwargs=GREEDY)  # fmt: skip
     return seen, trained(trainer)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 class Tracker(TrainerCallback):  # type: ignore[misc]

@@ -123,85 +123,15 @@ def test_a_session_comes_back_whole(tmp_path: Path, traces: list[Trace], gate: b
     assert all(map(torch.equal, weights(saved), weights(fresh)))
 
 
-def test_saving_again_leaves_one_state(tmp_path: Path, traces: list[Trace], taught: Callable[[int], Learner]) -> None:
-    for version in range(3):
-        save_session(tmp_path, taught(version), {"version": version})
-    assert len(list(tmp_path.glob("state-*"))) == 1
-    assert load_session(tmp_path, learner(traces, 0))["version"] == 2
-    assert len(killed_savers.states(tmp_path)) == 1
-
-
-class Killed(BaseException):
-    """Of no kind that anybody catches, as a signal is."""
-
-
-# What is done in turn, and at which time it breaks: the learner's state and the drafts are saved by `torch.save`; four
-# files and their folder are synced before the folder is renamed, and the folder around it afterwards.
-STEPS = (
-    ("mkdir", 2), ("write_table", 1), ("torch.save", 1), ("torch.save", 2), ("dumps", 1), ("fsync", 1),
-    ("fsync", 4), ("fsync", 5), ("rename", 1), ("fsync", 6), ("rmtree", 1),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("error", [Killed, OSError])
-@pytest.mark.parametrize(("step", "time"), STEPS)
-def test_what_breaks_while_saving_leaves_a_state_that_loads(
-    step: str,
-    time: int,
-    error: type[BaseException],
-    tmp_path: Path,
-    traces: list[Trace],
-    taught: Callable[[int], Learner],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    save_session(tmp_path, taught(1), {"version": 1})
-    homes: dict[str, tuple[Any, str]] = {
-        "mkdir": (os, "mkdir"),
-        "torch.save": (module.torch, "save"),
-        "write_table": (module.pq, "write_table"),
-        "dumps": (module.json, "dumps"),
-        "fsync": (os, "fsync"),
-        "rename": (Path, "rename"),
-        "rmtree": (module.shutil, "rmtree"),
-    }
-    whole = getattr(*homes[step])
-    calls = 0
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == time:
-            raise error("killed")
-        return whole(*args, **kwargs)
-
-    second = taught(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(*homes[step], fail)
-        with pytest.raises(StateError if error is OSError and step != "rmtree" else error):
-            save_session(tmp_path, second, {"version": 2})
-    expected = 2 if step == "rmtree" or (step, time) == ("fsync", 6) else 1
-    fresh = learner(traces, 0)
-    assert load_session(tmp_path, fresh)["version"] == fresh.drafts.serving_version() == expected
-    assert all(map(torch.equal, weights(fresh), weights(taught(expected))))
-    save_session(tmp_path, second, {"version": 3})  # goes on, and clears what was left
-    assert load_session(tmp_path, fresh)["version"] == 3
-    assert len(killed_savers.states(tmp_path)) == 1
-
-
 def damage(folder: Path, file: str, how: str) -> None:
     (state,) = folder.glob("state-*")
     path = state / file
     if how == "missing":
         path.unlink()
-    elif how == "empty":
-        path.write_bytes(b"")
-    elif how == "half":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     else:
-        path.write_bytes(b"\x80\x04not what it should be" * 10)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")  # torch, of the garbage
 @pytest.mark.parametrize("how", ["missing", "half"])
 @pytest.mark.parametrize("file", ["session.json", "requests-000.parquet", "learner-000.pt", "drafts.pt"])
 def test_damaged_files_are_named_and_change_nothing(
@@ -275,7 +205,7 @@ def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_t
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
 def test_a_saver_killed_at_any_step_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
-    done = run_python(Path(killed_savers.__file__), str(tmp_path), "session", "4")
+    done = run_python(Path(killed_savers.__file__), str(tmp_path), "session", "2")
     assert done.returncode == 0, done.stderr
     kills = json.loads(done.stdout)
     assert {(k["first"], k["there"]) for k in kills} == {(True, None), (True, 2), (False, 1), (False, 2)}

@@ -115,7 +115,8 @@ def float32s(size: int) -> st.SearchStrategy[Any]:
 def draft_rounds(draw: st.DrawFn) -> DraftRound:
     drafted, examined = draw(st.integers(0, 4)), draw(st.integers(0, 4))
     p, q = (draw(st.none() | float32s(examined)) for _ in "pq")
-    return DraftRound(draw(int32s(drafted)), draw(st.integers(0, 4)), draw(st.integers(0, 5)), p, q)
+    text = draw(st.none() | hnp.arrays(np.bool_, drafted))
+    return DraftRound(draw(int32s(drafted)), draw(st.integers(0, 4)), draw(st.integers(0, 5)), p, q, text)
 
 
 @st.composite

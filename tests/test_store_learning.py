@@ -689,24 +689,6 @@ def test_the_command_learns_and_publishes(
     assert facts(tmp_path / "out")["version"] == int(str(found["latest"]).lstrip("v"))
 
 
-def test_the_command_goes_on_where_it_ended(flags: list[str], recorded: list[Trace], tmp_path: Path) -> None:
-    straight = [flag.replace(f"{tmp_path}/out", f"{tmp_path}/straight") for flag in flags]
-    assert main([*flags, "--once"]) == 0
-    assert main([*flags, "--once", "--json", str(tmp_path / "again.json")]) == 0  # nothing has come
-    again = json.loads((tmp_path / "again.json").read_text())
-    assert (again["requests"], again["alpha_learned"], again["versions"]) == (8, [], [])
-    written(tmp_path / "collected", recorded[8:])
-    assert main([*flags, "--once", "--json", str(tmp_path / "third.json")]) == 0
-    third = json.loads((tmp_path / "third.json").read_text())
-    assert (third["requests"], len(third["alpha_learned"]), len(third["versions"])) == (12, 4, 1)
-    assert third["versions"][0]["draft_version"] == 3
-    whole = written(tmp_path / "whole", recorded)
-    straight[straight.index(str(tmp_path / "collected"))] = str(whole)
-    assert main([*straight, "--once"]) == 0
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(tmp_path / name / "latest") for name in ("out", "straight"))
-    assert equal([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
-
-
 def test_the_command_deploys_and_goes_on_from_what_serves(
     flags: list[str], recorded: list[Trace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, Trace, replay
+from osd_hf import AcceptanceStats, OnlineAssistant, Trace, replay
 from osd_hf.decoding.text import (
     BYTES_PER_TOKEN,
     MAX_MATCH_TOKENS,
@@ -22,7 +21,6 @@ from osd_hf.decoding.text import (
     SEPARATOR,
     EarlierText,
     Guess,
-    RequestText,
     TextIndex,
 )
 from osd_hf.errors import ConfigError
@@ -74,21 +72,6 @@ def test_a_guess_is_what_follows_the_longest_match_most_often(texts: list[list[i
 
 
 # --- of a request ---------------------------------------------------------------------------------------------------
-
-
-def test_a_request_is_continued_by_its_own_text_and_by_earlier_one() -> None:
-    earlier = TextIndex(256, 1)
-    earlier.extend([7, 8, 50, 51])
-    text = RequestText([], [1, 2, 3, 7, 8, 9, 1, 2, 3], 100, [earlier])
-    assert [(g.token, g.kind) for g in text.guesses()] == [(7, 0)]
-    text.proposed(7)
-    assert [(g.token, g.kind) for g in text.guesses()] == [(8, 0), (8, 1)]
-    text.proposed(8)
-    assert [(g.token, g.kind) for g in text.guesses()] == [(9, 0), (50, 1)]
-    text.settled([7, 60])  # of two, one was right
-    assert text.guesses() == []
-    text.proposed(7)
-    assert [(g.token, g.kind) for g in text.guesses()] == [(60, 0), (8, 1)]  # the newest of its own
 
 
 # --- whose it is ----------------------------------------------------------------------------------------------------
@@ -202,21 +185,6 @@ def test_a_trace_tells_the_sources_apart() -> None:
     fixed = assistant_of(target, draft, num_assistant_tokens=4)
     _, by_draft = asked(fixed, ids)
     assert replay(draft, [trace], 4) == replay(draft, [by_draft], 4) == fixed.stats
-
-
-def test_a_store_keeps_the_sources(tmp_path: Any) -> None:
-    target, draft = models.pair(noise=0.05, num_hidden_layers=1)
-    assistant = assistant_of(target, draft)
-    traces = [asked(assistant, models.prompt(12))[1] for _ in range(3)]
-    with CorrectionStore(tmp_path / "store") as store:
-        for trace in traces:
-            store.append(trace)
-    for kept, trace in zip(CorrectionStore(tmp_path / "store"), traces, strict=True):
-        assert AcceptanceStats.from_trace(kept) == AcceptanceStats.from_trace(trace)
-        for ours, theirs in zip(kept.rounds, trace.rounds, strict=True):
-            assert (ours.from_text is None) == (theirs.from_text is None)
-            if ours.from_text is not None and theirs.from_text is not None:
-                np.testing.assert_array_equal(ours.from_text, theirs.from_text)
 
 
 def spoken(assistant: OnlineAssistant, **settings: Any) -> bool:

@@ -178,23 +178,6 @@ def test_the_callers_draft_is_not_changed() -> None:
         assert a.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
-def test_of_a_peft_draft_only_the_adapter_learns() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    draft = models.pair()[1]
-    traces = traffic()
-    wrapped = get_peft_model(draft, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2))
-    before = copy.deepcopy(wrapped)
-    updater = learned(wrapped, traces, replace(CONFIG, learning_rate=0.05), updates=3)
-    assert updater.parameters
-    assert all("lora" in name for name in updater.parameters)
-    after = dict(served(updater, wrapped).named_parameters())
-    changed = {name for name, p in before.named_parameters() if not torch.equal(p, after[name])}
-    assert changed
-    assert all("lora" in name for name in changed)
-
-
 # --- what cannot be learned from ------------------------------------------------------------------------------------
 
 
@@ -211,28 +194,6 @@ def test_a_perfect_draft_leaves_no_corrections() -> None:
     draft = models.pair(noise=0.0)[1]
     updater = learned(draft, traffic(noise=0.0), replace(CONFIG, learn_from="corrections"))
     assert updater.version == 0
-
-
-def test_a_request_whose_rows_are_not_finite_is_set_aside_and_the_others_are_learned() -> None:
-    draft = models.pair()[1]
-    traces = traffic()
-    nan = np.full_like(traces[1].top_logits, np.nan)
-    poison = replace(traces[1], top_logits=nan, created_at_seconds=traces[1].created_at_seconds + 1)
-    updater, clean = Updater(draft, replace(PLAIN, batch_size=8)), Updater(draft, replace(PLAIN, batch_size=8))
-    for trace in (*traces, poison):
-        models.observe(updater, trace)
-    for trace in traces:
-        models.observe(clean, trace)
-    report = updater.update()
-    assert (report.steps, report.dropped_steps, report.version) == (2, 0, 1)
-    assert report.set_aside == {"with invalid log-probs": 1}
-    clean.update()
-    expected = weights(clean)
-    assert all(torch.equal(expected[n], p) for n, p in weights(updater).items())
-    for trace in traces:
-        models.observe(updater, trace)
-    report = updater.update()
-    assert (report.dropped_steps, report.set_aside) == (0, {})
 
 
 def test_steps_that_are_not_finite_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
