@@ -45,30 +45,9 @@ def test_what_a_round_examined(round_: DraftRound, examined: int, corrected: boo
     assert round_.num_drafted == len(round_.drafted_ids)
 
 
-def test_corrections_lie_behind_the_accepted_tokens() -> None:
-    rounds = [
-        DraftRound(drafted(5), 2, 3),
-        DraftRound(drafted(5), 5, 6),
-        DraftRound(drafted(0), 0, 1),
-        DraftRound(drafted(1), 0, 1),
-    ]
-    mask = trace(rounds).correction_mask
-    assert np.flatnonzero(mask).tolist() == [2, 10]
-    assert len(mask) == len(trace(rounds)) == 11
-
-
 def test_ids_are_as_small_as_the_vocabulary_allows() -> None:
     assert ids_dtype(1 << 16) is np.uint16
     assert ids_dtype((1 << 16) + 1) is np.int32
-
-
-def test_kinds_of_requests() -> None:
-    plain = trace([DraftRound(drafted(1), 1, 2)])
-    assert not plain.is_sampled
-    assert not plain.is_encoder_decoder
-    assert trace([], sampling={"do_sample": True}).is_sampled
-    assert trace([], decoder_prompt_ids=np.zeros(1, np.int32)).is_encoder_decoder
-    assert plain.num_kept == 4
 
 
 @given(

@@ -205,7 +205,7 @@ def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_t
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
 def test_a_saver_killed_at_any_step_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
-    done = run_python(Path(killed_savers.__file__), str(tmp_path), "session", "2")
+    done = run_python(Path(killed_savers.__file__), str(tmp_path), "session", "3")
     assert done.returncode == 0, done.stderr
     kills = json.loads(done.stdout)
     assert {(k["first"], k["there"]) for k in kills} == {(True, None), (True, 2), (False, 1), (False, 2)}
