@@ -40,13 +40,15 @@ def is_loopback(netloc: str) -> bool:
 class AccessMiddleware:
     """An ASGI middleware in front of Gradio's app.
 
-    With `is_public`, requests of untrusted visitors are limited for each, and other sites may call. Otherwise, only
-    requests to names of this machine are accepted: a page of another site could point its own name to this machine.
+    With `is_public`, requests of untrusted visitors are limited for each, and other sites may call. Otherwise, unless
+    there is a login, only requests to names of this machine are accepted: a page of another site could point its own
+    name to this machine.
     """
 
-    def __init__(self, app: ASGIApp, *, is_public: bool) -> None:
+    def __init__(self, app: ASGIApp, *, is_public: bool, has_login: bool = False) -> None:
         self._app = app
         self._is_public = is_public
+        self._has_login = has_login
         self.open_requests = Quota(MAX_OPEN)
         self._calls = RateLimit(*CALL_RATE)
 
@@ -88,14 +90,15 @@ class AccessMiddleware:
         """Return the status and the reason if a request is refused."""
         headers = Headers(scope=scope)
         netloc = headers.get("host", "").lower()
-        if not (self._is_public or is_loopback(netloc)):
+        if not (self._is_public or self._has_login or is_loopback(netloc)):
             return 403, (
                 f"This app only serves its own machine, and was called as {netloc[:100]!r}. Open it as localhost, or "
-                "start it with --public."
+                "start it with --login or --public."
             )
         if not (self._is_public or _is_same_site(scope, headers, netloc)):
             return 403, "Pages of other sites may not use this app."
-        if not _is_open_path(scope["path"], scope["method"] in READ_METHODS):
+        is_login = self._has_login and scope["path"].strip("/") in ("login", "logout")
+        if not (is_login or _is_open_path(scope["path"], scope["method"] in READ_METHODS)):
             return 404, "Not found."
         length = headers.get("content-length", "0")
         return None if length.isdecimal() and int(length) <= MAX_BODY_BYTES else TOO_LARGE

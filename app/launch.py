@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,10 @@ from osd_hf_app.view import CSS
 MAX_THREADS = 200  # pages that watch an answer
 MAX_WAITING = 64  # events that wait for such a thread
 MAX_PAGE_STATES = 100  # pages of which Gradio remembers something
+USER, PASSWORD_VARIABLE = "owner", "OSD_HF_APP_PASSWORD"  # of the login
 PROXY_VARIABLE = "FORWARDED_ALLOW_IPS"  # of uvicorn: proxies that may name the visitor's address
 # Gradio's variables that are used; others could open what the app keeps closed.
-GRADIO_VARIABLES = {
-    f"GRADIO_{name}"
-    for name in "SERVER_NAME SERVER_PORT NUM_PORTS ROOT_PATH TEMP_DIR ANALYTICS_ENABLED IS_E2E_TEST".split()
-}
+GRADIO_VARIABLES = "SERVER_NAME SERVER_PORT NUM_PORTS ROOT_PATH TEMP_DIR ANALYTICS_ENABLED IS_E2E_TEST".split()
 
 
 def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) -> str | None:
@@ -40,29 +39,31 @@ def exposure(host: str, environment: Mapping[str, str], *, share: bool = False) 
     if environment.get("GRADIO_ROOT_PATH"):
         return "GRADIO_ROOT_PATH names a proxy"
     name = host.strip("[]")
-    return (
-        None if is_loopback(f"[{name}]" if ":" in name else name) else f"other machines can reach the address {host}"
-    )
+    is_local = is_loopback(f"[{name}]" if ":" in name else name)
+    return None if is_local else f"other machines can reach the address {host}"
 
 
 def remove_variables(environment: MutableMapping[str, str]) -> list[str]:
     """Remove unknown variables of Gradio; return their names."""
-    found = sorted(name for name in environment if name.startswith("GRADIO_") and name not in GRADIO_VARIABLES)
+    known = [f"GRADIO_{name}" for name in GRADIO_VARIABLES]
+    found = sorted(name for name in environment if name.startswith("GRADIO_") and name not in known)
     for name in found:
         del environment[name]
     environment["GRADIO_RUN_HISTORY"] = "False"  # browsers would keep prompts after the chat was cleared
     return found
 
 
-def serve(service: Service, host: str, port: int | None, *, output_dir: Path, share: bool = False) -> gr.Blocks:
-    """Launch the page with all limits, by default at the first free port."""
+def serve(
+    service: Service, host: str, port: int | None, *, output_dir: Path, share: bool, login: tuple[str, str] | None
+) -> gr.Blocks:
+    """Launch the page with all limits, by default at the first free port; `login` is a name and a password."""
     page = build(service, output_dir=output_dir)
     # Answers are scheduled by the service, not by Gradio.
     page.queue(default_concurrency_limit=None, max_size=MAX_WAITING, api_open=False)
     if service.is_public:
         limit_queue(page)
-    access: Any = Middleware(AccessMiddleware, is_public=service.is_public)
-    address: dict[str, Any] = {"server_name": host, "server_port": port, "share": share}
+    access: Any = Middleware(AccessMiddleware, is_public=service.is_public, has_login=login is not None)
+    address: dict[str, Any] = {"server_name": host, "server_port": port, "share": share, "auth": login}
     closed: dict[str, Any] = {"mcp_server": False, "pwa": False, "enable_monitoring": False, "allowed_paths": []}
     limits = {"max_threads": MAX_THREADS, "state_session_capacity": MAX_PAGE_STATES, "max_file_size": 1}
     # No web fonts, so that the page needs no network.
@@ -79,15 +80,14 @@ def serve(service: Service, host: str, port: int | None, *, output_dir: Path, sh
 
 
 def launch(args: Any) -> int:
-    """Serve the page until interrupted.
-
-    Raises OSDError if models cannot be loaded or do not fit together, or a saved session cannot be read.
-    """
+    """Serve the page until interrupted. Raises OSDError if the models or the saved session cannot be used."""
     say = functools.partial(print, flush=True)
     say("loading the models ...")
     host = args.host or os.environ.get("GRADIO_SERVER_NAME") or "127.0.0.1"
     reason = exposure(host, os.environ, share=args.share)
-    is_public = args.public or reason is not None
+    is_public = args.public or (reason is not None and not args.login)
+    password = os.environ.get(PASSWORD_VARIABLE)
+    login = (USER, password or secrets.token_urlsafe(12)) if args.login else None
     if ignored := remove_variables(os.environ):
         say(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)")
     if args.threads:  # before a draft is made, because its speed is measured
@@ -100,9 +100,11 @@ def launch(args: Any) -> int:
         if not (args.share or os.environ.get("SPACE_ID")):
             # By default, uvicorn trusts local proxies, also those that pass on addresses which visitors invent.
             os.environ.setdefault(PROXY_VARIABLE, "")
-        say(f"public mode ({reason or '--public'}): visitors cannot save, or reset the shared draft")
+        say(f"public mode ({reason or '--public'}): visitors cannot save, push, or reset; --login allows it")
+    if login is not None:
+        say(f"log in as {USER} with the password {f'in {PASSWORD_VARIABLE}' if password else login[1]}")
     try:
-        page = serve(service, host, args.port, output_dir=args.output_dir, share=args.share)
+        page = serve(service, host, args.port, output_dir=args.output_dir, share=args.share, login=login)
         say(f"{page.local_url} serves {pair.name}; Ctrl+C ends it")
         page.block_thread()
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import gradio as gr
 
 from osd_hf.bundled import DOMAINS
-from osd_hf.errors import OSDError
+from osd_hf.errors import ConfigError, OSDError
 from osd_hf_app import view
 from osd_hf_app.pair import GENERAL, NO_DOMAIN
 from osd_hf_app.service import MAX_PUBLIC_NEW_TOKENS, Service
@@ -87,9 +87,13 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
                 choices, domains = [ALL, *DOMAINS, GENERAL], {**domains, "elem_id": "shown"}
                 shown = gr.Radio(choices, value=ALL, label="Curves of", **domains)
                 table = gr.HTML(view.domain_table(workspace), elem_id="table")
-                with gr.Accordion("Reset and save", open=False, elem_id="keep", visible=is_owner):
+                with gr.Accordion("Reset, save, push", open=False, elem_id="keep", visible=is_owner):
                     reset = gr.Button("Reset the draft", elem_id="reset")
                     save = gr.Button(f"Save to {output_dir}", elem_id="save")
+                    info = "The draft of the chosen domain is pushed." if pair.domains else None
+                    repo = gr.Textbox(label="Hub repository", placeholder="user/name", info=info, elem_id="repo")
+                    private_repo = gr.Checkbox(True, label="Private repository", elem_id="private-repo")
+                    push = gr.Button("Push to the Hub", elem_id="push")
                     kept = gr.Markdown(elem_id="kept", container=False)
 
         # In the order of the fields of `Settings`.
@@ -109,6 +113,7 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
         gr.on([timer.tick, shown.change], handlers.tick, inputs, outputs, queue=False, **EVENT)
         reset.click(handlers.reset, session_id, kept, **EVENT)
         save.click(handlers.save, session_id, kept, concurrency_limit=1, **EVENT)
+        push.click(handlers.push, [session_id, domain, repo, private_repo], kept, concurrency_limit=1, **EVENT)
         gr.api(handlers.chat, api_name="chat")
         gr.api(handlers.statistics, api_name="statistics", queue=False)
     return page
@@ -136,7 +141,7 @@ class _Handlers:
 
     def open(self, request: gr.Request, session_id: str | None) -> tuple[Any, ...]:
         session = self._session(request, session_id)
-        return session.id, view.transcript(session), session.is_private, *[gr.update(interactive=True)] * 5
+        return session.id, view.transcript(session), session.workspace.is_private, *[gr.update(interactive=True)] * 5
 
     def follow(self, request: gr.Request, session_id: str) -> Iterator[str]:
         yield from _watch(self._session(request, session_id))
@@ -170,7 +175,7 @@ class _Handlers:
     def set_private(self, request: gr.Request, session_id: str, is_private: bool) -> tuple[Any, Any]:
         session = self._session(request, session_id)
         _try(session, lambda: self.service.sessions.set_private(session, is_private is True))
-        return session.is_private, view.transcript(session)
+        return session.workspace.is_private, view.transcript(session)
 
     def tick(self, request: gr.Request, session_id: str | None, shown: str, seen: Any) -> Any:
         if session_id is None:
@@ -182,7 +187,7 @@ class _Handlers:
         if news == seen:
             return gr.skip()
         curves, table = view.curves(workspace, None if shown == ALL else shown), view.domain_table(workspace)
-        return learner, curves, table, session.is_private, news
+        return learner, curves, table, session.workspace.is_private, news
 
     def reset(self, request: gr.Request, session_id: str) -> str:
         self._require_owner()
@@ -196,7 +201,21 @@ class _Handlers:
             paths = self._session(request, session_id).workspace.save(self.output_dir)
         except (OSDError, OSError) as error:
             return f"Not everything was saved: {error}"
-        return f"Saved: {', '.join(f'`{path}`' for path in paths)}. To publish a draft, use `osd-hf push`."
+        return f"Saved: {', '.join(f'`{path}`' for path in paths)}."
+
+    def push(self, request: gr.Request, session_id: str, domain: str, repo: str, is_private: bool) -> Iterator[str]:
+        self._require_owner()
+        session = self._session(request, session_id)
+        assistant = session.workspace.assistant
+        name = _domain_of(session, domain) if domain == AUTOMATIC else domain
+        yield "Pushing …"
+        try:
+            if not assistant.drafts.serving_version(name):
+                raise ConfigError("this draft has learned nothing yet.")
+            url = assistant.push_to_hub(repo.strip(), domain=assistant.drafts.key(name), private=is_private)
+            yield f"Pushed the draft{name and f' of {name}'} to {url}"
+        except OSDError as error:
+            yield f"Not pushed: {error}"
 
     def chat(
         self,

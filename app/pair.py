@@ -77,8 +77,7 @@ class ServedPair:
     def _encode(self, prompt: str, history: Sequence[tuple[str, str]]) -> list[int]:
         if not history or not getattr(self.tokenizer, "chat_template", None):
             return encode_turn(self.tokenizer, prompt)
-        roles = ("user", "assistant")
-        messages = [{"role": roles[i], "content": turn[i]} for turn in history for i in range(2)]
+        messages = [{"role": ("user", "assistant")[i], "content": turn[i]} for turn in history for i in range(2)]
         messages.append({"role": "user", "content": prompt})
         text = render_chat(self.tokenizer, messages, None, add_generation_prompt=True)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -141,10 +141,6 @@ class Session:
     changed: threading.Condition = field(default_factory=threading.Condition)
     urgent_revision: int = 0
 
-    @property
-    def is_private(self) -> bool:
-        return self.workspace.is_private
-
     def show(self, notice: str | None) -> None:
         """Show a notice below the entries until the next one starts."""
         self.notice = notice
@@ -204,7 +200,7 @@ class Sessions:
     @property
     def private(self) -> list[Session]:
         """The chats with a private workspace."""
-        return [session for session in self.by_id.values() if session.is_private]
+        return [session for session in self.by_id.values() if session.workspace.is_private]
 
     def open(self, session_id: str | None, visitor: str | None = None) -> Session:
         """Return the chat with this id, or a new chat. Raises ConfigError if no chat can be removed for a new one."""
@@ -217,7 +213,7 @@ class Sessions:
                 removed = _to_remove(list(self.by_id.values()), MAX_SESSIONS, visitor)
                 if removed is not None:
                     del self.by_id[removed.id]
-                    if removed.is_private:
+                    if removed.workspace.is_private:
                         removed.workspace.close()
                 session = self.by_id[name] = Session(name, self.shared, visitor=visitor)
             session.last_used = time.monotonic()
@@ -240,7 +236,7 @@ class Sessions:
         """Add a job to a chat, and do its work in a thread. Raises ConfigError as `Service.ask` does."""
         with self._lock:
             _check_idle(session)
-            if wants_private and not session.is_private:
+            if wants_private and not session.workspace.is_private:
                 raise ConfigError(f"{PRIVATE_REMOVED} Nothing was sent: tick the box again, or untick it.")
             if not self._jobs.acquire(session.visitor):
                 raise ConfigError("Too many prompts are waiting. Try again in a moment.")
@@ -272,7 +268,7 @@ class Sessions:
         Raises ConfigError during an answer, if no place is free, and if the visitor has created too many recently.
         """
         with self._lock:
-            if is_private == session.is_private:
+            if is_private == session.workspace.is_private:
                 return
             _check_idle(session)
             if not is_private:

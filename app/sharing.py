@@ -54,10 +54,9 @@ class Quota:
     def acquire(self, visitor: str | None) -> bool:
         """Take a place for a visitor; return whether one was available."""
         with self._lock:
-            if not may_take(self.held, visitor, self.capacity):
-                return False
-            self.held[visitor] += 1
-            return True
+            if is_free := may_take(self.held, visitor, self.capacity):
+                self.held[visitor] += 1
+            return is_free
 
     def release(self, visitor: str | None) -> None:
         """Give a place back."""
@@ -109,10 +108,6 @@ class FairQueue:
         self._running: Slot | None = None
         self._floor = 0.0  # least used time of the visitors who have started; new visitors begin there
         self._used: dict[str, float] = {}  # seconds of each visitor who waits or is above the floor
-
-    def __len__(self) -> int:
-        """Return the number of slots that wait or run."""
-        return len(self._slots)
 
     @contextlib.contextmanager
     def slot(

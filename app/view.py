@@ -148,8 +148,7 @@ def domain_table(workspace: Workspace) -> str:
         f"<td>{_alpha(row['learning_alpha'])}</td></tr>"
         for name, row in rows
     )
-    names = ("domain" if len(rows) > 1 else "", "requests", "frozen", "learning")
-    heads = "".join(f'<th scope="col">{name}</th>' for name in names)
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("domain", "requests", "frozen", "learning"))
     return (
         '<div class="osd-side"><table class="osd-table"><caption>Acceptance α, last 20 requests</caption><thead>'
         f"<tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"

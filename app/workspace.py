@@ -34,13 +34,13 @@ class Workspace:
         self.pair = pair
         self.config = config
         self.is_private = is_private
+        self._start()
+
+    def _start(self) -> None:
+        pair, router = self.pair, LabelRouter() if self.pair.domains else None
+        self.assistant = OnlineAssistant(pair.target, pair.draft, pair.tokenizer, self.config, router=router)
         self.records: list[Record] = []
         self.count = 0
-        self.assistant = self._new_assistant()
-
-    def _new_assistant(self) -> OnlineAssistant:
-        router = LabelRouter() if self.pair.domains else None
-        return OnlineAssistant(self.pair.target, self.pair.draft, self.pair.tokenizer, self.config, router=router)
 
     def add(self, record: Record) -> None:
         """Record a finished request."""
@@ -50,9 +50,7 @@ class Workspace:
     def reset(self) -> None:
         """Discard what was learned and recorded. Call it only while no request of this workspace runs."""
         self.close()
-        self.assistant = self._new_assistant()
-        self.records = []
-        self.count = 0
+        self._start()
 
     def close(self) -> None:
         """Stop learning. A failure of the learner was logged before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import threading
@@ -9,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gradio as gr
 import pytest
 import torch
 from saved_pair import save_pair
@@ -19,13 +22,14 @@ from waiting import LONG
 
 from osd_hf import CorrectionStore, OnlineAssistant
 from osd_hf.bundled import DOMAINS
-from osd_hf.errors import ConfigError, StateError
+from osd_hf.errors import ConfigError, HubError, StateError
 from osd_hf.utils.streaming import Pieces
 from osd_hf_app import service as service_module
 from osd_hf_app import sessions as sessions_module
+from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import MAX_CHARACTERS, Service
-from osd_hf_app.sessions import Answer, Session, Settings
+from osd_hf_app.sessions import AUTOMATIC, Answer, Session, Settings
 from osd_hf_app.sharing import FairQueue
 
 SHORT = Settings(domain="sql", max_new_tokens=16)
@@ -350,7 +354,6 @@ def test_an_answer_that_fails_says_so_and_the_next_one_is_served(
     assert failed.error == "Internal error (ZeroDivisionError). See the log of the app."
     assert "ZeroDivisionError" in caplog.text
     assert failed.is_done
-    assert len(service.queue) == 0
     assert asked(service, session, "two").error is None
 
 
@@ -400,7 +403,7 @@ def test_a_visitor_can_have_a_draft_of_their_own(service: Service) -> None:
     session, other, shared = service.sessions.open(None), service.sessions.open(None), service.sessions.shared
     for _ in range(2):  # the second time it is private already
         service.sessions.set_private(session, True)
-    assert session.is_private
+    assert session.workspace.is_private
     assert session.workspace is not shared is other.workspace
     asked(service, session, "one")
     assert (session.workspace.count, shared.count) == (1, 0)
@@ -441,7 +444,7 @@ def test_the_private_draft_that_was_not_used_for_longest_makes_room_and_no_other
     service.sessions.set_private(second, True)
     service.sessions.open(first.id)
     service.sessions.set_private(third, True)
-    assert [s.is_private for s in (first, second, third)] == [True, False, True]
+    assert [s.workspace.is_private for s in (first, second, third)] == [True, False, True]
     assert second.workspace is service.sessions.shared
     assert "make room" in (second.notice or "")
     with pytest.raises(ConfigError, match="Nothing was sent"):
@@ -509,6 +512,38 @@ def test_drafts_are_saved_under_quoted_names(service: Service, tmp_path: Path) -
         assert session == tmp_path / "session"
         assert len(set(drafts)) == 4
         assert all(draft.parent == tmp_path / "drafts" and (draft / "model.safetensors").is_file() for draft in drafts)
+
+
+def test_a_push_is_of_a_draft_that_has_learned_and_private_if_ticked(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def built() -> gr.Blocks:
+        return build(service)
+
+    page, assistant, calls = asyncio.run(built()), service.sessions.shared.assistant, []
+
+    def push_to_hub(*args: Any, **kwargs: Any) -> str:
+        calls.append((*args, kwargs))
+        if kwargs["private"]:
+            return "https://hub/me/draft"
+        raise HubError("No connection.")
+
+    monkeypatch.setattr(assistant, "push_to_hub", push_to_hub)
+    try:
+        push = next(fn.fn for fn in page.fns.values() if fn.api_name == "push")
+        request = SimpleNamespace(client=None)
+        assert list(push(request, None, "sql", "me/draft", True))[-1].startswith("Not pushed: ")
+        assert calls == []
+        session = service.sessions.open(None)
+        asked(service, session, "one")
+        assistant.update(1, domain="sql")
+        for domain in ("sql", AUTOMATIC):  # the newest request of this chat was of sql
+            said = list(push(request, session.id, domain, " me/draft ", True))
+            assert said[-1] == "Pushed the draft of sql to https://hub/me/draft"
+        assert list(push(request, session.id, "sql", "me/draft", False))[-1] == "Not pushed: No connection."
+        assert calls == [("me/draft", {"domain": "sql", "private": private}) for private in (True, True, False)]
+    finally:
+        page.close()
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
@@ -610,14 +645,14 @@ def test_a_stranger_takes_no_draft_from_another_and_makes_few(
     public.sessions.set_private(own, True)
     for _ in range(3):
         public.sessions.set_private(public.sessions.open(None, "192.0.2.2"), True)
-    assert own.is_private
+    assert own.workspace.is_private
     assert len(public.sessions.private) == 3  # theirs made workspace for their next
     with pytest.raises(ConfigError, match="created recently"):
         for _ in range(9):
             session = public.sessions.open(None, "192.0.2.2")
             public.sessions.set_private(session, True)
             public.sessions.set_private(session, False)
-    assert own.is_private
+    assert own.workspace.is_private
 
 
 def test_invented_names_evict_no_chat_of_another_visitor(public: Service, monkeypatch: pytest.MonkeyPatch) -> None:

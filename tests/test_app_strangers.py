@@ -27,6 +27,7 @@ from starlette.responses import Response
 from waiting import LONG
 
 from osd_hf.cli.app import AppSettings, make_parser
+from osd_hf.errors import ConfigError
 from osd_hf_app import access as access_module
 from osd_hf_app import launch as launch_module
 from osd_hf_app.access import API, CALL_RATE, MAX_BODY_BYTES, AccessMiddleware
@@ -346,8 +347,8 @@ def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_pa
         events = {d["api_name"]: d["id"] for d in config["dependencies"]}
         hidden = [c for c in config["components"] if c["props"].get("elem_id") == "keep"]
         assert [c["props"]["visible"] for c in hidden] == [False]
-        for name in ("reset", "save"):
-            body = {"data": [None], "fn_index": events[name], "session_hash": name}
+        for name, data in (("reset", [None]), ("save", [None]), ("push", [None, "sql", "a/b", True])):
+            body = {"data": data, "fn_index": events[name], "session_hash": name}
             assert client.post(f"{API}run/predict", json=body).status_code == 404  # by the queue alone
             assert client.post(JOIN, json=body).status_code == 200
             told = client.get(f"{API}queue/data", params={"session_hash": name}).text
@@ -359,6 +360,37 @@ def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_pa
         assert client.post(f"{API}call/chat", json=asked).status_code == 200
         assert "process_completed" in client.get(f"{API}queue/data", params={"session_hash": "mine"}).text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_login_keeps_the_owners_controls_for_those_with_the_password(
+    launched: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from gradio_client import Client
+
+    monkeypatch.delenv("OSD_HF_APP_PASSWORD", raising=False)
+    with pytest.raises(Launched):
+        launch_module.launch(parsed("--host", "0.0.0.0", "--login"))
+    assert launched["is_public"] is False
+    user, password = launched["login"]
+    assert len(password) >= 16
+    assert f"log in as {user} with the password {password}" in capsys.readouterr().out
+    with pytest.raises(ConfigError):
+        parsed("--login", "--public")
+    monkeypatch.setenv("OSD_HF_APP_PASSWORD", "swordfish")
+    with app_server(tmp_path, "--login") as address:
+        with httpx.Client(base_url=address, headers={"host": "app.example"}, timeout=60) as client:
+            named = {"username": "owner", "password": "swordfish"}
+            assert client.get("/config").status_code == 401
+            assert client.post(JOIN, json={}).status_code == 401
+            assert client.post("/login", data={**named, "password": "shark"}).status_code == 400
+            assert client.post("/login", data=named).status_code == 200
+            assert client.get("/config", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+            evil = {"origin": "https://evil.example"}
+            for method, path in (("GET", "/config"), ("GET", "/logout"), ("OPTIONS", JOIN), ("POST", JOIN)):
+                assert client.request(method, path, headers=evil).status_code == 403
+        program = Client(address, auth=("owner", "swordfish"), verbose=False)
+        assert program.predict(api_name="/statistics")["requests"] == 0
 
 
 def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
@@ -388,7 +420,6 @@ def test_an_answer_stops_when_the_program_that_asked_for_it_has_gone(
             with session.changed:
                 assert session.changed.wait_for(lambda: session.job is None, LONG)
             assert answer.stop.is_set()
-            assert len(service.queue) == 1
         assert answer.text == ""
     finally:
         page.close()

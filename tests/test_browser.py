@@ -243,10 +243,13 @@ def test_a_draft_of_ones_own_learns_apart(page: Page, other_page: Page) -> None:
     expect(page.locator("#state")).to_contain_text("shared")
 
 
-def test_saving_says_where(page: Page) -> None:
+def test_saving_and_pushing_say_what_came_of_it(page: Page) -> None:
     unfold(page, "#keep", "#save")
     page.locator("#save").click()
     expect(page.locator("#kept")).to_contain_text("Saved: ")
+    page.fill("#repo textarea", "somebody/draft")
+    page.locator("#push").click()
+    expect(page.locator("#kept")).to_contain_text("Not pushed: ")
 
 
 def test_phone_dark_and_keyboard(page: Page, address: str) -> None:
