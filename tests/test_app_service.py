@@ -520,7 +520,8 @@ def test_a_push_is_of_a_draft_that_has_learned_and_private_if_ticked(
     async def built() -> gr.Blocks:
         return build(service)
 
-    page, assistant, calls = asyncio.run(built()), service.sessions.shared.assistant, []
+    page, assistant = asyncio.run(built()), service.sessions.shared.assistant
+    calls: list[Any] = []
 
     def push_to_hub(*args: Any, **kwargs: Any) -> str:
         calls.append((*args, kwargs))
