@@ -718,7 +718,6 @@ def test_what_a_stranger_has_left_is_stopped_in_the_line_and_in_its_middle(
         queued = public.ask(waiting, "one", long)
         ended(waiting)
         assert queued.stop.is_set()
-        assert len(public.queue) == 1
     left = threading.Event()
     told(running, lambda: running.watchers and len(running.entries[0].text) > 8 and left.set())
     with watched(running):
