@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import re
@@ -87,14 +86,13 @@ class EncodedPrompts:
 def report_skipped(name: str, num_used: int, skipped: Mapping[str, Sequence[int]]) -> None:
     """Log the rows that are left out, by reason: a few row numbers for each of a few reasons. Raises DataError if no
     row is used. `name` is what a row is called."""
-    parts = []
-    for reason, rows in itertools.islice(skipped.items(), MAX_LISTED_REASONS):
+    parts, count = [], sum(map(len, skipped.values()))
+    for reason, rows in skipped.items():
         more = len(rows) - MAX_LISTED_ROWS
         numbers = ", ".join(map(str, rows[:MAX_LISTED_ROWS])) + (f" and {more} more" if more > 0 else "")
         parts.append(f"row{'s' if len(rows) > 1 else ''} {numbers}: {reason}")
-    if others := sum(len(rows) for rows in itertools.islice(skipped.values(), MAX_LISTED_REASONS, None)):
-        parts.append(f"{others} more rows for {len(skipped) - MAX_LISTED_REASONS} other reasons")
-    listed, count = "; ".join(parts), sum(map(len, skipped.values()))
+    others = len(parts) - MAX_LISTED_REASONS
+    listed = "; ".join(parts[:MAX_LISTED_REASONS]) + (f"; and {others} other reasons" if others > 0 else "")
     if not num_used:
         raise DataError(f"No {name} can be used: {listed or 'there is none'}.")
     if skipped:

@@ -700,6 +700,11 @@ def test_the_target_s_tokenizer_reads_and_must_be_the_draft_s(
             distill(target=target, draft=draft, dataset=ROWS, config=config(tmp_path), tokenizer=tokenizer)
 
 
+def test_a_padded_vocabulary_is_aligned(tmp_path: Any, pair: Any) -> None:
+    result = run((models.build(vocab_size=models.VOCAB + 8), pair[1]), tmp_path, max_steps=1)
+    assert (result.draft.config.vocab_size, pair[1].config.vocab_size) == (models.VOCAB + 8, models.VOCAB)
+
+
 def test_recordings_of_the_other_kind_of_model_are_refused(tmp_path: Any, pair: Any, t5_pair: Any) -> None:
     for draft, target in ((pair[1], t5_pair[0]), (t5_pair[1], pair[0])):
         with pytest.raises(DataError, match="is an encoder-decoder, the other one is not"):
