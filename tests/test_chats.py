@@ -36,6 +36,19 @@ def test_later_turns_and_edited_histories_are_answered_as_by_the_target(architec
         assert again.sequences[0].tolist() == models.alone(target, ids, max_new_tokens=NEW)[0].tolist()
 
 
+@pytest.mark.parametrize("hidden", [0, 2])
+def test_a_prompt_that_is_only_in_the_cache_is_continued_as_by_the_target(hidden: int) -> None:
+    target, draft = models.pair(noise=0.08)
+    assistant, ids = models.assistant_of(target, draft), models.prompt(MORE)
+    mask = torch.ones(1, 30 + MORE, dtype=torch.long)
+    mask[:, :hidden] = 0
+    with torch.no_grad():
+        caches = [target(models.prompt(30, seed=1)).past_key_values for _ in range(2)]
+    settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW}
+    ours = assistant.generate(ids, past_key_values=caches[0], **settings)
+    assert ours.tolist() == target.generate(ids, past_key_values=caches[1], **settings).tolist()
+
+
 def test_sampled_turns_have_the_targets_distribution() -> None:
     target, draft = models.bigram(0), models.bigram(1)
     assistant = models.assistant_of(target, draft)

@@ -137,6 +137,26 @@ def test_a_criterion_that_remembers_stops_where_it_stops_the_target(
     assert assistant.stats.drafted > 0
 
 
+class Unsure(StoppingCriteria):  # type: ignore[misc]
+    """Ends an answer at the first token that is not likely."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        assert len(scores) > 0
+        return scores[-1].softmax(-1).amax(-1) < 0.1
+
+
+def test_a_criterion_reads_the_scores_of_the_newest_token(pair: tuple[Any, Any]) -> None:
+    target, draft = pair
+    assistant = OnlineAssistant(target, draft, config=FROZEN)
+    settings = {"return_dict_in_generate": True, "output_scores": True}
+    found, expected = (
+        generate(models.prompt(), do_sample=False, max_new_tokens=40, stopping_criteria=[Unsure()], **settings)
+        for generate in (assistant.generate, target.generate)
+    )
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert len(found.scores) == len(expected.scores) < 40
+
+
 class Stop(StoppingCriteria):  # type: ignore[misc]
     """Ends an answer when somebody else says so."""
 

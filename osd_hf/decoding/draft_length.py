@@ -47,14 +47,14 @@ MIN_EXAMINED_TOKENS = 20  # of a domain, below which drafting continues to measu
 OWN_HALF_WEIGHT = 8  # examined tokens of a request at which its own alpha counts as much as its domain's
 
 # Decisions.
-MIN_SPEEDUP = 1.03  # the plain loop is faster than a plain round, and a draft also reads the prompt
+MIN_SPEEDUP = 1.03  # transformers' plain loop is faster than a plain round, and drafting also reads the prompt
 MIN_SPEEDUP_PER_DOUBLING = 0.04  # a batch ends with its slowest row
 MIN_TEXT_TOKENS = 0.05  # tokens per round that past text must bring to be looked up at all
 REFRESH_EVERY = 100  # rounds; one is plain, to measure its cost
 EXPLORE_EVERY = 32  # rounds; one tries a candidate that does not seem worth it
 TEXT_PROBE_EVERY = 15  # requests; one looks up past text where it did not help
 PROBE_SHARE = 0.015  # of plain decoding time that may be lost to find out whether drafting pays by now
-PROBE_ROUNDS = 4  # time of plain rounds, in rounds, to save up before a request probes
+PROBE_ROUNDS = 4  # plain rounds whose time the budget must cover before a request probes
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Costs:
         return min(self.plain.weight, self.verify.weight) >= MIN_KNOWN_ROUNDS
 
     def verifying(self) -> tuple[float, float]:
-        """Return the cost of a round with candidates as if there were none, and what each candidate adds."""
+        """Return the intercept and the slope of the cost of a round over its candidates, without the draft."""
         return self.verify.fit(PRIOR_SLOPE * (self.plain.mean or 1.0))
 
     def round(self, candidates: float, forwards: float) -> float:
@@ -168,7 +168,7 @@ class Costs:
         if self.are_known and (self.draft.weight or not time.forwards):
             expected = self.level * self.round(time.candidates, time.forwards)
             excess = max(time.seconds / (MAX_EXCESS * expected), 1.0)
-            # Costs are divided by the level before this round, or else noise drives both apart.
+            # Costs are divided by the old level: the new one would feed the noise of this round back.
             unit *= excess
             self.level *= 1 + min(time.rounds / LEVEL_MEMORY, 1.0) * (time.seconds / excess / expected - 1)
         if time.forwards:
@@ -242,8 +242,8 @@ class Acceptance:
         self.probe_seconds = 0.0  # lost by drafting where it does not pay
 
     def tables(self, alpha: float) -> tuple[list[float], list[float]]:
-        """Return, for each bucket of confidence, the probability that a token is accepted in a request with this
-        alpha, and then that the next token is."""
+        """Return, per bucket of confidence, the probability that a token is accepted, and that the next token is
+        accepted then, in a request with this alpha."""
         scale = alpha / max(self.alpha.mean, 1e-6)
         after = []
         for average in self._next_by_confidence:
@@ -434,20 +434,12 @@ class StopRule:
 
 
 class RoundPlan(NamedTuple):
-    """
-    The candidates of one round.
+    """The candidates of one round."""
 
-    Args:
-        k (`int`): Maximum number of candidates of a row.
-        text_rows (`frozenset[int]`, *optional*): Rows whose candidates come from past text.
-        drafts (`bool`, *optional*, defaults to `True`): Whether the draft proposes for the other rows.
-        stop (`StopRule`, *optional*): Ends a row's drafting early.
-    """
-
-    k: int
-    text_rows: frozenset[int] = frozenset()
-    drafts: bool = True
-    stop: StopRule | None = None
+    k: int  # maximum number of candidates of a row
+    text_rows: frozenset[int] = frozenset()  # rows whose candidates come from past text
+    drafts: bool = True  # whether the draft proposes for the other rows
+    stop: StopRule | None = None  # ends a row's drafting early
 
 
 class DraftLength:
@@ -495,7 +487,7 @@ class DraftLength:
             self._looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TEXT_PROBE_EVERY == 0
             self._costs = pacer.costs_of(rows)
             self._plan = pacer.plan_for(known, None, rows)
-            # The drafts read the prompts to find out: few calls probe, and each for long.
+            # A probe pays for reading the prompt, so few calls probe, and each for many rounds.
             self._probes = known.probes(self._plan.examined, PROBE_ROUNDS * (self._plan.plain_seconds or 0.0))
         self.reads_text = fixed_k is None and sources != "draft" and reads_text and (rows == 1 or self._looks_up)
 
@@ -563,6 +555,10 @@ class DraftLength:
         if domain.rounds % EXPLORE_EVERY == 0:
             worth /= 2
         return RoundPlan(MAX_K, text_rows, stop=StopRule(worth, domain.tables(plan.alpha)))
+
+    def stop_drafting(self) -> None:
+        """Do not plan with the draft any more, because it has failed."""
+        self._drafts = False
 
     def likeliest(self, guesses: Sequence[Guess]) -> tuple[Guess, float]:
         """Return the guess that is right most often, and how often."""

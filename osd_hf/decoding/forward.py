@@ -33,14 +33,7 @@ GROWTH = 1.5  # of a full cache
 
 
 class DraftForward:
-    """
-    Run a draft over one row.
-
-    Args:
-        draft (`PreTrainedModel`): The draft.
-        source (`dict`, *optional*): Further arguments of each forward, such as an encoder's outputs.
-        cache (`Cache`, *optional*): By default a new dynamic one.
-    """
+    """Run a draft over one row. `source` are further arguments of each forward, such as an encoder's outputs."""
 
     def __init__(
         self, draft: PreTrainedModel, source: dict[str, Any] | None = None, cache: Cache | None = None
@@ -104,15 +97,8 @@ def forward_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class TargetForward:
-    """
-    Verify the candidates of one row, as transformers' assisted loop does, with any cache that it can crop.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): The prompt.
-        kwargs (`dict`): The arguments of the loop.
-        num_cached (`int`, *optional*): Tokens of the prompt that the cache holds already.
-    """
+    """Verify the candidates of one row, as transformers' assisted loop does, with any cache that it can crop. `kwargs`
+    are the arguments of the loop. The cache holds `num_cached` tokens of the prompt already."""
 
     def __init__(
         self,
@@ -319,14 +305,8 @@ def read_padded(
 
 
 class BatchDraftForward:
-    """
-    Run a draft over several rows, each with its own length. The methods are those of [`DraftForward`].
-
-    Args:
-        draft (`PreTrainedModel`): The draft, for which [`~osd_hf.decoding.exactness.batch_hindrance`] returns `None`.
-        rows (`int`): Number of rows.
-        max_positions (`int`, *optional*): Positions of the draft.
-    """
+    """Run a draft over several rows, each with its own length. The methods are those of [`DraftForward`]. For the
+    draft, [`~osd_hf.decoding.exactness.batch_hindrance`] returns `None`."""
 
     def __init__(self, draft: PreTrainedModel, rows: int, max_positions: int | None) -> None:
         self.draft, self.device = draft, draft.device
@@ -385,16 +365,9 @@ class BatchDraftForward:
 
 
 class BatchTargetForward:
-    """
-    Verify the candidates of several rows, which continue independently by their own accepted tokens.
-
-    Args:
-        model (`PreTrainedModel`): The target, for which [`~osd_hf.decoding.exactness.batch_hindrance`] returns `None`.
-        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts, padded on the left.
-        kwargs (`dict`): The arguments of the loop.
-        texts (`Sequence[Sequence[int]]`): The prompts without padding.
-        max_new_tokens (`int`): Longest answer.
-    """
+    """Verify the candidates of several rows, which continue independently. `kwargs` are the arguments of the loop,
+    `texts` the prompts without padding. For the model, [`~osd_hf.decoding.exactness.batch_hindrance`] returns
+    `None`."""
 
     def __init__(
         self,

@@ -112,8 +112,7 @@ def taken_over(target: Any, answer: Callable[..., Any]) -> Iterator[None]:
 
 
 def _enter(cls: type, name: str) -> list[type]:
-    """Wrap a method in the classes that define it, and return these classes. If a model's own loop calls that of a
-    parent class, it does so on a stand-in, which has no listeners: each request is captured once."""
+    """Wrap a method in the classes that define it, and return these classes."""
     owners = [c for c in cls.__mro__ if name in vars(c)]
     with _lock:
         for owner in owners:
@@ -200,15 +199,7 @@ def bounded(config: GenerationConfig, criteria: StoppingCriteriaList, begins: in
 
 
 class Call:
-    """
-    One assisted call of `generate`.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        input_ids (`torch.Tensor` of shape `(rows, prompt)`, int64): The prompts.
-        kwargs (`dict`): The arguments of transformers' assisted loop.
-        bindings (`Sequence[Binding]`): The listeners.
-    """
+    """One assisted call of `generate`, with the arguments of transformers' assisted loop and its listeners."""
 
     def __init__(
         self, model: PreTrainedModel, input_ids: Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
@@ -260,7 +251,7 @@ class Call:
     def _prepare(self, stack: contextlib.ExitStack) -> None:
         first, processors = self.requests[0], self.kwargs["logits_processor"]
         self.draftings = [r.drafting or Drafting(r.assistant_model, None) for r in self.requests]
-        # A draft's token is one that the processors allow. Text may propose others, which not all processors can take.
+        # A draft proposes tokens that the processors allow. Text may propose others, and some processors fail then.
         reads_text = first.prompts is not None and all(map(takes_any_token, processors))
         self.length = self.draftings[0].length(
             first.domain, len(self.requests), do_sample=bool(self.config.do_sample), reads_text=reads_text
@@ -293,8 +284,8 @@ class Call:
 
     def _hindrance(self) -> str | None:
         """Return why our loop cannot decode the call; `None` if it can."""
-        if self.input_ids.shape[1] == 0:
-            return "the prompt has no token ids"
+        if self.input_ids.shape[1] == 0 or self.requests[0].num_cached is None:
+            return "a part of the prompt, or all of it, is not given as token ids"
         if self.kwargs.get("synced_gpus"):
             return "several machines compute in step"
         # The hook replaces the method where it is defined.
@@ -337,7 +328,7 @@ class Call:
         if not (all(request.prompts for request in self.requests) and is_padded):
             return "prompts are not token ids behind padding"
         limits, most = self.limits, config.max_length
-        # Rows are read by forwards of our own, which a model that reads its prompt again would not go through.
+        # Our batch forwards do not read the prompt again, so batches that may cross such a length are refused.
         if not limits.allow_any(self.input_ids.shape[1], most - 1) or most > limits.max_length + 1:
             return f"of {type(self.model).__name__}, {limits.reason}"
         for name, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
@@ -397,8 +388,7 @@ class Call:
     # --- without a draft ---
 
     def decode_alone(self, *, is_usual: bool = True) -> Any:
-        """Let the target decode by transformers' own loop, and record its rows. The time of an unusual call says
-        nothing about others."""
+        """Let the target decode by transformers' own loop, and record its rows. Unusual calls are not timed."""
         times, requests = list[float](), self.requests
 
         def record(scores: Tensor) -> None:

@@ -27,25 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_TEXT_CANDIDATES = 16  # of a row and round
-MIN_TEXT_PROBABILITY = 0.1  # that the last of them and all before it are right
+MIN_TEXT_PROBABILITY = 0.1  # text ends where the probability that all its tokens are right falls below this
 NO_TOKEN = 1 << 40  # an id outside of every vocabulary
 
 
 class Verdict(NamedTuple):
-    """
-    The result of one round.
+    """The result of one round."""
 
-    Args:
-        accepted (`torch.Tensor` of shape `(rows,)`, int64): Number of accepted candidates.
-        token (`torch.Tensor` of shape `(rows,)`, int64): The target's token behind them.
-        p, q (`torch.Tensor` of shape `(rows, k)`, float32, *optional*): With sampling, the target's and the draft's
-            probability of each candidate.
-    """
-
-    accepted: Tensor
-    token: Tensor
-    p: Tensor | None = None
-    q: Tensor | None = None
+    accepted: Tensor  # (rows,), int64; number of accepted candidates
+    token: Tensor  # (rows,), int64; the target's token behind them
+    p: Tensor | None = None  # (rows, k), float32; with sampling, the target's probability of each candidate
+    q: Tensor | None = None  # (rows, k), float32; the draft's
 
 
 def accept(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdict:
@@ -85,7 +77,7 @@ def accept(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdic
         of_draft = (own - candidates.q[rows, at]).clamp(min=0)
         rest = of_draft if candidates.from_text is None else rest.where(candidates.from_text, of_draft)
     rest = rest.where(is_rejected, own)
-    # Where p and q differ only by rounding, nothing or noise is left. Such a token is never rejected.
+    # If p and q are equal up to rounding, nothing is left: draw from p.
     rest = rest.where(rest.sum(-1, keepdim=True) > 0, own)
     token = torch.multinomial(rest / rest.sum(-1, keepdim=True), 1)[:, 0]
     return Verdict(accepted, token, p, q)
@@ -93,30 +85,17 @@ def accept(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdic
 
 @dataclass(eq=False)
 class Row:
-    """
-    The state of one row.
-
-    Args:
-        request ([`Request`]): Records the row.
-        padding (`int`): Padding tokens before the prompt.
-        tokens (`list[int]`): Prompt and answer, without padding.
-        prompt_tokens (`int`): Number of tokens of the prompt.
-        text ([`RequestText`], *optional*): Text that may continue the row.
-        guesses (`list[Guess]`): Its continuation in this round.
-        source ([`~osd_hf.decoding.sources.DraftSource`], *optional*): The draft of the row, once it has proposed.
-        end (`int`, *optional*): Number of tokens of the answer, once it has ended.
-        accepted (`int`), examined (`int`): Drafted tokens so far.
-    """
+    """The state of one row."""
 
     request: Request
-    padding: int
-    tokens: list[int]
+    padding: int  # tokens before the prompt
+    tokens: list[int]  # prompt and answer, without padding
     prompt_tokens: int
-    text: RequestText | None = None
-    guesses: list[Guess] = field(default_factory=list)
-    source: DraftSource | None = None
-    end: int | None = None
-    accepted: int = 0
+    text: RequestText | None = None  # that may continue the row
+    guesses: list[Guess] = field(default_factory=list)  # its continuation in this round
+    source: DraftSource | None = None  # the draft of the row, once it has proposed
+    end: int | None = None  # tokens of the answer, once it has ended
+    accepted: int = 0  # drafted tokens so far
     examined: int = 0
 
     @property
@@ -131,12 +110,7 @@ class Row:
 
 
 class Loop:
-    """
-    Decode the rows of one call of `generate`. Rows that have ended leave, so that the batch shrinks.
-
-    Args:
-        call ([`~osd_hf.decoding.hook.Call`]): The call, whose drafts are leased.
-    """
+    """Decode the rows of one call of `generate`, whose drafts are leased. Rows that have ended leave the batch."""
 
     def __init__(self, call: Call) -> None:
         assert call.length is not None
@@ -303,6 +277,7 @@ class Loop:
                 )
             except Exception as error:  # noqa: BLE001 - models of any kind: the answer continues without the draft
                 self.call.draft_failed(source, error)
+                self.length.stop_drafting()
                 source.times, source.has_failed = [], True
                 continue
             if part is not None:
@@ -311,7 +286,7 @@ class Loop:
         return parts
 
     def _exact(self, candidates: Candidates) -> Candidates:
-        """Cut candidates behind a token after which the target could not verify them exactly."""
+        """Drop candidates that follow `Limits.last_token`."""
         if len(self.live) > 1 or self.limits.last_token is None:
             return candidates
         newest = self.rows[self.live[0]].tokens[-1]
@@ -343,7 +318,7 @@ class Loop:
         parts += [verdict.accepted[:, None], verdict.token[:, None]]
         if candidates.confidence is not None:
             parts.append(candidates.confidence)
-        facts = torch.cat([part.double() for part in parts], 1).tolist()
+        facts = torch.cat([part.float() for part in parts], 1).tolist()  # float32 has all ids below 2^24
         emitted_by_row = []
         for i, (number, fact) in enumerate(zip(self.live, facts, strict=True)):
             row, count = self.rows[number], int(fact[k])
@@ -370,7 +345,7 @@ class Loop:
             if is_over and row.end is None:
                 row.end = row.emitted
             emitted_by_row.append(emitted)
-        self._check_others(emitted_by_row)
+        self._check_others(emitted_by_row, scores)
         self.target.keep(emitted_by_row)
         if self.returned is not None:
             self.returned.add(len(emitted_by_row[0]), logits, scores)
@@ -429,8 +404,8 @@ class Loop:
     # --- where answers end ---
 
     def _ended(self, row: Row, drafted: list[int], emitted: list[int]) -> tuple[list[int], list[int], bool]:
-        """Return the tokens that a row emits before it ends, the drafted tokens up to one that would complete a stop
-        string, and whether the row ends."""
+        """Return the tokens that a row emits before it ends, the drafted tokens cut behind the first that completes a
+        stop string, and whether the row ends."""
         emitted = emitted[: self.max_new_tokens - row.emitted]
         is_over = len(emitted) == self.max_new_tokens - row.emitted
         at = next((i for i, token in enumerate(emitted) if token in self.ends_with), None)
@@ -458,15 +433,17 @@ class Loop:
         met = StoppingCriteriaList(self.strings)(ids, None).tolist()
         return met.index(True) + 1 if True in met else None
 
-    def _check_others(self, emitted_by_row: list[list[int]]) -> None:
-        """Call the other criteria as the target alone would: about all rows, once for each token, as soon as every row
-        that continues has it. A single row is cut at the token that meets one."""
+    def _check_others(self, emitted_by_row: list[list[int]], scores: Tensor) -> None:
+        """Call the other criteria as the target alone would: once per token, for all rows, when all unfinished rows
+        have that token. A single row is cut at the token that meets one."""
+        known = None if self.returned is None else self.returned.scores
+        if known is not None:
+            known += tuple(scores[:, i] for i in range(len(emitted_by_row[0])))
         while self.others and self.checked < self._reached():
             self.checked += 1
             answers = [self._answer(row, self.checked) for row in self.rows]
             ids = torch.cat([self.input_ids, self.input_ids.new_tensor(answers, dtype=torch.long)], 1)
-            scores = None if self.returned is None else self.returned.scores
-            met = self.others(ids, scores).expand(len(self.rows)).tolist()
+            met = self.others(ids, None if known is None else known[: self.checked]).expand(len(self.rows)).tolist()
             for row, is_met in zip(self.rows, met, strict=True):
                 if is_met and (row.end is None or row.end > self.checked):
                     row.end = self.checked
@@ -493,7 +470,7 @@ class Loop:
 
     def _round_time(self, k: int, seconds: float | None, looked_up: float) -> RoundTime:
         drafted = [source for source in self.sources or () if source.times]
-        if not drafted:  # a round without candidates would not look text up
+        if not drafted:  # the time of the lookup is subtracted: a plain round has none
             return RoundTime(k, seconds=seconds if k or seconds is None else seconds - looked_up)
         drafting, forwards = sum(sum(s.times) for s in drafted), max(len(s.times) for s in drafted)
         reads_prompt = any(source.reads_prompt for source in drafted)

@@ -257,15 +257,8 @@ def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any
 
 
 class Request:
-    """
-    One row of a call of `generate`, from its beginning to its end. Tensors stay on their device until the end.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        input_ids (`torch.Tensor` of shape `(1, prompt)`, int64): The prompt.
-        kwargs (`dict`): The arguments of the loop for this row.
-        bindings (`Sequence[Binding]`): The listeners.
-    """
+    """One row of a call of `generate`, from its beginning to its end, with the arguments of the loop for this row.
+    Tensors stay on their device until the end."""
 
     def __init__(
         self, model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]

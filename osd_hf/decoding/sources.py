@@ -1,4 +1,4 @@
-"""Propose candidates with a draft model: the draft as it serves requests, and its rows in one request."""
+"""Propose candidates with a draft: `Drafting` is shared by requests, `DraftSource` belongs to one request."""
 
 from __future__ import annotations
 
@@ -178,24 +178,13 @@ class Drafting:
 
 
 class Candidates(NamedTuple):
-    """
-    The candidates of one round.
+    """The candidates of one round, up to k for each row."""
 
-    Args:
-        tokens (`torch.Tensor` of shape `(rows, k)`, int64): Proposed tokens.
-        is_proposed (`torch.Tensor` of shape `(rows, k)`, bool): False behind the last candidate of a shorter row.
-        q (`torch.Tensor` of shape `(rows, k, vocab)`, float32, *optional*): With sampling, the distribution that each
-            token of a draft was drawn from; rows of `from_text` are not read.
-        from_text (`torch.Tensor` of shape `(rows, 1)`, bool, *optional*): Rows whose candidates come from text, which
-            proposes each token with certainty. Without `q` and `from_text`, all rows do.
-        confidence (`torch.Tensor` of shape `(rows, k)`, float32, *optional*): The draft's probability of each token.
-    """
-
-    tokens: Tensor
-    is_proposed: Tensor
-    q: Tensor | None = None
-    from_text: Tensor | None = None
-    confidence: Tensor | None = None
+    tokens: Tensor  # (rows, k), int64
+    is_proposed: Tensor  # (rows, k), bool; false behind the last candidate of a shorter row
+    q: Tensor | None = None  # (rows, k, vocab), float32; with sampling, the distributions of a draft's tokens
+    from_text: Tensor | None = None  # (rows, 1), bool; rows with text (q = 1). Without `q` and this, all rows
+    confidence: Tensor | None = None  # (rows, k), float32; the draft's probability of each token
 
     def to(self, device: torch.device) -> Candidates:
         """Return the same on another device."""
@@ -214,19 +203,9 @@ class Candidates(NamedTuple):
 
 class DraftSource:
     """
-    Propose candidates with a draft model for the rows of a request that share it.
-
-    Args:
-        forward ([`DraftForward`] or [`BatchDraftForward`]): The draft's forwards.
-        rows (`Sequence[int]`): The numbers of the rows in the request, in the order of the forward.
-        processors ([`RowProcessors`], *optional*): The target's logits processors.
-        vocab_size (`int`): Width of the target's logits.
-        do_sample (`bool`): Whether tokens are sampled.
-        eos (`torch.Tensor`, *optional*): Tokens that end an answer.
-        token_ids (`torch.Tensor`, *optional*): Ids of the columns of the draft's logits, where it has a vocabulary of
-            its own; by default they are the columns.
-        max_positions (`int`, *optional*): Positions of the draft.
-        clock (`Callable[[], float]`): Returns the time in seconds.
+    Propose candidates with a draft model for the rows of a request that share it. `rows` are their numbers in the
+    request, in the order of the draft's cache. `token_ids` are the ids of the columns of the draft's logits, int64,
+    where the draft has a vocabulary of its own; by default, column i is token i. `eos` are tokens that end answers.
     """
 
     def __init__(
@@ -266,19 +245,9 @@ class DraftSource:
         rooms: Sequence[int],
         stop: StopRule | None,
     ) -> Candidates | None:
-        """
-        Propose at most k candidates for each row.
-
-        Args:
-            k (`int`): Forwards of the draft.
-            texts (`Sequence[Sequence[int]]`): The tokens of each row, without padding.
-            lengths (`Sequence[int]`): Their number with padding.
-            rooms (`Sequence[int]`): Largest number of candidates of each row.
-            stop ([`StopRule`], *optional*): Ends a row early by the draft's confidence.
-
-        Returns:
-            `Candidates`: or `None` where no row has room.
-        """
+        """Propose at most k candidates for each row, or return `None` where no row has room. `texts` are the tokens of
+        the rows without padding, `lengths` their numbers with padding, and `rooms` the largest numbers of
+        candidates."""
         rooms = [self.room(len(text), room) for text, room in zip(texts, rooms, strict=True)]
         k, self.times = min(k, max(rooms)), []
         if k <= 0:
