@@ -402,14 +402,9 @@ class Pacer:
 
 
 class StopRule:
-    """
-    Stop drafting for a row by the draft's confidence, on the device.
-
-    Args:
-        threshold (`float`): Without tables: drafting ends after a token that is less probable. With tables: expected
-            accepted tokens that the next candidate must add.
-        tables (`tuple[list[float], list[float]]`, *optional*): [`Acceptance.tables`].
-    """
+    """Stop drafting for a row by the draft's confidence, on the device: after a token that is less probable than the
+    threshold. With [`Acceptance.tables`], the threshold is the number of accepted tokens that the next candidate must
+    add."""
 
     def __init__(self, threshold: float = 0.0, tables: tuple[list[float], list[float]] | None = None) -> None:
         self.threshold = threshold
@@ -446,20 +441,11 @@ class DraftLength:
     """
     Choose the number and the source of the candidates of one call, round by round.
 
-    With a fixed k, each round drafts k tokens. Otherwise three kinds of rounds are compared: plain ones, past text,
-    and the draft, with past text for the rows where it is likelier. With many rows, the target computes instead of
-    loading weights, and candidates cost more; as rows end, they may pay again.
-
-    Args:
-        pacer (`Pacer`): What is known of acceptance and costs.
-        domain (`Any`): Key of the call's domain in the pacer.
-        rows (`int`, *optional*, defaults to 1): Number of rows.
-        fixed_k (`int`, *optional*): Tokens drafted per round.
-        threshold (`float`, *optional*, defaults to 0.0): With a fixed k, ends drafting by confidence.
-        sources (`str`, *optional*, defaults to `"both"`): `"draft"`, `"text"` or `"both"`.
-        reads_text (`bool`, *optional*, defaults to `True`): Whether candidates may come from past text.
-        stops_early (`bool`, *optional*, defaults to `True`): Whether the draft's confidence ends a round early. On an
-            accelerator, this would need a transfer for each token.
+    With a fixed k, each round drafts k tokens; below `threshold`, the draft's confidence ends a round. Otherwise three
+    kinds of rounds are compared: plain ones, past text, and the draft, with past text for the rows where it is
+    likelier. With many rows, the target computes instead of loading weights, and candidates cost more; as rows end,
+    they may pay again. `domain` is the call's key in the pacer. With `stops_early`, the draft's confidence ends a
+    round early; on an accelerator, this would need a transfer for each token.
     """
 
     def __init__(

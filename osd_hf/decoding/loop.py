@@ -41,16 +41,9 @@ class Verdict(NamedTuple):
 
 
 def accept(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdict:
-    """
-    Compare candidates with the target's choices (greedy), or apply the rejection sampling of arXiv 2211.17192,
-    algorithm 1 (sampled). Nothing is copied to the host.
-
-    Args:
-        candidates (`Candidates`): On the device of the scores.
-        scores (`torch.Tensor` of shape `(rows, k + 1, vocab)`, float32): The target's processed logits at each
-            candidate and behind the last one.
-        do_sample (`bool`): Whether tokens are sampled.
-    """
+    """Compare candidates with the target's choices (greedy), or apply the rejection sampling of arXiv 2211.17192,
+    algorithm 1 (sampled), without a copy to the host. `scores` are the target's processed logits at each candidate and
+    behind the last one, float32, `(rows, k + 1, vocab)`."""
     tokens, is_proposed = candidates.tokens, candidates.is_proposed
     k, rows = tokens.shape[1], torch.arange(len(scores), device=scores.device)
     if not do_sample:
@@ -536,16 +529,9 @@ class _Returned:
 
 
 def _by_token(layers: Sequence[Tensor], count: int, rejected: int, *, has_keys: bool = False) -> tuple[Any, ...]:
-    """
-    Split states or attentions of one forward as `generate` without candidates returns them: those up to the last known
-    token together, and those of each accepted candidate.
-
-    Args:
-        layers (`Sequence[torch.Tensor]`): Of shape `(..., tokens, states or keys)`.
-        count (`int`): Emitted tokens.
-        rejected (`int`): Candidates at the end of the forward that were not accepted.
-        has_keys (`bool`): Whether the last dimension counts keys, of which a token sees those up to itself.
-    """
+    """Split states or attentions of one forward, `(..., tokens, states or keys)`, as `generate` without candidates
+    returns them: those up to the last known token together, and those of each accepted candidate; `rejected` ones are
+    left out. With `has_keys`, the last dimension counts keys, of which a token sees those up to itself."""
     if any(layer is None for layer in layers):
         return ()
     split, tokens = [], layers[0].shape[-2] - rejected - count + 1

@@ -30,16 +30,9 @@ Clock = Callable[[], float]
 
 class Drafting:
     """
-    Serve the requests of one draft. Its weights may change in place between requests.
-
-    Args:
-        draft (`PreTrainedModel`): The draft.
-        num_assistant_tokens (`int` or `str`, *optional*):
-            k, or `"auto"`; `None` reads the draft's generation config at each request.
-        sources (`str`, *optional*, defaults to `"both"`):
-            Sources of candidates with `"auto"`: `"draft"`, `"text"` or `"both"`.
-        compiled (`CompiledDraft`, *optional*): Compiles or captures forwards of few tokens; shared with other copies.
-        pacer (`Pacer`, *optional*): Statistics, shared with other drafts of the same size.
+    Serve the requests of one draft, whose weights may change in place between requests. `num_assistant_tokens` is k,
+    or `"auto"` with candidates from `sources` (`"draft"`, `"text"`, or `"both"`), or `None` to read the draft's
+    generation config at each request. Drafts of the same size share `compiled` forwards and a `pacer`.
     """
 
     def __init__(
@@ -115,17 +108,8 @@ class Drafting:
         return num_positions(self.draft.config)
 
     def forward(self, kwargs: dict[str, Any], length: int, most: int) -> DraftForward | None:
-        """
-        Return the forwards of one request.
-
-        Args:
-            kwargs (`dict`): The arguments of the target's loop.
-            length (`int`): Number of tokens of the prompt, without padding.
-            most (`int`): Largest length of the sequence.
-
-        Returns:
-            `DraftForward`: or `None` for a source that is longer than the draft's positions.
-        """
+        """Return the forwards of one request with these loop arguments: a prompt of `length` tokens, and at most
+        `most` in the end. `None` if the source is longer than the draft's positions."""
         model, limit = self.model()[0], self.max_positions
         if self.draft.config.is_encoder_decoder:
             source = kwargs["inputs_tensor"]
