@@ -1,7 +1,4 @@
-"""
-Run the eager forwards of a round, of the draft and of the target: over one row with any cache from which transformers
-can remove tokens, or over several rows that continue independently.
-"""
+"""Run the eager forwards of a round, of the draft and of the target, over one row or several independent ones."""
 
 from __future__ import annotations
 
