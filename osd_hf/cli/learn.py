@@ -292,6 +292,7 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     target_config, reader = settings.read_target(config.num_logprobs or sys.maxsize)
     encoded = None if settings.url is None else _encode(settings, folder, target_config, config.seed)
     store, report = settings.open_store(folder), CollectionReport()
+    bytes_before = store.nbytes
     log = None if settings.log is None else LogReader(settings.log, LogReader.position_in(folder, settings.log))
     failed: StoreError | ServerError | DataError | None = None
     bar = tqdm(total=encoded and len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
@@ -319,7 +320,7 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
                         print("osd-hf: the last line is incomplete; it is read when it is whole", file=sys.stderr)
     except (StoreError, ServerError, DataError) as error:  # the report comes first
         failed = error
-    _report_collection(settings, report, folder, store.written_nbytes)
+    _report_collection(settings, report, folder, store.nbytes - bytes_before)
     if failed is not None:
         print(f"osd-hf: error: {failed}", file=sys.stderr)
     elif report.unanswered:
@@ -486,7 +487,7 @@ def _report(learner: StoreLearner, deployers: Sequence[Deployer]) -> dict[str, A
         "latest": None if latest is None else latest.name,
         "pushed": learner.is_pushed,
         "deployed": [deployer.report() for deployer in deployers],
-        "alpha_by_domain": {str(name): compared.of(name).alphas() for name in compared.names},
+        "alpha_by_domain": {name: part.alphas() for name, part in compared.parts().items()},
         **{f"alpha_{name}": [s.alpha for s in stats] for name, stats in compared.sides.items()},
         **{f"alpha_{name}_last_fifth": alpha for name, alpha in compared.last_fifth().alphas().items()},
     }

@@ -14,26 +14,21 @@ from osd_hf.errors import StoreError
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 from osd_hf.utils.report import plain
 
-
-def _list_of(kind: Any) -> Any:
-    return pa.list_(pa.field("element", kind))
-
-
-# Token ids have 32 bits, so that all shards have the same schema. Dictionary encoding and zstd compress them.
+# Token ids have 32 bits, so that all shards have the same schema.
 SCHEMA = pa.schema(
     [
-        ("prompt_ids", _list_of(pa.int32())),
-        ("completion_ids", _list_of(pa.int32())),
-        ("decoder_prompt_ids", _list_of(pa.int32())),
-        ("drafted_ids", _list_of(_list_of(pa.int32()))),
-        ("num_accepted", _list_of(pa.int32())),
-        ("num_emitted", _list_of(pa.int32())),
-        ("p", _list_of(_list_of(pa.float32()))),
-        ("q", _list_of(_list_of(pa.float32()))),
-        ("from_text", _list_of(_list_of(pa.uint8()))),
-        ("top_logits", _list_of(_list_of(pa.float16()))),
-        ("top_ids", _list_of(_list_of(pa.int32()))),
-        ("tail_logprob", _list_of(pa.float32())),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("decoder_prompt_ids", pa.list_(pa.int32())),
+        ("drafted_ids", pa.list_(pa.list_(pa.int32()))),
+        ("num_accepted", pa.list_(pa.int32())),
+        ("num_emitted", pa.list_(pa.int32())),
+        ("p", pa.list_(pa.list_(pa.float32()))),
+        ("q", pa.list_(pa.list_(pa.float32()))),
+        ("from_text", pa.list_(pa.list_(pa.uint8()))),
+        ("top_logits", pa.list_(pa.list_(pa.float16()))),
+        ("top_ids", pa.list_(pa.list_(pa.int32()))),
+        ("tail_logprob", pa.list_(pa.float32())),
         ("vocab_size", pa.int32()),
         ("domain", pa.string()),
         ("draft_version", pa.int32()),
@@ -42,21 +37,14 @@ SCHEMA = pa.schema(
         ("target", pa.string()),
     ]
 )
-
-
-def _leaf(field: Any) -> tuple[str, Any]:
-    """Return the Parquet name and type of the innermost values of a column."""
-    name, kind = field.name, field.type
-    while pa.types.is_list(kind):
-        name, kind = f"{name}.list.element", kind.value_type
-    return name, kind
-
-
+SCALARS = ("vocab_size", "domain", "draft_version", "created_at_seconds", "target")
 PARQUET = {
-    "compression": "zstd", "write_statistics": False, "write_page_checksum": True,
-    "use_dictionary": [name for name, kind in map(_leaf, SCHEMA) if not pa.types.is_floating(kind)],
-    "use_byte_stream_split": [name for name, kind in map(_leaf, SCHEMA) if kind in (pa.float16(), pa.float32())],
-}  # fmt: skip
+    "compression": "zstd",
+    "use_dictionary": False,
+    "use_byte_stream_split": ["top_logits.list.element.list.element"],
+    "write_statistics": False,
+    "write_page_checksum": True,
+}
 
 
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
@@ -90,12 +78,8 @@ def _trace_to_row(trace: Trace) -> dict[str, Any]:
         "top_logits": list(trace.top_logits),
         "top_ids": list(_int32(trace.top_ids)),
         "tail_logprob": trace.tail_logprob,
-        "vocab_size": trace.vocab_size,
-        "domain": trace.domain,
-        "draft_version": trace.draft_version,
         "sampling": json.dumps(plain(trace.sampling)),
-        "created_at_seconds": trace.created_at_seconds,
-        "target": trace.target,
+        **{name: getattr(trace, name) for name in SCALARS},
     }
 
 
@@ -110,7 +94,6 @@ def _optional(arrays: list[NDArray[Any] | None]) -> list[NDArray[Any] | None] | 
 
 def _row_to_trace(row: dict[str, Any]) -> Trace:
     """Return the trace of a row of Arrow scalars."""
-    vocab_size = row["vocab_size"].as_py()
     sampling = json.loads(row["sampling"].as_py())
     if not isinstance(sampling, dict):
         raise TypeError("sampling is not an object")
@@ -119,15 +102,11 @@ def _row_to_trace(row: dict[str, Any]) -> Trace:
         completion_ids=_array(row["completion_ids"].values),
         rounds=tuple(_rounds(row)),
         top_logits=_matrix(row["top_logits"].values),
-        top_ids=_matrix(row["top_ids"].values).astype(ids_dtype(vocab_size), copy=False),
+        top_ids=_matrix(row["top_ids"].values).astype(ids_dtype(row["vocab_size"].as_py()), copy=False),
         tail_logprob=_array(row["tail_logprob"].values),
-        vocab_size=int(vocab_size),
         decoder_prompt_ids=_array_or_none(row["decoder_prompt_ids"].values),
-        domain=row["domain"].as_py(),
-        draft_version=int(row["draft_version"].as_py()),
         sampling=sampling,
-        created_at_seconds=float(row["created_at_seconds"].as_py()),
-        target=row["target"].as_py(),
+        **{name: row[name].as_py() for name in SCALARS},
     )
 
 

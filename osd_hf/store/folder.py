@@ -9,15 +9,13 @@ import math
 import os
 import re
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -49,25 +47,32 @@ def store_errors(action: str, path: Path) -> Iterator[None]:
         raise StoreError(f"cannot {action} {path}: {error.strerror or error}") from error
 
 
+class Row(NamedTuple):
+    """The facts about a trace in a shard that are kept in memory, and its place."""
+
+    created_at_seconds: float
+    domain: str | None
+    path: str
+    group: int
+    index: int
+
+
 class Shard:
-    """The facts about a finished shard that are kept in memory, in the order of its rows."""
+    """A finished shard and its rows."""
 
     def __init__(self, path: str, file: Any) -> None:
-        columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict()
-        group_sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        columns = file.read(["created_at_seconds", "domain"], use_threads=False).to_pydict().values()
+        groups = range(file.num_row_groups)
+        places = [(group, i) for group in groups for i in range(file.metadata.row_group(group).num_rows)]
         folder, name = os.path.split(path)
+        written_at = os.path.getmtime(path)  # the clock of the writer may have been wrong
+        facts = zip(*columns, places, strict=True)
         self.path = path
         self.nbytes = os.path.getsize(path)
-        # The clock of the writer may have been wrong.
-        self.times = np.minimum(np.array(columns["created_at_seconds"], np.float64), os.path.getmtime(path))
-        self.domains: list[str | None] = [domain and sys.intern(domain) for domain in columns["domain"]]
-        self.group_starts = np.cumsum([0, *group_sizes[:-1]])
-        self.oldest = float(self.times.min(initial=math.inf))
+        self.rows = [Row(min(time, written_at), domain, path, *place) for time, domain, place in facts]
+        self.oldest = min((row.created_at_seconds for row in self.rows), default=math.inf)
         # Other files are never deleted.
         self.is_written_here = bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
-
-    def __len__(self) -> int:
-        return len(self.times)
 
 
 def list_shards(store: Path) -> list[str]:
@@ -105,10 +110,9 @@ def open_store(path: Path) -> None:
         found = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
         if not marker.exists():
             if found:
-                shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
                 raise StoreError(
-                    f"{path} is not a store of this package: it contains {shown} and no {MARKER_NAME}. Give the path "
-                    "of a new or empty folder, or of an existing store"
+                    f"{path} is not a store of this package: it contains {found[0]} and no {MARKER_NAME}. Give the "
+                    "path of a new or empty folder, or of an existing store"
                 )
             write_whole(marker, json.dumps(MARKER).encode())
         text = marker.read_bytes()
@@ -130,7 +134,6 @@ class Folder:
         self.shards: dict[str, Shard] = {}  # sorted by writer and number
         self.own: Path | None = None
         self.own_count = 0
-        self.written_nbytes = 0
         self.read_group = lru_cache(CACHED_GROUPS)(_read_group)
         open_store(path)
         self.refresh()
@@ -146,11 +149,10 @@ class Folder:
         found = {path: known.get(path) or read_from(path, partial(Shard, path)) for path in list_shards(self.path)}
         self.shards = {path: shard for path, shard in found.items() if shard is not None}
 
-    def read(self, shard: Shard, row: int) -> Trace | None:
+    def read(self, row: Row) -> Trace | None:
         """Return one trace, or `None` if its shard is deleted."""
-        group = int(np.searchsorted(shard.group_starts, row, side="right")) - 1
-        traces = self.read_group(shard.path, group)
-        return None if traces is None else traces[row - int(shard.group_starts[group])]
+        traces = self.read_group(row.path, row.group)
+        return None if traces is None else traces[row.index]
 
     def start_writing(self) -> None:
         """Create a folder for this process, and delete what killed writers have left."""
@@ -173,12 +175,10 @@ class Folder:
         sink = pa.BufferOutputStream()
         group_size = max(1, GROUP_BYTES * len(traces) // sum(trace.nbytes for trace in traces))
         pq.write_table(traces_to_table(traces), sink, row_group_size=group_size, **PARQUET)
-        data = sink.getvalue()
         path = self.own / f"shard-{self.own_count + 1:06d}.parquet"
         with store_errors("write", path):
-            write_whole(path, data)
+            write_whole(path, sink.getvalue())
         self.own_count += 1
-        self.written_nbytes += data.size
 
     def delete(self, shard: Shard) -> None:
         """Delete a shard, unless it was not written by a store."""

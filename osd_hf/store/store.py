@@ -10,21 +10,19 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.store.arrow import SCHEMA, traces_to_table
-from osd_hf.store.folder import Folder
+from osd_hf.store.arrow import traces_to_table
+from osd_hf.store.folder import Folder, Row
 from osd_hf.trace import Trace, misshapen
 
 if TYPE_CHECKING:
@@ -34,33 +32,6 @@ logger = logging.getLogger(__name__)
 
 FLUSH_BYTES = 32 << 20
 CREATION_TIME = attrgetter("created_at_seconds")
-
-
-class _Snapshot:
-    """Places of the traces at one moment, oldest first, without traces created before `cutoff`."""
-
-    def __init__(self, folder: Folder | None, tail: list[Trace], cutoff: float) -> None:
-        self.folder = folder
-        self.shards = [] if folder is None else list(folder.shards.values())
-        self.tail = tail.copy()
-        self.starts = np.cumsum([0, *(len(s) for s in self.shards)])
-        tail_times = np.array([t.created_at_seconds for t in tail], np.float64)
-        times = np.concatenate([*(s.times for s in self.shards), tail_times])
-        order = np.argsort(times, kind="stable")
-        is_old = times[order] < cutoff
-        self.order: NDArray[np.int64] = order[~is_old]
-
-    def of_domain(self, domain: str) -> NDArray[np.int64]:
-        domains = [d for s in self.shards for d in s.domains] + [t.domain for t in self.tail]
-        return self.order[[domains[i] == domain for i in self.order.tolist()]]
-
-    def load(self, index: int) -> Trace | None:
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        row = index - int(self.starts[part])
-        if part == len(self.shards):
-            return self.tail[row]
-        assert self.folder is not None
-        return self.folder.read(self.shards[part], row)
 
 
 class CorrectionStore:
@@ -195,25 +166,30 @@ class CorrectionStore:
         with self._lock:
             return self._tail_nbytes + (0 if self._folder is None else self._folder.nbytes)
 
-    @property
-    def written_nbytes(self) -> int:
-        """Bytes of the shards that this process has written, including deleted ones."""
-        with self._lock:
-            return 0 if self._folder is None else self._folder.written_nbytes
-
-    def _snapshot(self) -> _Snapshot:
+    def _entries(self) -> list[Row | Trace]:
+        """Return the traces of this moment in memory and on disk, oldest first."""
+        entries: list[Row | Trace] = []
         with self._lock:
             if self._folder is not None:
                 self._folder.refresh()
-            return _Snapshot(self._folder, self._tail, self.clock() - self._age)
+                entries += [row for shard in self._folder.shards.values() for row in shard.rows]
+            entries += self._tail
+            entries.sort(key=CREATION_TIME)
+            return entries[bisect_left(entries, self.clock() - self._age, key=CREATION_TIME) :]
+
+    def _load(self, entries: Iterable[Row | Trace]) -> Iterator[Trace]:
+        """Yield the traces of entries that are not deleted."""
+        for entry in entries:
+            trace = entry if isinstance(entry, Trace) else cast(Folder, self._folder).read(entry)
+            if trace is not None:
+                yield trace
 
     def __len__(self) -> int:
-        return len(self._snapshot().order)
+        return len(self._entries())
 
     def __iter__(self) -> Iterator[Trace]:
         """Iterate over the traces of this moment. Traces that are deleted during the iteration are skipped."""
-        snapshot = self._snapshot()
-        return (t for i in snapshot.order.tolist() if (t := snapshot.load(i)) is not None)
+        return self._load(self._entries())
 
     def sample(
         self,
@@ -238,17 +214,11 @@ class CorrectionStore:
         for name, value in {"n": n, "newest": newest}.items():
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value}")
-        snapshot = self._snapshot()
-        candidates = snapshot.order if domain is None else snapshot.of_domain(domain)
+        entries = [entry for entry in self._entries() if domain in (None, entry.domain)]
         if newest is not None:
-            candidates = candidates[max(0, len(candidates) - newest) :]
-        drawn: list[Trace] = []
-        for index in np.random.default_rng(rng).permutation(candidates).tolist():
-            if len(drawn) == n:
-                break
-            if (trace := snapshot.load(index)) is not None:
-                drawn.append(trace)
-        return drawn
+            entries = entries[max(0, len(entries) - newest) :]
+        order = np.random.default_rng(rng).permutation(len(entries)).tolist()
+        return list(islice(self._load(entries[i] for i in order), n))
 
     def to_dataset(self) -> datasets.Dataset:
         """
@@ -257,10 +227,7 @@ class CorrectionStore:
         """
         import datasets
 
-        tables, traces = [SCHEMA.empty_table()], iter(self)
-        while part := list(islice(traces, self.flush_every)):
-            tables.append(traces_to_table(part))
-        return datasets.Dataset(pa.concat_tables(tables))
+        return datasets.Dataset(traces_to_table(list(self)))
 
     def close(self) -> None:
         """Write the tail. Afterwards nothing can be appended, and reading still works."""
