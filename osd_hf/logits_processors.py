@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,6 @@ from osd_hf.trace import Trace
 logger = logging.getLogger(__name__)
 _warn_once = lru_cache(256)(logger.warning)
 
-GROUP_ELEMENTS = 1 << 20  # processed together: larger temporaries take longer to allocate than to compute
 ROOM_TOKENS = 256  # that a buffer grows by
 TIED_TOKENS = 14  # beyond those of top-k, which also keeps tokens that are tied with the last one
 
@@ -48,11 +47,6 @@ class Processors:
         self.start = len(start)
         self.ids = torch.from_numpy(np.concatenate([start, trace.completion_ids]).astype(np.int64))
         self.processors = _rebuilt(model, trace, len(start)) if trace.sampling.get("processors") else []
-
-    def parts(self, rows: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
-        """Process raw rows, as a call does, in parts. Yields the position of each part and its rows."""
-        starts = range(0, len(rows), max(1, GROUP_ELEMENTS // self.trace.vocab_size))
-        return ((first + start, self(rows[start : start + starts.step], first + start)) for start in starts)
 
     def __call__(self, rows: Tensor, first: int = 0) -> Tensor:
         """Process raw rows, `(positions, vocab)`, from position `first` of the answer on. Called in order. Processors
@@ -82,11 +76,11 @@ class Processors:
     def acceptance(self, rows: Tensor, first: int) -> NDArray[np.float64]:
         """Return the expected acceptance at positions of a sampled request, `(positions,)`, from the draft's raw
         rows: the overlap of both processed distributions."""
-        found, target = [], Processors(self.model, self.trace)
-        for start, q in self.parts(rows, first):
-            p = target(_dense_rows(self.trace, slice(start, start + len(q))).to(q.device), start)
-            found.append(overlap(p.log_softmax(-1), q.log_softmax(-1)))
-        return np.asarray(torch.cat(found).clamp(0, 1).double().cpu().numpy())
+        target = Processors(self.model, self.trace)
+        q = self(rows, first)
+        p = target(_dense_rows(self.trace, slice(first, first + len(q))).to(q.device), first)
+        found = overlap(p.log_softmax(-1), q.log_softmax(-1))
+        return np.asarray(found.clamp(0, 1).double().cpu().numpy())
 
 
 def _dense_rows(trace: Trace, where: slice) -> Tensor:
@@ -242,8 +236,6 @@ class ReplayedProcessor(LogitsProcessor):
 
 def _common_tokens(a: Tensor, b: Tensor) -> int:
     """Return the number of tokens with which both begin."""
-    length = min(a.shape[1], b.shape[1])
-    if length == 0 or a.shape[0] != b.shape[0]:
-        return 0
-    same = (a[:, :length] == b[:, :length].to(a.device)).all(0)
-    return length if bool(same.all()) else int(same.int().argmin())
+    length = min(a.shape[1], b.shape[1]) if len(a) == len(b) else 0
+    same = (a[:, :length] == b[: len(a), :length].to(a.device)).all(0)
+    return int(same.cumprod(0).sum())

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 CHUNK_LOGITS = 10 << 20
 MAX_LOGITS = 1 << 26  # elements of the logits of a batch: 256 MiB in float32
 MAX_TOKENS = 1 << 16  # of a batch, including prompts
+GROUP_LOGITS = 1 << 20  # elements processed together: larger temporaries take longer to allocate than to compute
 
 _has_plain_head: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
@@ -93,7 +94,7 @@ def _scores(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> list[NDA
         if traces[i].is_sampled:
             scores[i].append(processors.acceptance(rows, first))
         else:
-            scores[i] += [part.argmax(-1).cpu().numpy() for _, part in processors.parts(rows, first)]
+            scores[i].append(processors(rows, first).argmax(-1).cpu().numpy())
     return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in scores]
 
 
@@ -117,14 +118,14 @@ def _check_vocabulary(draft: PreTrainedModel, trace: Trace) -> None:
 def raw_rows(
     draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int = 32
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the raw logits of the draft in parts: index of the trace, position of the first row, and rows `(positions,
-    vocab)`. Parts have at most `CHUNK_LOGITS` elements, or all rows of a trace if the output head cannot be called
-    alone."""
+    """Yield the raw logits of the draft in parts of at most `GROUP_LOGITS` elements: index of the trace, position of
+    the first row, and rows `(positions, vocab)`. The output head computes at most `CHUNK_LOGITS` elements together if
+    it can be called alone."""
     with evaluating(draft):
         for batch in batches(traces, vocab_size_of(draft), batch_size):
             chosen = [traces[i] for i in batch]
             lengths = [len(trace) for trace in chosen]
-            size = max(1, CHUNK_LOGITS // chosen[0].vocab_size)
+            size, group_size = (max(1, limit // chosen[0].vocab_size) for limit in (CHUNK_LOGITS, GROUP_LOGITS))
             if len(batch) * max(lengths) > size and has_plain_head(draft):
                 inputs, head = torch.split(completion_states(draft, chosen), lengths), output_head(draft)
             else:
@@ -133,7 +134,9 @@ def raw_rows(
             for i, rows in zip(batch, inputs, strict=True):
                 for first in range(0, len(rows), size):
                     part = rows[first : first + size]
-                    yield i, first, part if head is None else head(part)
+                    for group in (part if head is None else head(part)).split(group_size):
+                        yield i, first, group
+                        first += len(group)
 
 
 def _max_drafted(trace: Trace, position: int, k: int) -> int:
@@ -234,10 +237,10 @@ def emitted_tokens(trace: Trace, draft: PreTrainedModel | None = None) -> list[E
         processors = Processors(draft, trace)
         with torch.inference_mode():
             for _, first, raw in raw_rows(draft, [trace]):
-                for start, rows in processors.parts(raw, first):
-                    for i in (i for i in unknown if start <= i < start + len(rows)):
-                        probability = float(rows[i - start].softmax(-1)[tokens[i].drafted_id])
-                        tokens[i] = replace(tokens[i], drafted_prob=probability)
+                rows = processors(raw, first)
+                for i in (i for i in unknown if first <= i < first + len(rows)):
+                    probability = float(rows[i - first].softmax(-1)[tokens[i].drafted_id])
+                    tokens[i] = replace(tokens[i], drafted_prob=probability)
     return tokens
 
 

@@ -133,10 +133,9 @@ def test_what_is_not_known_sees_one_position_after_the_other(make: Any) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def narrow() -> Iterator[None]:
-    """Few tokens and few rows at once, so that it matters in a small vocabulary."""
+    """Few tokens, so that it matters in a small vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_processors, "TIED_TOKENS", 2)
-        patch.setattr(logits_processors, "GROUP_ELEMENTS", 4 * VOCAB)
         yield
 
 

@@ -206,7 +206,12 @@ def test_batches_and_parts_of_the_logits_do_not_change_the_counts(
     traces += live(target, draft, models.prompts(1), max_new_tokens=12, repetition_penalty=1.3)
     traces += live(target, draft, models.prompts(1), max_new_tokens=12, do_sample=True, top_p=0.9)
     *greedy, sampled = replay_each(draft, traces)
-    for name, most in {"MAX_TOKENS": 1, "CHUNK_LOGITS": 4 * models.VOCAB, "MAX_LOGITS": 25 * models.VOCAB}.items():
+    for name, most in {
+        "MAX_TOKENS": 1,
+        "CHUNK_LOGITS": 4 * models.VOCAB,
+        "GROUP_LOGITS": 3 * models.VOCAB,
+        "MAX_LOGITS": 25 * models.VOCAB,
+    }.items():
         with monkeypatch.context() as patch:
             patch.setattr(importlib.import_module("osd_hf.replay"), name, most)
             *others, other = replay_each(draft, traces)
@@ -219,7 +224,7 @@ def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatc
     target, draft = models.pair(vocab_size=4096)
     traces = live(target, draft, models.prompts(2, 4096), max_new_tokens=24, **settings)
     monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "CHUNK_LOGITS", 6 * 4096)
-    monkeypatch.setattr(importlib.import_module("osd_hf.logits_processors"), "GROUP_ELEMENTS", 3 * 4096)
+    monkeypatch.setattr(importlib.import_module("osd_hf.replay"), "GROUP_LOGITS", 3 * 4096)
     replay(draft, traces)
     with models.Largest() as largest:
         replay(draft, traces)
