@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osd_hf.trace import DraftRound, Trace
-from osd_hf.utils.plots import alpha_figure
+from osd_hf.utils.report import LEARNING, new_alpha_figure, pooled, rolling_window
 
 MAX_REQUESTS = 1024  # newest requests with individual counts
 MAX_DOMAINS = 1024  # domains with counts of their own, as labels may come from strangers
@@ -176,7 +176,11 @@ class AcceptanceStats:
     def plot(self, window: int | None = None) -> Any:
         """Plot alpha over the newest 1,024 requests as a `matplotlib.figure.Figure`. Each point averages `window`
         requests."""
-        return alpha_figure(self.requests, window, last=self.num_requests)
+        window = window or rolling_window(len(self.requests))
+        figure, axes = new_alpha_figure(7.0, 2.8, window)
+        numbers = range(self.num_requests - len(self.requests) + 1, self.num_requests + 1)
+        axes.plot(numbers, pooled(self.requests, window), color=LEARNING, lw=2)
+        return figure
 
     def _counts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_COUNTS, "accepted_length_histogram", "num_requests")}
@@ -246,23 +250,16 @@ class Comparison:
     domains: Sequence[str | None]  # of each request, in order
     sides: Mapping[str, Sequence[AcceptanceStats]]  # of each draft; the first is the baseline of the second
 
-    @property
-    def names(self) -> list[str | None]:
-        """The domains, in the order of their first requests."""
-        return list(dict.fromkeys(self.domains))
-
-    def of(self, domain: str | None) -> Comparison:
-        """Return the comparison on the requests of one domain."""
-        return self._select(i for i, label in enumerate(self.domains) if label == domain)
-
     def last_fifth(self) -> Comparison:
         """Return the comparison on the last fifth of the requests."""
         return self._select(range(round(len(self.domains) * 0.8), len(self.domains)))
 
     def parts(self) -> dict[str, Comparison]:
         """Return the comparison of each domain, if there are several, and of `"all"` requests."""
-        names = self.names if len(self.names) > 1 else []
-        return {**{str(name): self.of(name) for name in names}, "all": self}
+        places: dict[str, list[int]] = defaultdict(list)
+        for i, domain in enumerate(self.domains):
+            places[str(domain)].append(i)
+        return {**{name: self._select(indices) for name, indices in places.items() if len(places) > 1}, "all": self}
 
     @cached_property
     def totals(self) -> dict[str, AcceptanceStats]:
@@ -285,13 +282,6 @@ class Comparison:
         before, after, *_ = self.sides.values()
         return alpha_gain_interval(before, after)
 
-    def bars(self, labels: Mapping[str, str]) -> dict[str, dict[str, tuple[float, tuple[float, float]]]]:
-        """Return alpha and its interval by part and by the label of the draft, for plots."""
-        return {
-            name: {label: (totals[side].alpha, totals[side].alpha_interval) for side, label in labels.items()}
-            for name, totals in ((name, part.totals) for name, part in self.parts().items())
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """Return the stats of each draft and the gain, ready for JSON."""
         return {
@@ -301,10 +291,9 @@ class Comparison:
             "gain_interval": None if math.isnan(self.gain_interval[0]) else list(self.gain_interval),
         }
 
-    def _select(self, indices: Iterable[int]) -> Comparison:
-        selected = list(indices)
-        sides = {name: [stats[i] for i in selected] for name, stats in self.sides.items()}
-        return Comparison([self.domains[i] for i in selected], sides)
+    def _select(self, indices: Sequence[int]) -> Comparison:
+        sides = {name: [stats[i] for i in indices] for name, stats in self.sides.items()}
+        return Comparison([self.domains[i] for i in indices], sides)
 
 
 def figures_of(stats: AcceptanceStats) -> dict[str, Any]:

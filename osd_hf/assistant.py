@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import html
+import io
 import logging
 import os
 import tempfile
@@ -58,7 +59,6 @@ from osd_hf.target_version import warn_of_target, write_target
 from osd_hf.trace import Trace
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import unpack
-from osd_hf.utils.plots import svg
 
 logger = logging.getLogger(__name__)
 
@@ -521,9 +521,11 @@ class OnlineAssistant:
 
     def _repr_html_(self) -> str:
         """Show the description and the acceptance curve in notebooks."""
-        stats = self.stats
-        curve = svg(stats.plot()) if stats.examined else ""
-        return f"<pre>{html.escape(repr(self))}</pre>{curve}"
+        text, stats = io.StringIO(), self.stats
+        if stats.examined:
+            stats.plot().savefig(text, format="svg")
+        _, start, curve = text.getvalue().partition("<svg")
+        return f"<pre>{html.escape(repr(self))}</pre>{start}{curve}"
 
     # --- keeping ----------------------------------------------------------------------------------------------------
 

@@ -28,14 +28,9 @@ class SimulationReport:
     learner: Learner = field(repr=False)  # can continue in another call of `simulate`
 
     @property
-    def drafts(self) -> DomainDrafts:
-        """The drafts after the last request."""
-        return self.learner.drafts
-
-    @property
     def draft(self) -> Any:
         """The shared draft, or the base of the domain drafts, after the last request in its original dtype."""
-        return self.drafts.model(None)
+        return self.learner.drafts.model(None)
 
     @property
     def decisions(self) -> tuple[GateDecision, ...]:

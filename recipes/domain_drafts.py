@@ -83,7 +83,7 @@ def served_live(
     _, adapters, config = setting(way, pair.target, args)
     config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, router=router, peft_config=adapters, store=CorrectionStore())
-    assistant.drafts.load_state_dict(report.drafts.state_dict())
+    assistant.drafts.load_state_dict(report.learner.drafts.state_dict())
     identical = 0
     for trace in tqdm(later, desc=f"{way} live"):
         ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None]
@@ -132,7 +132,7 @@ def run(way: str, pair: Any, stream: list[Trace], later: list[Trace], static: An
     return {
         "way": way, "by_domain": found, "mean": float(np.mean([d["alpha"] for d in found.values()])),
         "mean_gain": float(np.mean([d["gain"] for d in found.values()])),
-        "disk": size_of(report.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
+        "disk": size_of(report.learner.drafts), "updates": len(seconds), "update_seconds": float(np.mean(seconds)),
         "decisions": dict(Counter(d.outcome for d in report.decisions)),
         "requests_by_draft": dict(Counter(str(t.domain) for t in report.traces)),
         "requests_stats": requests_stats(report),

@@ -252,13 +252,9 @@ def test_parts_are_the_domains_and_all_requests(compared):
     assert parts["a"].totals["before"].accepted == 0 + 2
     assert parts["b"].totals["after"].accepted == 3 + 5
     assert sum(part.totals["after"] for name, part in parts.items() if name != "all").examined == 40
-    assert list(compared.of("a").parts()) == ["all"]
-    bars = compared.bars({"after": "learned"})
-    assert list(bars) == list(parts)
-    after = compared.totals["after"]
-    assert bars["all"] == {"learned": (after.alpha, after.alpha_interval)}
+    assert list(parts["a"].parts()) == ["all"]
     assert compared.last_fifth().domains == [None]
-    assert compared.of("a").last_fifth().domains == []
+    assert parts["a"].last_fifth().domains == []
 
 
 def test_the_gain_is_that_of_the_second_draft_over_the_first(compared):
@@ -276,4 +272,3 @@ def test_undefined_values_are_null():
     nothing = Comparison(["a"], {"before": [request(0, 0)], "after": [request(0, 0)]})
     data = json.loads(json.dumps(nothing.to_dict(), allow_nan=False))
     assert (data["gain"], data["gain_interval"], nothing.alphas()) == (None, None, {"before": None, "after": None})
-    assert math.isnan(nothing.bars({"before": "x"})["all"]["x"][0])

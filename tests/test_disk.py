@@ -19,7 +19,7 @@ from osd_hf.engines.versions import VersionFolder
 from osd_hf.errors import ConfigError
 from osd_hf.hub import EvaluationSet
 from osd_hf.prompts import Prompt, encode_prompts
-from osd_hf.utils.disk import hold_lock, make_private_folder, new_private_file, wait_for_lock, write_whole
+from osd_hf.utils.disk import hold_lock, make_private_folder, new_file, wait_for_lock, write_whole
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs modes and locks of POSIX")
 CONFIG = OnlineConfig(
@@ -180,7 +180,7 @@ def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_what_follows(
     write_whole(tmp_path / "a", b"1")
     assert done == ["file", "replace", "folder"]
     done.clear()
-    with new_private_file(tmp_path / "b") as file:
+    with new_file(tmp_path / "b") as file:
         file.write(b"1")
     assert done == ["file"]
     done.clear()

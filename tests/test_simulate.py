@@ -98,7 +98,7 @@ def test_a_simulated_gate_decides_as_the_live_one(strategy: str) -> None:
     few = [outcome for outcome, *_, requests in outcomes if requests < 4]  # were held back by then
     assert few == ["kept back"] * (2 if strategy == "interval" else 1)
     assert "promoted" in [outcome for outcome, *_ in outcomes]
-    assert report.drafts.serving_version() == assistant.version > 0
+    assert report.learner.drafts.serving_version() == assistant.version > 0
     assert sum(report.stats, AcceptanceStats()).accepted == assistant.stats.accepted
 
 

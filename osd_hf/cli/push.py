@@ -128,7 +128,7 @@ def push_command(settings: PushSettings) -> int:
         folder = settings.output_dir or Path(scratch)
         save_draft(folder, draft, tokenizer, repo_id=repo_id, facts=facts, evaluation=evaluation)
         title = f"alpha on {evaluation.dataset.name}"
-        plot_domains(folder / EVALUATION / PLOT, evaluation.scores.bars(SIDES), title=title)
+        plot_domains(folder / EVALUATION / PLOT, evaluation.scores, SIDES, title=title)
         for side in SIDES:
             stats = evaluation.scores.totals[side]
             settings.say(f"alpha {side}: {stats.alpha:.3f} {stats_interval(stats)}")

@@ -172,9 +172,8 @@ def _report(settings: RunSettings, facts: dict[str, Any], encoded: EncodedPrompt
     compared = _compared(served)
     display.plot_alpha(folder / "alpha.png", compared, title=display.WHILE_SERVING)
     write_report(folder / "report.json", report)
-    parts = [(d or "no domain", compared.of(d)) for d in compared.names] if len(compared.names) > 1 else []
     rows = []
-    for name, one in [*parts, ("all", compared), ("last 20%", compared.last_fifth())]:
+    for name, one in {**compared.parts(), "last 20%": compared.last_fifth()}.items():
         efficiency = " > ".join(figure(stats.block_efficiency, 2) for stats in one.totals.values())
         rows.append([*comparison_row(name, one), efficiency])
     header = ["requests of", "n", "alpha frozen", "alpha learning", "gain [95%]", "tokens/forward"]
@@ -395,7 +394,7 @@ def report_on(served: Sequence[Served]) -> dict[str, Any]:
     return {
         "overall": compared.to_dict(),
         "last_fifth": compared.last_fifth().to_dict(),
-        "by_domain": [{"domain": domain, **compared.of(domain).to_dict()} for domain in compared.names],
+        "by_domain": {name: part.to_dict() for name, part in compared.parts().items() if name != "all"},
         "updates": updates,
         "draft_version": updates[-1]["version"] if updates else 0,
         "seconds": seconds,

@@ -34,6 +34,7 @@ from osd_hf.target_version import target_version
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels
+from osd_hf.utils.report import plain
 
 logger = logging.getLogger(__name__)
 
@@ -103,25 +104,16 @@ def sampling_settings(generation_config: GenerationConfig, *, padding: int = 0) 
     tokens before the prompt, which a trace does not have."""
     settings: dict[str, Any] = {}
     for name, neutral in SAMPLING_FIELDS.items():
-        value = _as_json(getattr(generation_config, name, None))
+        value = getattr(generation_config, name, None)
+        if isinstance(value, BaseWatermarkingConfig):  # other kinds have a state
+            value = value.to_dict() if type(value) is WatermarkingConfig else None
+        value = plain(value)
         if value is not None and name == "min_length":
             value = max(value - padding, 0)
         does_something = value is not None and (neutral is None or value != neutral)
         if does_something and (generation_config.do_sample or name not in NO_WARPING):
             settings[name] = value
     return settings
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value.tolist()
-    if isinstance(value, BaseWatermarkingConfig):  # other kinds have a state
-        return value.to_dict() if type(value) is WatermarkingConfig else None
-    if isinstance(value, tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, dict):  # biases by tuples of ids; transformers accepts pairs as well
-        return [[list(ids), bias] for ids, bias in value.items()]
-    return value
 
 
 def without_padding(ids: torch.Tensor, mask: Any) -> torch.Tensor:

@@ -13,11 +13,14 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.acceptance import AcceptanceStats, Comparison
-from osd_hf.utils.plots import CEILING, COLORS, FROZEN, LEARNING, new_figure, pooled, rolling_window
+from osd_hf.utils.report import LEARNING, new_alpha_figure, new_figure, pooled, rolling_window
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 
+# Colors for color-blind readers (Okabe and Ito), as `LEARNING`.
+FROZEN, CEILING = "#D55E00", "#9A9A9A"
+COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
 BAR_WINDOW = 50  # requests over which a progress bar pools alpha
 WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
 
@@ -95,33 +98,29 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str) -> None:
     count, (frozen, learning) = len(compared.domains), compared.sides.values()
     window = rolling_window(count)
     first = min(max(window // 2, 1), count) - 1  # before, too few requests are pooled
-    figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
+    figure, axes = new_alpha_figure(9.0, 4.2, window)
     for stats, style in (
         (learning, {"color": LEARNING, "lw": 2, "label": "learning"}),
         (frozen, {"color": FROZEN, "lw": 1.6, "ls": "--", "label": "frozen"}),
     ):
         axes.plot(range(first + 1, count + 1), rolling_alpha(stats, window)[first:], **style)
-    axes.set_ylim(0, 1)
-    axes.margins(x=0.01)
-    axes.set_xlabel("request")
-    axes.set_ylabel(f"alpha (last {window} requests)")
     axes.legend(loc="lower right", frameon=True, framealpha=0.9)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
 
 
-def plot_domains(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str) -> None:
-    """Plot alpha with 95% intervals: a group of bars per domain and a bar per draft."""
-    figure, (axes,) = new_figure(1, 1, 9.0, 4.2)
-    drafts = list(next(iter(bars.values())))
-    for number, (draft, color) in enumerate(zip(drafts, (FROZEN, LEARNING, CEILING), strict=False)):
-        estimates = [group[draft] for group in bars.values()]
-        places = _bars(axes, estimates, number, len(drafts), 0.8, color=color, label=draft, capsize=3)
+def plot_domains(path: Path, compared: Comparison, labels: Mapping[str, str], *, title: str) -> None:
+    """Plot alpha with 95% intervals: a group of bars per domain, and a bar with its label per draft."""
+    figure, axes = new_figure(9.0, 4.2)
+    parts = compared.parts()
+    for number, ((draft, label), color) in enumerate(zip(labels.items(), (FROZEN, LEARNING, CEILING), strict=False)):
+        estimates = [(part.totals[draft].alpha, part.totals[draft].alpha_interval) for part in parts.values()]
+        places = _bars(axes, estimates, number, len(labels), 0.8, color=color, label=label, capsize=3)
         for place, (height, _) in zip(places, estimates, strict=True):
             axes.text(place, 0.015, f"{height:.2f}", ha="center", va="bottom", color="white", fontsize=9)
     axes.set_ylabel("alpha, with 95% interval")
     axes.set_ylim(0, 1)
-    _finish(figure, axes, path, list(bars), title, ncols=len(drafts))
+    _finish(figure, axes, path, list(parts), title, ncols=len(labels))
 
 
 def plot_speedups(
@@ -130,7 +129,7 @@ def plot_speedups(
     """Plot speed-ups with 95% intervals: a group of bars per data set, a bar per system, and a mark for the prediction
     of the cost model."""
     systems = list(next(iter(speedups.values())))
-    figure, (axes,) = new_figure(1, 1, max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
+    figure, axes = new_figure(max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
     for number, system in enumerate(systems):
         found = [group[system] for group in speedups.values()]
         style: dict[str, Any] = {

@@ -122,7 +122,7 @@ def quickstart(
     display.plot_alpha(output_dir / "alpha.png", serving, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving"}
     title = "Acceptance on later prompts, never learned from"
-    display.plot_domains(output_dir / "domains.png", compared.bars(labels), title=title)
+    display.plot_domains(output_dir / "domains.png", compared, labels, title=title)
     answer = pair.tokenizer.decode(answered[0].completion_ids.tolist(), skip_special_tokens=True)
     for line in _shown(report, later[0], answer):
         write(line)

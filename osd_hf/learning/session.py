@@ -20,7 +20,7 @@ from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.weights import learning_context
 from osd_hf.store.arrow import table_to_traces, traces_to_table
-from osd_hf.utils.disk import make_private_folder, new_private_file, sync_folder, wait_for_lock
+from osd_hf.utils.disk import make_private_folder, new_file, sync_folder, wait_for_lock
 
 FORMAT = 9
 UPDATES_BETWEEN_SAVES = 8  # of an assistant with `autosave`
@@ -94,13 +94,13 @@ def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router:
         # The groups are stored one after another, with their sizes.
         state["counts"] = {group: len(traces) for group, traces in groups.items()}
         table = traces_to_table([trace for traces in groups.values() for trace in traces])
-        with new_private_file(folder / f"requests-{number:03d}.parquet") as file:
+        with new_file(folder / f"requests-{number:03d}.parquet") as file:
             pq.write_table(table, file)
-        with new_private_file(folder / f"learner-{number:03d}.pt") as file:
+        with new_file(folder / f"learner-{number:03d}.pt") as file:
             torch.save(state.pop("updater"), file)
-    with new_private_file(folder / "drafts.pt") as file:
+    with new_file(folder / "drafts.pt") as file:
         torch.save({"drafts": learner["drafts"], "router": router}, file)
-    with new_private_file(folder / "session.json") as file:
+    with new_file(folder / "session.json") as file:
         file.write(json.dumps({"format": FORMAT, "requests": states, "facts": facts}).encode())
     sync_folder(folder)
 

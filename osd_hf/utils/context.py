@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,13 +33,9 @@ def neutral_context() -> Iterator[None]:
         for device_type in device_types:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-        stack.enter_context(default_device(torch.device("cpu")))
+        if torch.get_default_device() != torch.device("cpu"):
+            stack.enter_context(torch.device("cpu"))
         yield
-
-
-def default_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Create tensors on this device if the caller has set another default device than this one and the CPU."""
-    return nullcontext() if torch.get_default_device() in (device, torch.device("cpu")) else device
 
 
 # --- threads --------------------------------------------------------------------------------------------------------

@@ -43,14 +43,10 @@ def open_privately(path: Any, flags: int) -> int:
     return descriptor
 
 
-def new_private_file(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
-    """Open a file for writing that only its owner can read. The end of the block syncs it."""
-    return _synced(open(path, "wb", opener=open_privately))
-
-
 @contextlib.contextmanager
-def _synced(file: BinaryIO) -> Iterator[BinaryIO]:
-    with file:
+def new_file(path: Path, *, private: bool = True) -> Iterator[BinaryIO]:
+    """Open a file for writing and sync it at the end of the block. Only its owner can read a `private` file."""
+    with open(path, "wb", opener=open_privately if private else None) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -61,7 +57,7 @@ def write_whole(path: Path, data: Any, *, private: bool = True) -> None:
     file, unless `private=False`."""
     temporary = path.with_name(f".{path.stem.lstrip('.')}-{secrets.token_hex(4)}.tmp")
     try:
-        with _synced(open(temporary, "wb", opener=open_privately if private else None)) as file:
+        with new_file(temporary, private=private) as file:
             file.write(data)
         os.replace(temporary, path)
     except BaseException:

@@ -1,10 +1,9 @@
-"""Reports: output folders, JSON files, and the provenance of results."""
+"""Reports: output folders, JSON files, figures, and the provenance of results."""
 
 from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import platform
 import re
@@ -17,7 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from osd_hf.errors import ConfigError, first_line, without_credentials, without_secrets
 
@@ -39,20 +40,13 @@ def make_folder(folder: Path) -> None:
 
 def json_text(data: Any, indent: int | None = None) -> str:
     """Return `json.dumps(data)` with `null` in place of NaN and infinities."""
-    return json.dumps(_finite(data), indent=indent, allow_nan=False)
+    finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
 
 
 def write_report(path: Path, report: Any) -> None:
     """Write a report as indented JSON."""
     path.write_text(json_text(report, indent=1) + "\n")
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def plain(value: Any, text: Callable[[str], str] = str) -> Any:
@@ -147,3 +141,46 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ConfigError(f"The configuration {str(path)!r} must hold names with values, such as `gate: true`.")
     return {str(name): value for name, value in read.items()}
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+LEARNING = "#0072B2"  # color of a learning draft
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """Create a figure of `width` x `height` inches, and return it with its axes."""
+    from matplotlib.figure import Figure  # pyplot would need global state and a window system
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def new_alpha_figure(width: float, height: float, window: int) -> tuple[Any, Any]:
+    """Create a figure for curves of alpha over requests, each point averaged over `window` requests."""
+    figure, axes = new_figure(width, height)
+    axes.set_ylim(0, 1)
+    axes.margins(x=0.01)
+    axes.set_xlabel("request")
+    axes.set_ylabel(f"alpha (last {window} requests)")
+    return figure, axes
+
+
+def rolling_window(requests: int) -> int:
+    """Return the number of requests that each point of a run of this length averages."""
+    return max(8, min(50, requests // 8))
+
+
+def pooled(requests: NDArray[Any], window: int) -> NDArray[np.float64]:
+    """Return alpha over the last `window` requests at each request (`nan` if no token was examined) from the examined
+    and accepted tokens of each, `(requests, 2)`."""
+    sums = np.concatenate([np.zeros((1, 2)), requests.cumsum(0)])
+    ends = np.arange(1, len(requests) + 1)
+    examined, accepted = (sums[ends] - sums[np.maximum(ends - window, 0)]).T
+    alpha = np.full(len(requests), np.nan)
+    np.divide(accepted, examined, out=alpha, where=examined > 0)
+    return alpha
