@@ -364,9 +364,6 @@ def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         "\ndraft, past text: share of the tokens from there; ms: of a round, without those that read prompts; auto",
         "chooses k and source by measured costs, with the last draft and the text of its requests.",
     ]
-    peak = data["process_peak_bytes"]
-    if peak is not None and data["device"] == "cpu":
-        lines.append(f"Peak memory of the process with all systems: {peak / MEBI:.0f} MiB.")
     assisted = [parts[system["name"]] for system in data["systems"] if system["kind"] != "alone"]
     outputs = {name: sum(part["outputs"][name] for part in assisted) for name in ("tied", "differing")}
     if outputs["tied"]:

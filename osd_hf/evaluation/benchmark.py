@@ -27,7 +27,6 @@ from osd_hf.models import device_clock, eos_ids, set_fixed_k, unwrap
 from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels
-from osd_hf.utils.report import process_peak_bytes
 
 KINDS = ("alone", "prompt_lookup", "stock", "lean")
 ALL = "all"
@@ -275,7 +274,6 @@ def benchmark(
         "dtype": str(unwrap(target).dtype).removeprefix("torch."),
         "max_new_tokens": max_new_tokens,
         "weights_bytes": weights,
-        "process_peak_bytes": process_peak_bytes(),
         "target_not_compiled": eager,
     }
     costs: dict[str, ForwardSeconds] = {}

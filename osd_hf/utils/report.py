@@ -121,16 +121,6 @@ def _processor() -> str:
     return next(models, "") or platform.processor() or platform.machine()
 
 
-def process_peak_bytes() -> int | None:
-    """Return the maximum resident memory of this process so far, if the system provides it."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """Read names and values from a JSON file, or a YAML file if the suffix is not `.json`; raises ConfigError."""
     try:
