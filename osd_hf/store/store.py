@@ -85,13 +85,6 @@ class CorrectionStore:
         self._folder = None if self.path is None else Folder(self.path)
         _live_stores.add(self)
 
-    def _begin_in_child(self) -> None:
-        """Leave the tail, and a lock that another thread may hold, to the parent of a forked process."""
-        self._lock = threading.RLock()
-        if self._folder is not None:
-            self._tail, self._tail_nbytes = [], 0
-            self._folder.own = None
-
     def append(self, trace: Trace) -> None:
         """
         Store one trace.
@@ -271,8 +264,12 @@ def _close_all() -> None:
 
 
 def _begin_in_child() -> None:
+    """Leave the tails, and locks that other threads may hold, to the parent of a forked process."""
     for store in list(_live_stores):
-        store._begin_in_child()
+        store._lock = threading.RLock()
+        if store._folder is not None:
+            store._tail, store._tail_nbytes = [], 0
+            store._folder.own = None
 
 
 if hasattr(os, "register_at_fork"):

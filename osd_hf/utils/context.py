@@ -85,23 +85,16 @@ class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, seeded = dict(kwargs or {}), _with_generator(func)
+        kwargs = dict(kwargs or {})
         if func.overloadpacket in OF_DEFAULT_DTYPE:
             kwargs.setdefault("dtype", torch.float32)
-        if seeded is not None and kwargs.get("generator") is None:
-            func = seeded
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            if all(argument.name != "generator" for argument in func._schema.arguments):
+                name = func._overloadname.replace("default", "")  # such as `randn.default` and `randn.generator`
+                func = getattr(func.overloadpacket, f"{name}_generator".lstrip("_"))
             devices = (value.device for value in args if isinstance(value, torch.Tensor))
             device = torch.device(next(devices, kwargs.get("device") or "cpu"))
             if device not in self._generators:
                 self._generators[device] = torch.Generator(device).manual_seed(self.seed)
             kwargs["generator"] = self._generators[device]
         return func(*args, **kwargs)
-
-
-def _with_generator(func: Any) -> Any:
-    """Return the overload of a random operator that takes the same arguments and a generator, or `None`."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
-    names = {argument.name for argument in func._schema.arguments} | {"generator"}
-    overloads = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
-    return next((o for o in (func, *overloads) if {argument.name for argument in o._schema.arguments} == names), None)
