@@ -134,7 +134,7 @@ def raw_rows(
             for i, rows in zip(batch, inputs, strict=True):
                 for first in range(0, len(rows), size):
                     part = rows[first : first + size]
-                    for group in (part if head is None else head(part)).split(group_size):
+                    for group in torch.split(part if head is None else head(part), group_size):
                         yield i, first, group
                         first += len(group)
 

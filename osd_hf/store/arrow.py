@@ -97,16 +97,19 @@ def _row_to_trace(row: dict[str, Any]) -> Trace:
     sampling = json.loads(row["sampling"].as_py())
     if not isinstance(sampling, dict):
         raise TypeError("sampling is not an object")
+    scalars = {name: row[name].as_py() for name in SCALARS}
+    if None in (scalars["draft_version"], scalars["created_at_seconds"]):
+        raise TypeError("the draft version or the time is missing")
     return Trace(
         prompt_ids=_array(row["prompt_ids"].values),
         completion_ids=_array(row["completion_ids"].values),
         rounds=tuple(_rounds(row)),
         top_logits=_matrix(row["top_logits"].values),
-        top_ids=_matrix(row["top_ids"].values).astype(ids_dtype(row["vocab_size"].as_py()), copy=False),
+        top_ids=_matrix(row["top_ids"].values).astype(ids_dtype(scalars["vocab_size"]), copy=False),
         tail_logprob=_array(row["tail_logprob"].values),
         decoder_prompt_ids=_array_or_none(row["decoder_prompt_ids"].values),
         sampling=sampling,
-        **{name: row[name].as_py() for name in SCALARS},
+        **scalars,
     )
 
 

@@ -54,7 +54,7 @@ class Row(NamedTuple):
     domain: str | None
     path: str
     group: int
-    index: int
+    number: int
 
 
 class Shard:
@@ -69,7 +69,7 @@ class Shard:
         facts = zip(*columns, places, strict=True)
         self.path = path
         self.nbytes = os.path.getsize(path)
-        self.rows = [Row(min(time, written_at), domain, path, *place) for time, domain, place in facts]
+        self.rows = [Row(min(time or 0.0, written_at), domain, path, *place) for time, domain, place in facts]
         self.oldest = min((row.created_at_seconds for row in self.rows), default=math.inf)
         # Other files are never deleted.
         self.is_written_here = bool(SHARD.fullmatch(name) and WRITER.fullmatch(os.path.basename(folder)))
@@ -152,7 +152,7 @@ class Folder:
     def read(self, row: Row) -> Trace | None:
         """Return one trace, or `None` if its shard is deleted."""
         traces = self.read_group(row.path, row.group)
-        return None if traces is None else traces[row.index]
+        return None if traces is None else traces[row.number]
 
     def start_writing(self) -> None:
         """Create a folder for this process, and delete what killed writers have left."""
