@@ -26,13 +26,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from common import K, greedy, make_parser, parting, run_facts, write_report
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig
@@ -40,20 +41,23 @@ from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.decoding import forward
 from osd_hf.decoding.compiled import CapturedDraft
 from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.vocabulary import RestrictedDraft
-from osd_hf.evaluation.benchmark import (
-    System,
-    answer_greedily,
-    benchmark,
-    compare_outputs,
-    controlled_acceptance,
-    random_pair,
-)
+from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, benchmark, compare_outputs
 from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
 
 PROMPT = 64  # tokens of prompts to random weights
 ALPHAS = (0.5, 0.8)  # controlled acceptance
+CERTAIN_LOGIT = 2.0**14  # above any logit of random weights, and within float16
+SHAPES = {  # hidden size, layers, heads, intermediate size, vocabulary
+    "8b": (4096, 32, 32, 12288, 151_936),
+    "0.6b": (1024, 28, 16, 3072, 151_936),
+    "1.5b": (1536, 28, 12, 8960, 32000),
+    "160m": (768, 12, 12, 3072, 32000),
+    "tiny-target": (64, 2, 4, 128, 512),
+    "tiny-draft": (32, 1, 2, 64, 512),
+}
 Found = dict[str, Any]
 
 
@@ -87,6 +91,110 @@ def asked(ids: list[int], device: str, new_tokens: int) -> dict[str, Any]:
     """Return the arguments of `generate`."""
     tensor, settings = greedy(ids, new_tokens, device)
     return {"inputs": tensor, **settings}
+
+
+# --- random weights, and drafts with a given acceptance -------------------------------------------------------------
+
+
+def random_pair(target_shape: str, draft_shape: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """
+    Build a Llama-shaped target and draft with random weights. Answers end only at their maximum.
+
+    The target's head is its shifted embedding, which outweighs the layers, so the next token is always clear.
+    Otherwise, in half precision, wider forwards would sometimes choose other tokens, and acceptance would vary.
+    """
+    with torch.device(device), torch.random.fork_rng():
+        torch.manual_seed(0)
+        target, draft = (random_model(SHAPES[shape], dtype) for shape in (target_shape, draft_shape))
+        with torch.no_grad():
+            embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+            embedding.normal_(0, 100)
+            head.copy_(embedding.roll(1, 0) * (target.config.initializer_range / 100))
+    return target, draft
+
+
+def random_model(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    hidden, layers, heads, intermediate, vocab = shape
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+class ControlledAcceptance:
+    """
+    Replaces the proposals of drafts: at each position by the token that the target will emit there, with a given
+    probability, otherwise by another one. The drafts still run their forwards. All get the same proposals.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.random = random.Random(0)
+        self.proposals: dict[tuple[int, ...], list[int]] = {}
+
+    def record(self, prompt_ids: Sequence[int], answer: Sequence[int], alpha: float) -> None:
+        """Choose the proposals after a prompt from the target's answer."""
+
+        def proposal(token: int) -> int:
+            if self.random.random() < alpha:
+                return token
+            return (token + 1 + self.random.randrange(self.vocab_size - 1)) % self.vocab_size
+
+        self.proposals[tuple(prompt_ids)] = [*prompt_ids, *map(proposal, answer)]
+
+    @contextlib.contextmanager
+    def steering(self) -> Iterator[None]:
+        """Put the proposals into the logits of all drafts of this process."""
+        make = Drafting.forward
+
+        def steered(drafting: Drafting, *args: Any, **kwargs: Any) -> Any:
+            made: Any = make(drafting, *args, **kwargs)
+            made.feed = self.steered_feed(made)
+            return made
+
+        Drafting.forward = steered  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Drafting.forward = make  # type: ignore[method-assign]
+
+    def steered_feed(self, forward: DraftForward) -> Callable[[torch.Tensor], torch.Tensor]:
+        feed = forward.feed
+        proposals: list[int] = []
+
+        def steered(ids: torch.Tensor) -> torch.Tensor:
+            if forward.length == 0:
+                context = tuple(ids[0].tolist())
+                proposals[:] = next(
+                    (p for prompt, p in self.proposals.items() if context[: len(prompt)] == prompt), []
+                )
+            logits = feed(ids)
+            if forward.length < len(proposals):
+                logits[0, proposals[forward.length]] = CERTAIN_LOGIT
+            return logits
+
+        return steered
+
+
+def controlled_report(
+    target: Any, systems: Sequence[System], groups: dict[float, list[list[int]]], new_tokens: int
+) -> BenchmarkReport:
+    """Time the systems on prompts by their acceptance; the drafts of lean systems reach it."""
+    acceptance = ControlledAcceptance(target.config.vocab_size)
+    for alpha, group in groups.items():
+        for prompt in group:
+            acceptance.record(prompt, answer_greedily(target, prompt, new_tokens), alpha)
+    named = {f"alpha {alpha:g}": group for alpha, group in groups.items()}
+    with acceptance.steering():
+        return benchmark(target, systems, named, max_new_tokens=new_tokens, measure_costs=True)
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------
@@ -190,7 +298,6 @@ def speed(device: str, sizes: Sizes) -> Found:
     target, draft = random_pair(*sizes.large, device=device, dtype=sizes.dtype)
     drawn = iter(prompts(len(ALPHAS) * sizes.timed, target.config.vocab_size))
     groups = {alpha: [next(drawn) for _ in range(sizes.timed)] for alpha in ALPHAS}
-    acceptance = controlled_acceptance(target, groups, sizes.new_tokens)
     compiles = sizes.compiles
     ways: dict[str, dict[str, Any]] = {
         "eager draft": {"compile_draft": False},
@@ -198,11 +305,10 @@ def speed(device: str, sizes: Sizes) -> Found:
         "compiled draft": {"compile_draft": compiles},
         "both compiled": {"compile_draft": compiles, "compile_target": compiles},
     }
-    lean = [System(name, "lean", draft, K, acceptance=acceptance, **how) for name, how in ways.items()]
-    named = {f"alpha {alpha:g}": group for alpha, group in groups.items()}
+    lean = [System(name, "lean", draft, K, **how) for name, how in ways.items()]
     systems = [System("target alone", "alone"), System("target compiled", "alone", compile_target=compiles), *lean]
     systems = systems if compiles else [systems[0], *lean]
-    report = benchmark(target, systems, named, max_new_tokens=sizes.new_tokens, measure_costs=True)
+    report = controlled_report(target, systems, groups, sizes.new_tokens)
     kept = ("tokens_per_second", "first_token_seconds", "alpha", "outputs", "peak_bytes", "times_alone", "predicted",
             "round_seconds")  # fmt: skip
     found: Found = {

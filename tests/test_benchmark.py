@@ -1,10 +1,9 @@
-"""Systems side by side: what is counted, timed and predicted, controlled acceptance, `osd-hf bench`."""
+"""Systems side by side: what is counted, timed and predicted, `osd-hf bench`."""
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -19,13 +18,10 @@ from osd_hf import AcceptanceStats, capture_traces, expected_speedup
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.benchmark import (
-    CONTROLLED_LABEL,
     BenchmarkReport,
     System,
     TimedAnswer,
     benchmark,
-    controlled_acceptance,
-    random_pair,
 )
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.utils import context
@@ -34,15 +30,15 @@ from osd_hf.utils.context import choose_threads
 TOKENS = 16
 
 
-def systems_of(draft, acceptance=None):
+def systems_of(draft):
     return [
         System("alone", "alone"),
         System("kernels", "alone", kernels=True),
         System("lookup", "prompt_lookup", num_assistant_tokens=3),
         System("lookup, kernels", "prompt_lookup", num_assistant_tokens=3, kernels=True),
-        System("stock", "stock", draft, 4, acceptance=acceptance),
-        System("lean", "lean", draft, 4, acceptance=acceptance),
-        System("auto", "lean", draft, "auto", acceptance=acceptance),
+        System("stock", "stock", draft, 4),
+        System("lean", "lean", draft, 4),
+        System("auto", "lean", draft, "auto"),
     ]
 
 
@@ -189,50 +185,6 @@ def test_an_encoder_decoder_is_refused():
         benchmark(target, [System("alone", "alone")], {"d": [[3]]}, max_new_tokens=4)
 
 
-# --- controlled acceptance ------------------------------------------------------------------------------------------
-
-
-def controlled(requests, dtype=torch.float32, tokens=32, **changes):
-    """So many requests of each alpha."""
-    target, draft = random_pair("tiny-target", "tiny-draft", dtype=dtype)
-    ids = torch.randint(512, (sum(requests.values()), 9), generator=torch.Generator().manual_seed(0))
-    by_alpha = dict(zip(requests, (group.tolist() for group in ids.split([*requests.values()])), strict=True))
-    acceptance = controlled_acceptance(target, by_alpha, tokens)
-    systems = [
-        System("alone", "alone"), System("stock", "stock", draft, 4, acceptance=acceptance),
-        System("lean", "lean", draft, 4, acceptance=acceptance, **changes),
-    ]  # fmt: skip
-    data = {str(alpha): group for alpha, group in by_alpha.items()}
-    return benchmark(target, systems, data, max_new_tokens=tokens)
-
-
-def within_bounds(stats, alpha):
-    return abs(stats.accepted - alpha * stats.examined) <= 4 * math.sqrt(alpha * (1 - alpha) * stats.examined)
-
-
-def test_controlled_acceptance_is_what_it_is_told_to_be():
-    report = controlled({0.0: 1, 0.5: 4, 1.0: 1})
-    for name in ("stock", "lean"):
-        assert [report.stats_of(name, alpha).alpha for alpha in ("0.0", "1.0")] == [0.0, 1.0]
-        half = report.stats_of(name, "0.5")
-        assert half.examined > 100
-        assert within_bounds(half, 0.5)
-        assert report.figures(name)["outputs"]["identical"] == 6
-    assert report.stats_of("stock") == report.stats_of("lean")
-
-
-@pytest.mark.parametrize(
-    ("shapes", "more", "message"),
-    [
-        (("huge", "tiny-draft"), {}, "must be one of"),
-        (("tiny-target", "tiny-draft"), {"device": "abacus"}, "does not fit the device 'abacus'"),
-    ],
-)
-def test_a_pair_that_cannot_be_is_refused(shapes, more, message):
-    with pytest.raises(ConfigError, match=message):
-        random_pair(*shapes, **more)
-
-
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -254,10 +206,6 @@ def served(saved, rows, folder, *more):
     return ["bench", *models, *sizes, "--output-dir", str(folder), *more]
 
 
-CONTROLLED = ["bench", "--controlled", "0", "1", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft",
-              "--num-requests", "1", "--max-new-tokens", "6", "--threads", "1"]  # fmt: skip
-
-
 def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, capsys):
     folder = tmp_path / "out"
     threads = torch.get_num_threads()
@@ -273,7 +221,6 @@ def test_the_command_times_static_and_learned_drafts(saved, rows, tmp_path, caps
     assert list(report["by_dataset"]["questions"]) == names
     assert report["learned_from_requests"] == 9
     assert {part["requests"] for part in report["by_dataset"]["questions"].values()} == {2}
-    assert report["controlled"] is None
     assert (folder / "speedups.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
@@ -290,24 +237,15 @@ def test_bundled_prompts_are_answered_by_any_pair(saved, tmp_path):
     assert "lean learned" not in report["by_dataset"]["all"]
 
 
-def test_the_command_labels_controlled_acceptance(tmp_path, capsys):
-    more = ["--num-assistant-tokens", "2", "3", "--output-dir", str(tmp_path / "out"), "--json", "-"]
-    assert main([*CONTROLLED, *more]) == 0
-    captured = capsys.readouterr()
-    report = json.loads(captured.out)
-    assert report["controlled"] == CONTROLLED_LABEL
-    assert CONTROLLED_LABEL.upper() in captured.err
-    assert report["by_dataset"]["alpha 1"]["stock k=3"]["alpha"] == 1.0
-    assert report["by_dataset"]["alpha 0"]["lean k=2"]["alpha"] == 0.0
-    assert all(s["is_controlled"] for s in report["systems"] if s["kind"] != "alone")
-
-
-def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
+def test_a_differing_output_exits_with_1(saved, rows, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("osd_hf.evaluation.benchmark.compare_outputs", lambda *args: "differing")
-    assert main([*CONTROLLED, "--dtype", "bfloat16", "--output-dir", str(tmp_path / "out")]) == 0
+    arguments = served(saved, rows, tmp_path / "out", "--learn-requests", "0", "--num-assistant-tokens", "2", "3")
+    assert main([*arguments, "--dtype", "bfloat16"]) == 0
     assert "wider forwards round differently in bfloat16" in capsys.readouterr().out
-    assert main([*CONTROLLED, "--output-dir", str(tmp_path / "out")]) == 1
-    assert "6 outputs DIFFER from the target's own." in capsys.readouterr().out
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "16 outputs DIFFER from the target's own." in out
+    assert "stock static k=3" in out
 
 
 @pytest.mark.parametrize(
@@ -315,12 +253,8 @@ def test_a_differing_output_exits_with_1(tmp_path, monkeypatch, capsys):
     [
         (["--num-requests", "0"], "--num-requests must be at least 1, got 0"),
         (["--num-assistant-tokens", "0"], "--num-assistant-tokens must be at least 1, got 0"),
-        (["--controlled", "2"], "--controlled must be between 0 and 1"),
-        (["--controlled", "0.5", "--prompts", "x.jsonl"], "--controlled and --prompts exclude each other"),
-        (["--controlled", "0.5", "--target-shape", "tiny-target", "--draft-shape", "tiny-draft", "--prompt-tokens",
-          "5000"], "--prompt-tokens must be at most 4000"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_and_exits_with_2(tmp_path, capsys, arguments, message):
     assert main(["bench", "--output-dir", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err

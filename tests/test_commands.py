@@ -166,7 +166,6 @@ def store(pair: Path, tmp_path_factory: Any) -> Path:
         (["bench", "--target", "t", "--compare", "d", "--domain-column", "c"], "nothing without --prompts"),
         (["bench", "--compare", "d", "--store", "s", "--max-new-tokens", "9"], "--store and --max-new-tokens exclude"),
         (["bench", "--compare", "d", "--target", "t", "--threads", "2"], "--compare and --threads exclude each other"),
-        (["bench", "--controlled", "0.5", "--learn-requests", "9"], "--controlled and --learn-requests exclude each"),
         (["push", "--draft", "d", "--export", "e", "--public"], "--export and --public exclude each other"),
         (["push", "me/draft", "--draft", "d", "--export", "e"], "--export and REPO exclude each other"),
         (["learn", "--store", "s", "--log", "l", "--collect-only", "--once"], "--collect-only and --once exclude"),

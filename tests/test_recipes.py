@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from processes import ModuleProcess, run_python
 from saved_pair import save_pair
 from table_engine import FakeVLLM, served
@@ -114,6 +115,20 @@ def test_the_accelerator_recipe_runs_with_tiny_shapes_on_the_cpu(
     assert "ZeroDivisionError" in parts["vocabulary"]["failed_with"]
     assert [part["holds"] for part in parts.values()] == [False, True]
     assert "did not hold: vocabulary" in capsys.readouterr().out
+
+
+def test_the_accelerator_recipe_controls_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    recipe = importlib.import_module("accelerator")
+    target, draft = recipe.random_pair(*recipe.TINY, device="cpu", dtype=torch.float32)
+    drawn = recipe.prompts(6, target.config.vocab_size)
+    systems = [recipe.System("alone", "alone"), recipe.System("lean", "lean", draft, 4)]
+    report = recipe.controlled_report(target, systems, {0.0: drawn[:1], 0.5: drawn[1:5], 1.0: drawn[5:]}, 32)
+    assert [report.stats_of("lean", f"alpha {alpha}").alpha for alpha in (0, 1)] == [0.0, 1.0]
+    half = report.stats_of("lean", "alpha 0.5")
+    assert half.examined > 100
+    assert abs(half.accepted - half.examined / 2) <= 2 * half.examined**0.5  # four standard deviations
+    assert report.figures("lean")["outputs"]["identical"] == 6
 
 
 def run_with_forks(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -31,15 +31,10 @@ from osd_hf.cli.settings import (
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import (
-    CONTROLLED_LABEL,
-    SHAPES,
     BenchmarkReport,
-    ControlledAcceptance,
     System,
     answer_greedily,
     benchmark,
-    controlled_acceptance,
-    random_pair,
 )
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, stats_interval, text_table
@@ -59,11 +54,9 @@ MEBI = 1 << 20
 SOURCES: dict[Any, str] = {"draft": "draft only", "text": "text only", "both": "both"}
 NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in all
 
-# Flags without an effect with --compare, with --store, and with --controlled.
-NOT_COMPARED = "controlled draft learn_requests seed threads chat_template chat_template_kwargs"
+# Flags without an effect with --compare, and with --store.
+NOT_COMPARED = "draft learn_requests seed threads chat_template chat_template_kwargs"
 NOT_STORED = "target prompts revision quantization max_new_tokens output_dir"
-NOT_CONTROLLED = "target draft prompts learn_requests chat_template chat_template_kwargs"
-NOT_CONTROLLED += " attn_implementation device_map quantization"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +76,7 @@ class BenchSettings(RowSettings, Loading, Reporting):
         "requests per data set that the learned draft learns from; 0 = no such draft", 50, minimum=0, metavar="N"
     )
     max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
-    seed: int = flag("seed of prompts, learning and random weights", 0, minimum=0)
+    seed: int = flag("seed of prompts and learning", 0, minimum=0)
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     compare: list[str] | None = flag(
         "only compare these drafts, by replay and measured costs", None, excludes=NOT_COMPARED, metavar="DRAFT"
@@ -92,12 +85,6 @@ class BenchSettings(RowSettings, Loading, Reporting):
     store: str | None = flag(
         "recordings that --compare replays", None, needs="compare", excludes=NOT_STORED, metavar="DIR"
     )
-    controlled: list[float] | None = flag(
-        "time random weights with these acceptance rates", None, excludes=NOT_CONTROLLED, metavar="ALPHA"
-    )
-    target_shape: str = flag(f"shape of the target: {', '.join(SHAPES)}", "7b", needs="controlled", metavar="NAME")
-    draft_shape: str = flag("shape of the draft", "160m", needs="controlled", metavar="NAME")
-    prompt_tokens: int = flag("tokens of a prompt", 64, minimum=1, needs="controlled", metavar="N")
     output_dir: Path | None = flag(
         "folder of report and plot; by default osd_hf_bench, none to compare drafts", None, metavar="DIR"
     )
@@ -114,8 +101,6 @@ class BenchSettings(RowSettings, Loading, Reporting):
                 raise ConfigError("--compare needs a --target or a --store.")
         if min(self.ks) < 1:
             raise ConfigError(f"--num-assistant-tokens must be at least 1, got {min(self.ks)}.")
-        if not all(0 <= alpha <= 1 for alpha in self.controlled or ()):
-            raise ConfigError(f"--controlled must be between 0 and 1, got {self.controlled}.")
 
     @property
     def ks(self) -> list[int]:
@@ -161,21 +146,19 @@ def bench_command(settings: BenchSettings) -> int:
     started, threads_before = time.perf_counter(), torch.get_num_threads()
     if settings.compare is not None:
         return _score_recorded(settings) if settings.store is not None else _compare(settings)
-    folder, is_controlled = settings.output_dir or Path("osd_hf_bench"), settings.controlled is not None
+    folder = settings.output_dir or Path("osd_hf_bench")
     make_folder(folder)
     try:
-        report, threads, facts = (_measure_controlled if is_controlled else _measure)(settings)
+        report, threads, facts = _measure(settings)
     finally:
         torch.set_num_threads(threads_before)
     data = {
         "provenance": provenance(seed=settings.seed, threads=threads),
-        "controlled": CONTROLLED_LABEL if is_controlled else None,
         **facts,
         **report.to_dict(),
         "total_seconds": round(time.perf_counter() - started, 1),
     }
-    # A speed-up over several controlled acceptances together would mean nothing.
-    datasets = [*report.answers, *(["all"] if len(report.answers) > 1 and not is_controlled else [])]
+    datasets = [*report.answers, *(["all"] if len(report.answers) > 1 else [])]
     settings.say("\n".join(speed_tables(data, datasets)))
     bars = {
         dataset: {
@@ -185,8 +168,7 @@ def bench_command(settings: BenchSettings) -> int:
         }
         for dataset in datasets
     }
-    title = "Times as fast as the target alone" + (f"\n({CONTROLLED_LABEL})" if is_controlled else "")
-    _write(settings, folder, data, bars, title)
+    _write(settings, folder, data, bars, "Times as fast as the target alone")
     differs = any(part["outputs"]["differing"] for part in data["by_dataset"]["all"].values())
     return FAILED if differs and data["dtype"] == "float32" else 0
 
@@ -203,30 +185,19 @@ def _write(settings: BenchSettings, folder: Path | None, report: dict[str, Any],
 # --- systems --------------------------------------------------------------------------------------------------------
 
 
-def _systems(
-    drafts: Mapping[str, PreTrainedModel],
-    settings: BenchSettings,
-    *,
-    earlier: Sequence[Trace] = (),
-    acceptance: ControlledAcceptance | None = None,
-) -> list[System]:
+def _systems(drafts: Mapping[str, PreTrainedModel], settings: BenchSettings, earlier: Sequence[Trace]) -> list[System]:
     """Return the systems to compare: the target alone, prompt lookup, transformers' assisted generation with the first
     draft, ours with each draft at a fixed k, and with the last draft at `"auto"` for each source of candidates."""
     ks, (first, *_) = settings.ks, drafts
-    systems = [System("target alone", "alone")]
-    if acceptance is None:
-        systems.append(System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0]))
+    systems = [System("target alone", "alone"), System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0])]
     for name, draft in drafts.items():
         for k in ks:
-            title = " ".join(word for word in ("lean", name, f"k={k}" if len(ks) > 1 else "") if word)
+            title = f"{name} k={k}" if len(ks) > 1 else name
             if name == first:
-                systems.append(System(title.replace("lean", "stock", 1), "stock", draft, k, acceptance=acceptance))
-            systems.append(System(title, "lean", draft, k, acceptance=acceptance))
-    if acceptance is not None:
-        systems.append(System("auto", "lean", draft, "auto", candidates="draft", acceptance=acceptance))
-    else:
-        for source, title in SOURCES.items():
-            systems.append(System(f"auto, {title}", "lean", draft, "auto", candidates=source, earlier=earlier))
+                systems.append(System(f"stock {title}", "stock", draft, k))
+            systems.append(System(f"lean {title}", "lean", draft, k))
+    for source, title in SOURCES.items():
+        systems.append(System(f"auto, {title}", "lean", draft, "auto", candidates=source, earlier=earlier))
     return systems
 
 
@@ -247,7 +218,7 @@ def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, A
         with OnlineAssistant(target, draft, tokenizer, config, store=earlier) as assistant:
             serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
-    systems = _systems(drafts, settings, earlier=list(earlier))
+    systems = _systems(drafts, settings, list(earlier))
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "measure_costs": True, "show_progress": True}
     report = benchmark(target, systems, prompts, tokenizer=tokenizer, **how)
     return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
@@ -291,31 +262,6 @@ def _read_prompts(
     return stream, prompts
 
 
-def _measure_controlled(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
-    """Time random weights of given shapes at given acceptance."""
-    alphas = settings.controlled or []
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    name = ("float32" if device == "cpu" else "bfloat16") if settings.dtype == "auto" else settings.dtype
-    shapes = (settings.target_shape, settings.draft_shape)
-    target, draft = random_pair(*shapes, device=device, dtype=getattr(torch, name), seed=settings.seed)
-    draw, length, new_tokens = random.Random(settings.seed), settings.prompt_tokens, settings.max_new_tokens
-    room = prompt_room(target.config, draft.config, new_tokens)
-    if room is not None and length > room:
-        raise ConfigError(f"--prompt-tokens must be at most {room}, got {length}.")
-    vocab_size, count = target.config.vocab_size, settings.num_requests or NUM_REQUESTS
-    prompts = {alpha: [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)] for alpha in alphas}
-    threads, thread_seconds = choose_threads(
-        target, lambda: answer_greedily(target, prompts[alphas[0]][0], 4), settings.threads
-    )
-    acceptance = controlled_acceptance(target, prompts, new_tokens, settings.seed)
-    systems = _systems({"": draft}, settings, acceptance=acceptance)
-    named = {f"alpha {alpha:g}": group for alpha, group in prompts.items()}
-    how: dict[str, Any] = {"max_new_tokens": new_tokens, "measure_costs": True, "show_progress": True}
-    report = benchmark(target, systems, named, **how)
-    facts = {"target_shape": shapes[0], "draft_shape": shapes[1], "prompt_tokens": length}
-    return report, threads, {**facts, "thread_seconds": thread_seconds}
-
-
 SPEED_COLUMNS: dict[str, Callable[[Any], str]] = {
     "tok/s": lambda part: f"{part['tokens_per_second']:.0f}",
     "first ms": lambda part: f"{part['first_token_seconds'] * 1e3:.1f}",
@@ -348,8 +294,6 @@ def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         rows = [[name, *(cell(part) for cell in columns.values())] for name, part in parts.items()]
         lines.append("\n" + text_table([title, *columns], rows))
 
-    if data["controlled"]:
-        lines.append(f"\n{data['controlled'].upper()}\n({data['target_shape']} with {data['draft_shape']})")
     for dataset in datasets:
         parts = data["by_dataset"][dataset]
         add_table(f"{dataset}, {next(iter(parts.values()))['requests']} requests", SPEED_COLUMNS, parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +12,13 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.timing import measured_costs
-from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
+from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.display import progress
 from osd_hf.models import device_clock, eos_ids, set_fixed_k, unwrap
 from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
@@ -58,7 +55,6 @@ class System:
     compile_target: bool = False  # for "lean", as in `OnlineConfig`; for "alone", transformers' static cache
     candidates: Literal["both", "draft", "text"] = "both"  # sources of "auto"
     earlier: Sequence[Trace] = ()  # requests that "auto" counts as served before
-    acceptance: ControlledAcceptance | None = None  # replaces the draft's proposals
     kernels: bool = False  # use the assistant's CPU kernels; "lean" always does
 
     def __post_init__(self) -> None:
@@ -92,7 +88,6 @@ class System:
             "compile_target": self.compile_target,
             "candidates": self.candidates if self.num_assistant_tokens == "auto" else None,
             "earlier_requests": len(self.earlier),
-            "is_controlled": self.acceptance is not None,
         }
 
 
@@ -393,8 +388,6 @@ class _Way:
             assert isinstance(k, int)
             set_fixed_k(unwrap(self.draft).generation_config, k)
             unwrap(self.draft).generation_config.stop_strings = None
-            if system.acceptance is not None:
-                system.acceptance.steer_module(self.draft)
         elif system.kind == "lean":
             config = OnlineConfig(
                 num_assistant_tokens=k,
@@ -408,9 +401,6 @@ class _Way:
             if system.earlier and config.reads_text:
                 serve_before(self.assistant, system.earlier)
             self.draft = self.assistant.draft
-            assert self.assistant.drafting is not None
-            if system.acceptance is not None:
-                system.acceptance.steer_lean(self.assistant.drafting)
 
     def _generate(self, request: _TimedRequest, notes: _Notes) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
@@ -437,152 +427,6 @@ class _Way:
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
         stats = AcceptanceStats.from_rounds(notes.rounds()) if self.assistant is None else self.assistant.stats
         return tokens, TimedAnswer(len(tokens), seconds, notes.moments[1] - started, stats, "", peak)
-
-
-# --- controlled acceptance -----------------------------------------------------------------------------------------
-
-
-CONTROLLED_LABEL = "controlled acceptance, random weights: times mean something, text does not"
-
-SHAPES = {  # hidden size, layers, heads, intermediate size, vocabulary
-    "8b": (4096, 32, 32, 12288, 151_936),
-    "0.6b": (1024, 28, 16, 3072, 151_936),
-    "7b": (4096, 32, 32, 11008, 32000),
-    "1.5b": (1536, 28, 12, 8960, 32000),
-    "160m": (768, 12, 12, 3072, 32000),
-    "0.15b": (1024, 6, 16, 2816, 32000),
-    "tiny-target": (64, 2, 4, 128, 512),
-    "tiny-draft": (32, 1, 2, 64, 512),
-}
-POSITIONS = 4096
-
-CERTAIN_LOGIT = 2.0**14  # above any logit of random weights, and within float16
-
-
-def random_pair(
-    target_shape: str, draft_shape: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> tuple[Any, Any]:
-    """
-    Build a Llama-shaped target and draft of two `SHAPES` with random weights. Answers end only at their maximum.
-
-    The target's head is its shifted embedding, which outweighs the layers, so the next token is always clear.
-    Otherwise, in half precision, wider forwards would sometimes choose other tokens, and acceptance would vary.
-
-    Raises:
-        ConfigError: An unknown shape, different vocabularies, or a device that is missing or too small.
-    """
-    for shape in (target_shape, draft_shape):
-        if shape not in SHAPES:
-            raise ConfigError(f"A shape must be one of {', '.join(SHAPES)}, got {shape!r}.")
-    if SHAPES[target_shape][-1] != SHAPES[draft_shape][-1]:
-        raise ConfigError(f"The shapes {target_shape} and {draft_shape} have different vocabularies.")
-    try:
-        with torch.device(device), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            target, draft = (_random_model(SHAPES[shape], dtype) for shape in (target_shape, draft_shape))
-            with torch.no_grad():
-                embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-                embedding.normal_(0, 100)
-                head.copy_(embedding.roll(1, 0) * (target.config.initializer_range / 100))
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"The pair does not fit the device {device!r}: {first_line(error)}.") from error
-    return target, draft
-
-
-def _random_model(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    hidden, layers, heads, intermediate, vocab = shape
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=intermediate,
-        vocab_size=vocab,
-        max_position_embeddings=POSITIONS,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-
-
-class ControlledAcceptance:
-    """
-    Replaces a draft's proposals: at each position by the token that the target will emit there, with a given
-    probability, otherwise by another one. The draft still runs its forwards. All systems get the same proposals.
-    """
-
-    def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        self.vocab_size = vocab_size
-        self._random = random.Random(seed)
-        self._proposals: dict[tuple[int, ...], list[int]] = {}
-
-    def record(self, prompt_ids: Sequence[int], answer: Sequence[int], alpha: float) -> None:
-        """Choose the proposals after a prompt: the tokens of the target's answer, each with the probability
-        `alpha`."""
-
-        def proposal(token: int) -> int:
-            if self._random.random() < alpha:
-                return token
-            return (token + 1 + self._random.randrange(self.vocab_size - 1)) % self.vocab_size
-
-        self._proposals[tuple(prompt_ids)] = [*prompt_ids, *map(proposal, answer)]
-
-    def steer_module(self, draft: Any) -> None:
-        """Put proposals into the logits of each forward of this decoder-only model."""
-        proposals: list[int] = []
-
-        def steer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            length = int(output.past_key_values.get_seq_length())
-            if kwargs["input_ids"].shape[1] == length:
-                proposals[:] = self._after(kwargs["input_ids"])
-            _put(output.logits[:, -1], proposals, length)
-
-        draft.register_forward_hook(steer, with_kwargs=True)
-
-    def steer_lean(self, drafting: Drafting) -> None:
-        """Put proposals into the logits of the draft of each later request."""
-        make = drafting.forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            made: Any = make(*args, **kwargs)
-            if made is not None:
-                made.feed = self._steered(made)
-            return made
-
-        drafting.forward = forward  # type: ignore[method-assign]
-
-    def _steered(self, forward: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        feed = forward.feed
-        proposals: list[int] = []
-
-        def steer(ids: torch.Tensor) -> torch.Tensor:
-            if forward.length == 0:
-                proposals[:] = self._after(ids)
-            logits: torch.Tensor = feed(ids)
-            _put(logits, proposals, forward.length)
-            return logits
-
-        return steer
-
-    def _after(self, ids: torch.Tensor) -> list[int]:
-        context = tuple(ids[0].tolist())
-        return next((p for prompt, p in self._proposals.items() if context[: len(prompt)] == prompt), [])
-
-
-def _put(logits: torch.Tensor, proposals: list[int], length: int) -> None:
-    if length < len(proposals):
-        logits[0, proposals[length]] = CERTAIN_LOGIT
-
-
-def controlled_acceptance(
-    target: Any, prompts: Mapping[float, Sequence[Sequence[int]]], max_new_tokens: int, seed: int = 0
-) -> ControlledAcceptance:
-    """Record the answers of a decoder-only target to prompts, by their acceptance."""
-    acceptance = ControlledAcceptance(int(target.config.get_text_config().vocab_size), seed)
-    for alpha, group in prompts.items():
-        for prompt in group:
-            acceptance.record(prompt, answer_greedily(target, prompt, max_new_tokens), alpha)
-    return acceptance
 
 
 def answer_greedily(target: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
