@@ -34,10 +34,10 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS
+from osd_hf.cli.quickstart import split_prompts
 from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.evaluation.benchmark import System, benchmark, compare_outputs, in_turns, median_ratio, serve_before
 from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_table
-from osd_hf.evaluation.quickstart import QuickstartSizes, split_prompts
 from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
@@ -89,8 +89,7 @@ def traffic(name: str, args: argparse.Namespace, pair: Pair) -> tuple[list[Trace
         traces = [trace for trace in chats if len(trace.prompt_ids) <= room]
     else:
         if name in DOMAINS:
-            sizes = QuickstartSizes(args.requests, args.later, timed_requests=1)
-            both = itertools.chain(*split_prompts(sizes, args.seed))
+            both = itertools.chain(*split_prompts(args.requests, args.later, args.seed))
             asked = [encode_turn(tokenizer, example.prompt) for example in both if example.domain == name]
         else:
             asked = prompts(name, tokenizer, args.requests + args.later, args.seed)

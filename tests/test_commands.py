@@ -162,7 +162,7 @@ def store(pair: Path, tmp_path_factory: Any) -> Path:
         (["run", "--bundled", "--output-dir", "o", "--dtype", "bfloat16"], "`dtype` needs a target and a draft"),
         (["bench", "--subset", "c"], "--subset would change nothing without --prompts"),
         (["bench", "--store", "s"], "--store would change nothing without --compare"),
-        (["bench", "--target", "t"], "--target and --draft go together"),
+        (["bench", "--target", "t"], "name a target and a draft, or neither"),
         (["bench", "--target", "t", "--compare", "d", "--domain-column", "c"], "nothing without --prompts"),
         (["bench", "--compare", "d", "--store", "s", "--max-new-tokens", "9"], "--store and --max-new-tokens exclude"),
         (["bench", "--compare", "d", "--target", "t", "--threads", "2"], "--compare and --threads exclude each other"),

@@ -165,7 +165,6 @@ def test_the_command_compares_folders_and_adapters(
     ("more", "said"),
     [
         (["{pair}/foreign"], "foreign' cannot be compared. The tokenizers of target and draft differ in 2 tokens"),
-        (["{pair}/draft", "{pair}/draft"], "draft twice"),
         (["{pair}/draft", "--column", "c"], "--column would change nothing without --prompts"),
         (["{pair}/nowhere"], "nowhere' cannot be loaded"),
         (["{pair}/draft", "--num-requests", "1"], "at least two prompts"),

@@ -13,7 +13,7 @@ import torch
 from waiting import LONG
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
-from osd_hf.cli.run import open_folder, serve
+from osd_hf.cli.run import RunSettings, open_folder, serve
 from osd_hf.engines.collect import LogReader
 from osd_hf.engines.versions import VersionFolder
 from osd_hf.errors import ConfigError
@@ -87,9 +87,8 @@ def write_run(folder: Path, traces: list[Trace]) -> None:
     open_folder(folder, {"a": 1})
     with OnlineAssistant(target, draft, tokenizer, CONFIG) as assistant:
         serve(
-            assistant, draft, prompts, folder, generate_kwargs={"max_new_tokens": 3, "do_sample": False},
-            keep_text=True, save_every=1,
-        )  # fmt: skip
+            RunSettings(output_dir=folder, max_new_tokens=3, keep_text=True, save_every=1), assistant, draft, prompts
+        )
 
 
 WRITERS = {"store": write_store, "log place": write_log_place, "session": write_session}

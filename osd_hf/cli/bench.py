@@ -1,4 +1,4 @@
-"""The commands `osd-hf bench` and `osd-hf quickstart`: compare systems or drafts, and show the main use."""
+"""The command `osd-hf bench`: compare the speed of decoding systems, or the acceptance of drafts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from osd_hf.acceptance import Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
+from osd_hf.cli.quickstart import serve_stream, split_prompts
 from osd_hf.cli.settings import (
-    PLACEMENT,
     THREADS,
     CommandParser,
     Loading,
     Reporting,
     RowSettings,
-    display_name,
     flag,
     open_recorded,
 )
@@ -37,8 +35,7 @@ from osd_hf.evaluation.benchmark import (
     benchmark,
 )
 from osd_hf.evaluation.compare import DraftComparison, compare
-from osd_hf.evaluation.display import figure, plot_speedups, ratio_text, stats_interval, text_table
-from osd_hf.evaluation.quickstart import QuickstartSizes, quickstart, serve_stream, split_prompts
+from osd_hf.evaluation.display import figure, plot_bars, ratio_text, stats_interval, text_table
 from osd_hf.models import input_device, load_draft, load_model, load_pair, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.replay import replay_each
@@ -66,7 +63,7 @@ class BenchSettings(RowSettings, Loading, Reporting):
     target: str | None = flag("target in place of the bundled one", None, metavar="ID|PATH")
     draft: str | None = flag("draft in place of the bundled one", None, metavar="ID|PATH")
     num_assistant_tokens: list[int] | None = flag(
-        "tokens drafted per round (k), one or several; by default 5", None, metavar="N"
+        "tokens drafted per round (k), one or several; by default 5", None, minimum=1, metavar="N"
     )
     prompts: list[str] | None = flag("data sets or files in place of the bundled domains", None, metavar="ID|FILE")
     num_requests: int | None = flag(
@@ -90,17 +87,10 @@ class BenchSettings(RowSettings, Loading, Reporting):
     )
 
     def check(self) -> None:
-        if self.compare is None:
-            self.check_together("target", "draft")
-        else:
-            if twice := {name for name in self.compare if self.compare.count(name) > 1}:
-                raise ConfigError(f"--compare names {', '.join(sorted(twice))} twice.")
-            if len(self.ks) > 1 or len(self.prompts or ()) > 1:
-                raise ConfigError("--compare takes one --num-assistant-tokens and one source of --prompts.")
-            if self.store is None and self.target is None:
-                raise ConfigError("--compare needs a --target or a --store.")
-        if min(self.ks) < 1:
-            raise ConfigError(f"--num-assistant-tokens must be at least 1, got {min(self.ks)}.")
+        if self.compare is not None and (len(self.ks) > 1 or len(self.prompts or ()) > 1):
+            raise ConfigError("--compare takes one --num-assistant-tokens and one source of --prompts.")
+        if self.compare is not None and self.store is None and self.target is None:
+            raise ConfigError("--compare needs a --target or a --store.")
 
     @property
     def ks(self) -> list[int]:
@@ -108,67 +98,29 @@ class BenchSettings(RowSettings, Loading, Reporting):
         return self.num_assistant_tokens or [5]
 
 
-@dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(Loading, Reporting):
-    """Flags of `osd-hf quickstart`."""
-
-    seed: int = flag("seed of the prompts and of learning", 0)
-    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
-    target: str | None = flag("another target for the same prompts", None, metavar="ID|PATH")
-    draft: str | None = flag("another draft for the same prompts", None, metavar="ID|PATH")
-    compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
-    output_dir: Path = flag(
-        "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
-    )
-
-    def check(self) -> None:
-        self.check_together("target", "draft")
-
-
-def make_parser(arguments: Sequence[str], *, prog: str, **how: Any) -> CommandParser:
-    """Return the parser of one of the two commands."""
-    if prog.endswith("quickstart"):
-        return CommandParser([QuickstartSettings, QuickstartSizes], without=PLACEMENT, prog=prog, **how)
-    return CommandParser([BenchSettings], prog=prog, **how)
-
-
-def quickstart_command(settings: QuickstartSettings, sizes: QuickstartSizes) -> int:
-    """Serve, learn and measure; returns the exit code."""
-    pair = load_pair(settings.target, settings.draft, **settings.loading | {"dtype": "float32", "device": "cpu"})
-    how = {name: getattr(settings, name) for name in ("seed", "threads", "output_dir", "compile_target")}
-    report = quickstart(pair, sizes, write=settings.say, **how)
-    settings.write_json(report)
-    return FAILED if report["outputs"]["differing"] else 0
+def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
+    """Return the parser of the command."""
+    return CommandParser([BenchSettings], **how)
 
 
 def bench_command(settings: BenchSettings) -> int:
     """Measure and report; returns the exit code."""
-    started, threads_before = time.perf_counter(), torch.get_num_threads()
+    started = time.perf_counter()
     if settings.compare is not None:
         return _score_recorded(settings) if settings.store is not None else _compare(settings)
     folder = settings.output_dir or Path("osd_hf_bench")
     make_folder(folder)
-    try:
-        report, threads, facts = _measure(settings)
-    finally:
-        torch.set_num_threads(threads_before)
-    data = {
-        "provenance": provenance(seed=settings.seed, threads=threads),
-        **facts,
-        **report.to_dict(),
-        "total_seconds": round(time.perf_counter() - started, 1),
-    }
+    report, facts = _measure(settings)
+    data = {**facts, **report.to_dict(), "total_seconds": round(time.perf_counter() - started, 1)}
     datasets = [*report.answers, *(["all"] if len(report.answers) > 1 else [])]
     settings.say("\n".join(speed_tables(data, datasets)))
     bars = {
         dataset: {
-            name: (*part["times_alone"].values(), part["predicted"] and part["predicted"]["speedup"])
-            for name, part in data["by_dataset"][dataset].items()
-            if name != report.alone
+            n: tuple(p["times_alone"].values()) for n, p in data["by_dataset"][dataset].items() if n != report.alone
         }
         for dataset in datasets
     }
-    _write(settings, folder, data, bars, "Times as fast as the target alone")
+    _write(settings, folder, data, bars, "Measured in turns, median over requests")
     differs = any(part["outputs"]["differing"] for part in data["by_dataset"]["all"].values())
     return FAILED if differs and data["dtype"] == "float32" else 0
 
@@ -176,7 +128,7 @@ def bench_command(settings: BenchSettings) -> int:
 def _write(settings: BenchSettings, folder: Path | None, report: dict[str, Any], bars: Any, title: str) -> None:
     """Write the report and its plot."""
     if folder is not None:
-        plot_speedups(folder / "speedups.png", bars, title=title)
+        plot_bars(folder / "speedups.png", bars, title=title, label="times as fast as the target alone")
         write_report(folder / "report.json", report)
         settings.say(f"\nWrote report.json and speedups.png to {folder}.")
     settings.write_json(report)
@@ -201,7 +153,7 @@ def _systems(drafts: Mapping[str, PreTrainedModel], settings: BenchSettings, ear
     return systems
 
 
-def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, Any]]:
+def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, dict[str, Any]]:
     """Let a draft learn, and time all systems on later prompts."""
     target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
     if settings.prompts is None:
@@ -221,16 +173,16 @@ def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, int, dict[str, A
     systems = _systems(drafts, settings, list(earlier))
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "measure_costs": True, "show_progress": True}
     report = benchmark(target, systems, prompts, tokenizer=tokenizer, **how)
-    return report, threads, {"learned_from_requests": len(stream), "thread_seconds": thread_seconds}
+    origin = provenance(seed=settings.seed, threads=threads)
+    return report, {"provenance": origin, "learned_from_requests": len(stream), "thread_seconds": thread_seconds}
 
 
 def _bundled_prompts(settings: BenchSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[RequestStream, EncodedSets]:
     """Return prompts of the bundled domains to learn from, shuffled, and later ones to answer."""
     count = settings.num_requests or NUM_REQUESTS
-    sizes = QuickstartSizes(settings.learn_requests, count, timed_requests=1)
     learned, later = (
         [(e.domain, encode_turn(tokenizer, e.prompt, **settings.chat)) for e in examples]
-        for examples in split_prompts(sizes, settings.seed)
+        for examples in split_prompts(settings.learn_requests, count, settings.seed)
     )
     return learned, {domain: [ids for name, ids in later if name == domain] for domain in DOMAINS}
 
@@ -322,9 +274,9 @@ def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
 
 
 def _drafts_by_name(settings: BenchSettings) -> dict[str, str]:
-    """Return the name of each draft in reports, and where it is loaded from."""
-    sources = settings.compare or []
-    shown = {display_name(source): source for source in sources}
+    """Return the name of each draft in reports, without local folders, and where it is loaded from."""
+    sources = dict.fromkeys(settings.compare or ())
+    shown = {Path(source).name if Path(source).is_absolute() else source: source for source in sources}
     return shown if len(shown) == len(sources) else {source: source for source in sources}
 
 
@@ -340,7 +292,7 @@ def _compare(settings: BenchSettings) -> int:
     drafts = {name: load_draft(source, **loading) for name, source in _drafts_by_name(settings).items()}
     found = compare(target, drafts, tokenizer, dataset, num_assistant_tokens=settings.ks[0], show_progress=True)
     settings.say(found.summary() + "\n\n" + _comparison_tables(found))
-    bars = {dataset.name: {name: (worth.speedup, worth.interval, None) for name, worth in found.worth.items()}}
+    bars = {dataset.name: {name: (worth.speedup, worth.interval) for name, worth in found.worth.items()}}
     title = "Expected by acceptance and measured costs"
     _write(settings, settings.output_dir, found.to_dict(), bars, title)
     return 0

@@ -28,7 +28,6 @@ from osd_hf.cli.settings import (
     Loading,
     PromptSettings,
     Reporting,
-    compared_k,
     flag,
     learning_parser,
     lora_config,
@@ -244,7 +243,6 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
         code = _collect(settings, config)
         if code or settings.collect_only:
             return code
-    compared_k(config)
     ways = settings.ways()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

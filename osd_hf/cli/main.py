@@ -37,7 +37,6 @@ COMMANDS = {
     "learn": "train a draft on stored answers of a serving engine, and publish its versions",
     "push": "evaluate a draft and push it to the Hub, or export it for vLLM",
 }
-MODULES = {"quickstart": "bench"}  # commands in the module of another one
 POSITIONALS = {"draft": "TARGET DIR ", "env": "[TARGET DRAFT] ", "push": "[REPO] "}
 EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
 
@@ -80,7 +79,7 @@ def parse(argv: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
 
 def command_module(name: str) -> Any:
     """Import the module of a command."""
-    return importlib.import_module(f"osd_hf.cli.{MODULES.get(name, name)}")
+    return importlib.import_module(f"osd_hf.cli.{name}")
 
 
 def disable_telemetry() -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,25 +24,24 @@ from osd_hf.cli.settings import (
     PromptSettings,
     Reporting,
     check_auto,
-    compared_k,
     flag,
     learning_parser,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.evaluation import display
-from osd_hf.evaluation.benchmark import pad_setting
+from osd_hf.evaluation.benchmark import answer_traced, pad_setting
 from osd_hf.evaluation.display import comparison_row, figure, text_table
 from osd_hf.learning.session import has_session
-from osd_hf.models import input_device, load_config, load_pair, load_tokenizer, prompt_room
+from osd_hf.models import load_pair, prompt_room
 from osd_hf.prompts import EncodedPrompts, prompts_digest
 from osd_hf.replay import replay
-from osd_hf.trace import Trace
 from osd_hf.utils.disk import hold_lock, open_privately, sync_folder, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance, write_report
 
 logger = logging.getLogger(__name__)
 
+SOURCES = ("target", "draft", "prompts")
 SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
@@ -77,25 +76,21 @@ class RunSettings(PromptSettings, Loading, Reporting):
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
-        """Arguments of `generate` for every request; raises ConfigError."""
+        """Arguments of `generate` for every request."""
         sampling = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         given = {name: value for name, value in sampling.items() if value is not None}
-        if not (0 < given.get("temperature", 1) < math.inf and 0 < given.get("top_p", 1) <= 1):
-            raise ConfigError("--temperature must be positive, and --top-p above 0 and at most 1.")
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
 
-    @property
-    def sources(self) -> dict[str, str | None]:
-        """Sources of models and prompts."""
-        return {"target": self.target, "draft": self.draft, "prompts": self.prompts}
-
     def check(self) -> None:
-        if not self.bundled and (missing := [name for name, value in self.sources.items() if not value]):
+        if not self.bundled and (missing := [name for name in SOURCES if not getattr(self, name)]):
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
+        temperature, top_p = (1 if value is None else value for value in (self.temperature, self.top_p))
+        if not (0 < temperature < math.inf and 0 < top_p <= 1):
+            raise ConfigError("--temperature must be positive, and --top-p above 0 and at most 1.")
 
     def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
         """Return what must stay the same for a run to be resumed, ready for JSON."""
-        places = dict.fromkeys(self.sources, "bundled") if self.bundled else self.sources
+        places = {name: "bundled" if self.bundled else getattr(self, name) for name in SOURCES}
         return {
             **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
             "requests": len(encoded.prompts),
@@ -117,41 +112,24 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     """Serve, learn and report; returns the exit code."""
-    compared_k(config, takes_auto=True)
     check_auto(config)
-    generate_kwargs, folder, pair = settings.generate_kwargs, settings.output_dir, None
-    if settings.bundled:
-        pair = load_pair(**settings.loading)
-        target_config, draft_config, tokenizer = pair.target.config, pair.draft.config, pair.tokenizer
-    else:  # weights are loaded last, after all checks
-        target_config = load_config(str(settings.target), **settings.fetching)
-        draft_config = load_config(str(settings.draft), **settings.draft_fetching)
-        tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
-    room = prompt_room(target_config, draft_config, settings.max_new_tokens)
+    if config.num_assistant_tokens is None:
+        raise ConfigError("--num-assistant-tokens must not be none: comparisons need one k throughout.")
+    folder = settings.output_dir
+    pair = target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
+    room = prompt_room(target.config, draft.config, settings.max_new_tokens)
     encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
     identity = settings.identity(config, encoded)
     _check_folder(folder, identity, resume=settings.resume)
-    pair = pair or load_pair(settings.target, settings.draft, **settings.loading)
     config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, identity)
     try:
-        with assistant, display.alpha_bar(len(encoded.prompts), "serving") as advance:
-            served = serve(
-                assistant,
-                pair.draft,
-                encoded,
-                folder,
-                generate_kwargs=generate_kwargs | pad_setting(pair.target),
-                learn=settings.learn,
-                save_every=settings.save_every,
-                keep_text=settings.keep_text,
-                on_request=lambda s: advance(s.learned, s.frozen, s.draft_version),
-            )
+        with assistant:
+            served = serve(settings, assistant, draft, encoded)
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
     assistant.save_pretrained(folder / "draft")
-    target = pair.target
     origin = provenance(device=str(target.device), dtype=str(target.dtype), seed=config.seed)
     _report(settings, {"provenance": origin, "settings": identity}, encoded, served)
     return 0
@@ -244,50 +222,36 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def serve(
-    assistant: OnlineAssistant,
-    frozen: PreTrainedModel,
-    prompts: EncodedPrompts,
-    folder: Path,
-    *,
-    generate_kwargs: Mapping[str, Any],
-    learn: bool = True,
-    save_every: int | None = None,
-    keep_text: bool = False,
-    on_request: Callable[[Served], object] = lambda served: None,
+    settings: RunSettings, assistant: OnlineAssistant, frozen: PreTrainedModel, prompts: EncodedPrompts
 ) -> list[Served]:
     """
     Serve the prompts that the run in this folder has not served yet.
 
     The saved state decides where a run resumes: later journal lines are dropped and their requests are served again,
-    from the same draft and, if sampled, with the same seed. A resumed run therefore ends as an uninterrupted one. Only
-    the store may hold a request twice. Without learning, the journal alone decides.
+    from the same draft and, if sampled with a fixed k, with the same tokens. A resumed run therefore ends as an
+    uninterrupted one. Only the store may hold a request twice. Without learning, the journal alone decides.
 
-    Args:
-        assistant (`OnlineAssistant`):
-            A new assistant with the strategy `"manual"`. Sampled requests repeat exactly only with a fixed k.
-        frozen (`PreTrainedModel`): The original draft.
-        folder (`Path`): Gets `journal.jsonl`, with texts if `keep_text`, and `state/`.
-        save_every (`int`, *optional*): Updates between two saves; by default one save per minute.
-        on_request (`Callable[[Served], object]`, *optional*): Called for each request, earlier ones included.
-
-    Raises:
-        ConfigError: Another process serves into the folder.
-        StateError: The journal or the state cannot be read.
-        LearnerError: Learning failed; the last saved state is intact.
+    The assistant is new and has the strategy `"manual"`. `frozen` is the original draft. Raises ConfigError,
+    StateError and LearnerError.
     """
+    folder, learn = settings.output_dir, settings.learn
+    generate_kwargs = settings.generate_kwargs | pad_setting(assistant.target)
     lock = hold_lock(folder / LOCK, f"Another process serves into {folder}. Choose another output folder.")
     try:
         served = _resume(assistant, folder, learn)
-        for request in served:
-            on_request(request)
         updates = sum(request.update is not None for request in served)
         k, saved_at = assistant.config.compared_k, time.monotonic()
         assert k is not None
-        with open(folder / JOURNAL, "a", opener=open_privately) as file:
+        with (
+            open(folder / JOURNAL, "a", opener=open_privately) as file,
+            display.alpha_bar(len(prompts.prompts), "serving") as advance,
+        ):
+            for request in served:
+                advance(request.learned, request.frozen, request.draft_version)
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 torch.manual_seed(assistant.config.seed * 1_000_003 + count - 1)
                 started, learned_before = time.perf_counter(), assistant.learning_seconds
-                answer, trace = _generate(assistant, ids, domain=prompt.domain, learn=learn, **generate_kwargs)
+                answer, trace = answer_traced(assistant, ids, domain=prompt.domain, learn=learn, **generate_kwargs)
                 seconds = time.perf_counter() - started - (assistant.learning_seconds - learned_before)
                 # With "auto", the draft drafts easy tokens and text comes first: replay compares both drafts fairly.
                 if assistant.config.num_assistant_tokens == k:
@@ -298,7 +262,7 @@ def serve(
                 is_due = learn and assistant.is_learning
                 update = _update(assistant, count) if is_due else None
                 updates += is_due
-                text = assistant.tokenizer.decode(answer, skip_special_tokens=True) if keep_text else None
+                text = assistant.tokenizer.decode(answer, skip_special_tokens=True) if settings.keep_text else None
                 request = Served(
                     index=prompt.index,
                     domain=prompt.domain,
@@ -308,33 +272,23 @@ def serve(
                     draft_version=trace.draft_version,
                     learning_seconds=assistant.learning_seconds - learned_before,
                     update=update,
-                    prompt=prompt.text if keep_text else None,
+                    prompt=prompt.text if settings.keep_text else None,
                     answer=text,
                 )
                 served.append(request)
                 file.write(request.to_line() + "\n")
                 file.flush()
-                if save_every is None:
+                if settings.save_every is None:
                     is_time = time.monotonic() - saved_at >= SAVE_SECONDS
                 else:
-                    is_time = is_due and updates % save_every == 0
+                    is_time = is_due and updates % settings.save_every == 0
                 if learn and (is_time or count == len(prompts.prompts)):
                     _save(assistant, file, folder)
                     saved_at = time.monotonic()
-                on_request(request)
+                advance(request.learned, request.frozen, request.draft_version)
         return served
     finally:
         lock.release()
-
-
-def _generate(assistant: OnlineAssistant, ids: list[int], **kwargs: Any) -> tuple[list[int], Trace]:
-    """Return the new tokens of an answer and the trace of the request."""
-    traces: list[Trace] = []
-    input_ids = torch.tensor([ids], device=input_device(assistant.target))
-    mask = torch.ones_like(input_ids)
-    output = assistant.generate(input_ids, attention_mask=mask, on_trace=traces.append, **kwargs)
-    start = 0 if assistant.target.config.is_encoder_decoder else len(ids)
-    return output[0, start:].tolist(), traces[0]  # waits for the device
 
 
 def _save(assistant: OnlineAssistant, journal: TextIO, folder: Path) -> None:

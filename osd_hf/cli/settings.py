@@ -170,8 +170,9 @@ class CommandParser(HfArgumentParser):
         given = {name for name, value in values.items() if value != self.get_default(name)}
         for name, rules in self.rules.items():
             value, minimum = values[name], rules.get("minimum")
-            if minimum is not None and value is not None and not minimum <= value < math.inf:
-                raise ConfigError(f"{option(name)} must be at least {minimum}, got {value}.")
+            for number in value if isinstance(value, list) else [value]:
+                if minimum is not None and number is not None and not minimum <= number < math.inf:
+                    raise ConfigError(f"{option(name)} must be at least {minimum}, got {number}.")
             for group in rules.get("needs", "").split(","):
                 needed = [other for other in group.split() if other in values]
                 if name in given and needed and not any(values[other] for other in needed):
@@ -439,15 +440,6 @@ def learning_parser(kind: type, arguments: Sequence[str], *, k: int | None = Non
     return parser
 
 
-def compared_k(config: OnlineConfig, *, takes_auto: bool = False) -> int:
-    """Return the number of drafted tokens for comparisons; raises ConfigError if the configuration leaves it open."""
-    k = config.num_assistant_tokens
-    if k is None or (k == "auto" and not takes_auto):
-        shown = "none" if k is None else k
-        raise ConfigError(f"--num-assistant-tokens must not be {shown}: comparisons need one k throughout.")
-    return config.compared_k or 0
-
-
 def check_auto(config: OnlineConfig) -> None:
     """Raise ConfigError for flags that have no meaning with a fixed number of drafted tokens."""
     plain = OnlineConfig()
@@ -472,11 +464,6 @@ def lora_config(rank: int | None) -> Any:
 
 
 # --- files and signals ----------------------------------------------------------------------------------------------
-
-
-def display_name(source: str) -> str:
-    """Return the name of a model for a report, without local folders."""
-    return Path(source).name if Path(source).is_absolute() else source
 
 
 def open_recorded(folder: str | Path) -> CorrectionStore:

@@ -20,7 +20,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.decoding.timing import measured_costs
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.display import progress
-from osd_hf.models import device_clock, eos_ids, set_fixed_k, unwrap
+from osd_hf.models import device_clock, eos_ids, input_device, set_fixed_k, unwrap
 from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels
@@ -427,6 +427,16 @@ class _Way:
         peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
         stats = AcceptanceStats.from_rounds(notes.rounds()) if self.assistant is None else self.assistant.stats
         return tokens, TimedAnswer(len(tokens), seconds, notes.moments[1] - started, stats, "", peak)
+
+
+def answer_traced(assistant: OnlineAssistant, prompt_ids: Sequence[int], **kwargs: Any) -> tuple[list[int], Trace]:
+    """Return the new tokens of an answer and the trace of the request."""
+    traces: list[Trace] = []
+    ids = torch.tensor([list(prompt_ids)], device=input_device(assistant.target))
+    mask = torch.ones_like(ids)
+    output = assistant.generate(ids, attention_mask=mask, on_trace=traces.append, **kwargs)
+    start = 0 if assistant.target.config.is_encoder_decoder else len(prompt_ids)
+    return output[0, start:].tolist(), traces[0]  # waits for the device
 
 
 def answer_greedily(target: Any, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:

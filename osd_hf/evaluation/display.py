@@ -19,8 +19,8 @@ T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 
 # Colors for color-blind readers (Okabe and Ito), as `LEARNING`.
-FROZEN, CEILING = "#D55E00", "#9A9A9A"
-COLORS = (CEILING, "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
+FROZEN = "#D55E00"
+COLORS = ("#9A9A9A", "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
 BAR_WINDOW = 50  # requests over which a progress bar pools alpha
 WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
 
@@ -110,60 +110,33 @@ def plot_alpha(path: Path, compared: Comparison, *, title: str) -> None:
 
 
 def plot_domains(path: Path, compared: Comparison, labels: Mapping[str, str], *, title: str) -> None:
-    """Plot alpha with 95% intervals: a group of bars per domain, and a bar with its label per draft."""
-    figure, axes = new_figure(9.0, 4.2)
-    parts = compared.parts()
-    for number, ((draft, label), color) in enumerate(zip(labels.items(), (FROZEN, LEARNING, CEILING), strict=False)):
-        estimates = [(part.totals[draft].alpha, part.totals[draft].alpha_interval) for part in parts.values()]
-        places = _bars(axes, estimates, number, len(labels), 0.8, color=color, label=label, capsize=3)
-        for place, (height, _) in zip(places, estimates, strict=True):
-            axes.text(place, 0.015, f"{height:.2f}", ha="center", va="bottom", color="white", fontsize=9)
-    axes.set_ylabel("alpha, with 95% interval")
-    axes.set_ylim(0, 1)
-    _finish(figure, axes, path, list(parts), title, ncols=len(labels))
+    """Plot alpha: a group of bars per domain, and a bar with its label per draft."""
+    bars = {
+        name: {label: (part.totals[side].alpha, part.totals[side].alpha_interval) for side, label in labels.items()}
+        for name, part in compared.parts().items()
+    }
+    plot_bars(path, bars, title=title, label="alpha")
 
 
-def plot_speedups(
-    path: Path, speedups: Mapping[str, Mapping[str, tuple[float, tuple[float, float], float | None]]], *, title: str
-) -> None:
-    """Plot speed-ups with 95% intervals: a group of bars per data set, a bar per system, and a mark for the prediction
-    of the cost model."""
-    systems = list(next(iter(speedups.values())))
-    figure, axes = new_figure(max(9.0, 2.0 + 0.2 * len(speedups) * (len(systems) + 1)), 4.8)
-    for number, system in enumerate(systems):
-        found = [group[system] for group in speedups.values()]
-        style: dict[str, Any] = {
-            "color": COLORS[number % len(COLORS)],
-            "hatch": ("", "///", "...")[number // len(COLORS) % 3],
-        }
-        style |= {"edgecolor": "white", "linewidth": 0, "label": system, "capsize": 2}
-        estimates = [(height, ends) for height, ends, _ in found]
-        places = _bars(axes, estimates, number, len(systems), 0.84, **style)
-        if marks := [(place, p) for place, (_, _, p) in zip(places, found, strict=True) if p is not None]:
-            x, y = zip(*marks, strict=True)
-            last = "predicted by the cost model" if number == len(systems) - 1 else None
-            axes.scatter(x, y, marker="D", s=18, color="white", edgecolors="black", linewidths=1, zorder=3, label=last)
+def plot_bars(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str, label: str) -> None:
+    """Plot estimates with their 95% intervals in groups of bars."""
+    kinds = list(next(iter(bars.values())))
+    figure, axes = new_figure(max(9.0, 2.0 + 0.2 * len(bars) * (len(kinds) + 1)), 4.8)
+    width = 0.84 / len(kinds)
+    for number, kind in enumerate(kinds):
+        estimates = [group[kind] for group in bars.values()]
+        places = [group + (number - (len(kinds) - 1) / 2) * width for group in range(len(bars))]
+        heights = [height for height, _ in estimates]
+        # `max(0, nan)` is 0: an undefined interval has no error bar.
+        errors = [[max(0, h - low) for h, (low, _) in estimates], [max(0, high - h) for h, (_, high) in estimates]]
+        style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0, "ecolor": "#333333", "capsize": 2}
+        style |= {"color": COLORS[number % len(COLORS)], "hatch": ("", "///", "...")[number // len(COLORS) % 3]}
+        axes.bar(places, heights, width * 0.94, yerr=errors, label=kind, **style)
     axes.axhline(1, color="black", lw=1)
-    axes.set_ylabel("times as fast as the target alone, 95% interval")
+    axes.set_ylabel(f"{label}, with 95% interval")
     axes.set_ylim(0)
     axes.margins(x=0.01)
-    _finish(figure, axes, path, list(speedups), title, ncols=4, fontsize=9)
-
-
-def _bars(
-    axes: Any, estimates: Sequence[Estimate], number: int, count: int, width: float, **style: Any
-) -> list[float]:
-    """Draw the bars of one of `count` kinds, one per group; returns their positions."""
-    places = [group + (number - (count - 1) / 2) * width / count for group in range(len(estimates))]
-    heights = [height for height, _ in estimates]
-    # `max(0, nan)` is 0: an undefined interval has no error bar.
-    errors = [[max(0, h - low) for h, (low, _) in estimates], [max(0, high - h) for h, (_, high) in estimates]]
-    axes.bar(places, heights, width / count * 0.94, yerr=errors, ecolor="#333333", **style)
-    return places
-
-
-def _finish(figure: Any, axes: Any, path: Path, groups: Sequence[str], title: str, **legend: Any) -> None:
-    axes.set_xticks(range(len(groups)), groups)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, **legend)
+    axes.set_xticks(range(len(bars)), list(bars))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False, ncols=4, fontsize=9)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)

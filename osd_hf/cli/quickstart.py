@@ -1,27 +1,27 @@
-"""The quickstart: serve four domains with one draft that learns, and compare it with the original draft."""
+"""The command `osd-hf quickstart`: serve four domains with a draft that learns, and compare it with the original."""
 
 from __future__ import annotations
 
 import random
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts
+from osd_hf.cli import FAILED
+from osd_hf.cli.settings import PLACEMENT, THREADS, CommandParser, Loading, Reporting, flag
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
-from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, benchmark
+from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, answer_traced, benchmark
 from osd_hf.evaluation.display import figure, ratio_text, text_table
-from osd_hf.models import Pair
+from osd_hf.models import Pair, load_pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
@@ -29,88 +29,87 @@ from osd_hf.utils.context import choose_threads
 from osd_hf.utils.report import make_folder, provenance, write_report
 
 K = 5
+SIZES = ("learn_requests", "later_requests", "timed_requests", "max_new_tokens")
 WAYS = ("target alone", "prompt lookup", "static draft", "learned draft", "learned draft, target compiled")
 COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the ways
 
 
-def _size(default: int, minimum: int, help: str) -> Any:
-    return field(default=default, metadata={"help": help, "minimum": minimum})
+@dataclass(frozen=True, kw_only=True)
+class QuickstartSettings(Loading, Reporting):
+    """Flags of `osd-hf quickstart`."""
 
+    learn_requests: int = flag("requests per domain to serve and learn from", 100, minimum=2, metavar="N")
+    later_requests: int = flag(
+        "later requests per domain for measuring alpha, never learned from", 20, minimum=2, metavar="N"
+    )
+    timed_requests: int = flag(
+        "later requests per domain that are also answered live in each way", 12, minimum=1, metavar="N"
+    )
+    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=2, metavar="N")
+    seed: int = flag("seed of the prompts and of learning", 0)
+    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
+    target: str | None = flag("another target for the same prompts", None, metavar="ID|PATH")
+    draft: str | None = flag("another draft for the same prompts", None, metavar="ID|PATH")
+    compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
+    output_dir: Path = flag(
+        "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
+    )
 
-@dataclass(frozen=True)
-class QuickstartSizes:
-    """Numbers of requests of [`quickstart`], per domain."""
-
-    learn_requests: int = _size(100, 2, "requests per domain to serve and learn from")
-    later_requests: int = _size(20, 2, "later requests per domain for measuring alpha, never learned from")
-    timed_requests: int = _size(12, 1, "later requests per domain that are also answered live in each way")
-    max_new_tokens: int = _size(96, 2, "maximum tokens of an answer")
-
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if self.timed_requests > self.later_requests:
-            of = f"{self.timed_requests} of {self.later_requests}"
-            raise ConfigError(f"`timed_requests` are part of the `later_requests`, got {of}.")
+            counts = f"{self.timed_requests} of {self.later_requests}"
+            raise ConfigError(f"--timed-requests must be at most --later-requests, got {counts}.")
 
 
-def quickstart(
-    pair: Pair,
-    sizes: QuickstartSizes,
-    *,
-    seed: int,
-    threads: int | None,
-    output_dir: Path,
-    write: Callable[[str], object],
-    compile_target: bool = True,
-) -> dict[str, Any]:
-    """
-    Serve a stream of prompts from all domains with one draft that learns, and compare the draft with its original on
-    later prompts. Returns the content of `report.json`.
+def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
+    """Return the parser of the command."""
+    return CommandParser([QuickstartSettings], without=PLACEMENT, **how)
 
-    Args:
-        pair (`Pair`), sizes (`QuickstartSizes`): The models; numbers of requests.
-        seed (`int`): Seed of the prompts, their order, and learning.
-        threads (`int`, *optional*): Number of torch threads; by default [`choose_threads`] decides.
-        output_dir (`Path`): Folder of `report.json`, `alpha.png` and `domains.png`.
-        write (`Callable[[str], object]`): Prints a text.
-        compile_target (`bool`, *optional*, defaults to `True`): Whether to time the target compiled, too.
-    """
-    config = OnlineConfig(num_assistant_tokens=K, seed=seed)
+
+def quickstart_command(settings: QuickstartSettings) -> int:
+    """Serve prompts of all domains with one draft that learns, and compare the draft with its original on later
+    prompts; returns the exit code."""
+    pair = load_pair(settings.target, settings.draft, **settings.loading | {"dtype": "float32", "device": "cpu"})
+    sizes = {name: getattr(settings, name) for name in SIZES}
+    folder, max_new_tokens = settings.output_dir, settings.max_new_tokens
+    config = OnlineConfig(num_assistant_tokens=K, seed=settings.seed)
     started = time.perf_counter()
-    make_folder(output_dir)
-    learned_from, later = split_prompts(sizes, seed)
+    make_folder(folder)
+    learned_from, later = split_prompts(settings.learn_requests, settings.later_requests, settings.seed)
     stream, asked = (
         [(example.domain, encode_turn(pair.tokenizer, example.prompt)) for example in examples]
         for examples in (learned_from, later)
     )
-    threads_before = torch.get_num_threads()
-    used, thread_seconds = choose_threads(pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), threads)
-    num_timed, num_ways = len(DOMAINS) * sizes.timed_requests, 4 + compile_target
-    write(
+    threads, thread_seconds = choose_threads(
+        pair.target, lambda: answer_greedily(pair.target, asked[0][1], 4), settings.threads
+    )
+    num_timed, num_ways = len(DOMAINS) * settings.timed_requests, 4 + settings.compile_target
+    settings.say(
         f"1. A small draft proposes tokens while its target answers {len(stream)} prompts, and learns from the "
         f"answers.\n2. {len(later)} later prompts show how many proposals are right, before and after.\n"
         f"3. {num_timed} of them are answered in {num_ways} ways, to compare the speed.\n"
-        f"Torch threads: {used}.\n"
+        f"Torch threads: {threads}.\n"
     )
-    try:
-        with OnlineAssistant(*pair, config) as assistant:
-            assistant.drafts.set_pace(min_effort=1.0)  # shows what learning can reach
-            served = serve_stream(assistant, stream, sizes.max_new_tokens)
-            balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
-            prompts = [ids for _, ids in asked]
-            recorded = record_traces(pair.target, prompts, max_new_tokens=sizes.max_new_tokens, num_logprobs=1)
-            answered = list(display.progress(recorded, "later prompts", "request", len(prompts)))
-            frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, answered))
-            learned = replay_each(assistant.draft, answered, K)
-            timed = _timed(pair, assistant.draft, served, asked, sizes, compile_target=compile_target)
-    finally:
-        torch.set_num_threads(threads_before)
+    with OnlineAssistant(*pair, config) as assistant:
+        assistant.drafts.set_pace(min_effort=1.0)  # shows what learning can reach
+        served = serve_stream(assistant, stream, max_new_tokens)
+        balance = {"learning_seconds": assistant.learning_seconds, "saved_seconds": assistant.saved_seconds}
+        prompts = [ids for _, ids in asked]
+        recorded = record_traces(pair.target, prompts, max_new_tokens=max_new_tokens, num_logprobs=1)
+        answered = list(display.progress(recorded, "later prompts", "request", len(prompts)))
+        frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, answered))
+        learned = replay_each(assistant.draft, answered, K)
+        timed_prompts = {d: [ids for name, ids in asked if name == d][: settings.timed_requests] for d in DOMAINS}
+        ways = _systems(pair, assistant.draft, served, compile_target=settings.compile_target)
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "tokenizer": pair.tokenizer, "show_progress": True}
+        timed = benchmark(pair.target, ways, timed_prompts, **how)
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
     compared = Comparison([domain for domain, _ in asked], {"static": static, "learned": learned})
     by_domain = {name: _domain_report(name, part, timed) for name, part in compared.parts().items()}
     report: dict[str, Any] = {
-        "provenance": provenance(seed=seed, device=str(pair.target.device), threads=used),
+        "provenance": provenance(seed=settings.seed, device=str(pair.target.device), threads=threads),
         "defaults": OnlineConfig().to_dict(),  # shows whether a report is outdated
-        "sizes": asdict(sizes),
+        "sizes": sizes,
         "config": config.to_dict(),
         "by_domain": by_domain,
         "outputs": by_domain["all"]["outputs"],
@@ -119,33 +118,36 @@ def quickstart(
         **balance,
     }
     serving = Comparison([t.domain for t in served], while_serving)
-    display.plot_alpha(output_dir / "alpha.png", serving, title=display.WHILE_SERVING)
+    display.plot_alpha(folder / "alpha.png", serving, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving"}
     title = "Acceptance on later prompts, never learned from"
-    display.plot_domains(output_dir / "domains.png", compared, labels, title=title)
+    display.plot_domains(folder / "domains.png", compared, labels, title=title)
     answer = pair.tokenizer.decode(answered[0].completion_ids.tolist(), skip_special_tokens=True)
     for line in _shown(report, later[0], answer):
-        write(line)
+        settings.say(line)
     report["total_seconds"] = round(time.perf_counter() - started, 2)
-    write_report(output_dir / "report.json", report)
-    write(f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {output_dir}.")
-    write(f"\n{_summary(report)}")
-    return report
+    write_report(folder / "report.json", report)
+    settings.say(
+        f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {folder}.\n\n"
+        f"{_summary(report)}"
+    )
+    settings.write_json(report)
+    return FAILED if report["outputs"]["differing"] else 0
 
 
-def split_prompts(sizes: QuickstartSizes, seed: int) -> tuple[list[Example], list[Example]]:
+def split_prompts(learn_requests: int, later_requests: int, seed: int) -> tuple[list[Example], list[Example]]:
     """Return the examples to learn from, shuffled, and later examples that pose other problems."""
     learned: list[Example] = []
     later: list[Example] = []
     for domain in DOMAINS:
-        wanted = sizes.learn_requests + sizes.later_requests
+        wanted = learn_requests + later_requests
         examples = bundled_prompts(domain, wanted + wanted // 2 + 20, seed=seed)
-        seen = {e.problem for e in examples[: sizes.learn_requests]}
-        fresh = [e for e in examples[sizes.learn_requests :] if e.problem not in seen]
-        if len(fresh) < sizes.later_requests:
+        seen = {e.problem for e in examples[:learn_requests]}
+        fresh = [e for e in examples[learn_requests:] if e.problem not in seen]
+        if len(fresh) < later_requests:
             raise ConfigError(f"The domain {domain} has only {len(fresh)} later requests that pose new problems.")
-        learned += examples[: sizes.learn_requests]
-        later += fresh[: sizes.later_requests]
+        learned += examples[:learn_requests]
+        later += fresh[:later_requests]
     random.Random(seed).shuffle(learned)
     return learned, later
 
@@ -157,28 +159,16 @@ def serve_stream(
     traces: list[Trace] = []
     with display.alpha_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
-            ids = torch.tensor([list(prompt_ids)], device=assistant.target.device)
-            how: dict[str, Any] = {
-                "do_sample": False,
-                "max_new_tokens": max_new_tokens,
-                "attention_mask": torch.ones_like(ids),
-            }
-            assistant.generate(ids, domain=domain, on_trace=traces.append, **how)
-            advance(AcceptanceStats.from_trace(traces[-1]), version=assistant.version)
+            _, trace = answer_traced(
+                assistant, prompt_ids, domain=domain, do_sample=False, max_new_tokens=max_new_tokens
+            )
+            traces.append(trace)
+            advance(AcceptanceStats.from_trace(trace), version=assistant.version)
     return traces
 
 
-def _timed(
-    pair: Pair,
-    learned: Any,
-    earlier: Sequence[Trace],
-    asked: Sequence[tuple[str, list[int]]],
-    sizes: QuickstartSizes,
-    *,
-    compile_target: bool,
-) -> BenchmarkReport:
-    """Time the target alone, prompt lookup, the original draft, and the learned draft with earlier text."""
-    prompts = {domain: [ids for name, ids in asked if name == domain][: sizes.timed_requests] for domain in DOMAINS}
+def _systems(pair: Pair, learned: Any, earlier: Sequence[Trace], *, compile_target: bool) -> list[System]:
+    """Return the target alone, prompt lookup, the original draft, and the learned draft with earlier text."""
     alone, lookup, static, ours, compiled = WAYS
     systems = [
         System(alone, "alone"),
@@ -188,8 +178,7 @@ def _timed(
     ]
     if compile_target:
         systems.append(System(compiled, "lean", learned, "auto", earlier=earlier, compile_target=True))
-    how: dict[str, Any] = {"max_new_tokens": sizes.max_new_tokens, "tokenizer": pair.tokenizer, "show_progress": True}
-    return benchmark(pair.target, systems, prompts, **how)
+    return systems
 
 
 def _domain_report(name: str, part: Comparison, timed: BenchmarkReport) -> dict[str, Any]:
