@@ -127,8 +127,8 @@ def test_committed_draft_assists_without_changing_the_answer(pair):
     target, draft, tokenizer = pair
     for domain in DOMAINS:
         inputs = encode(tokenizer, bundled_prompts(domain, 1, seed=9)[0].prompt)
-        alone = target.generate(**inputs, max_new_tokens=128, do_sample=False)
-        assisted = target.generate(**inputs, max_new_tokens=128, do_sample=False, assistant_model=draft)
+        alone = target.generate(**inputs, max_new_tokens=48, do_sample=False)
+        assisted = target.generate(**inputs, max_new_tokens=48, do_sample=False, assistant_model=draft)
         assert torch.equal(alone, assisted)
 
 

@@ -124,7 +124,7 @@ def test_the_flat_recipe_is_lossless_and_counts_as_transformers_does(results: Pa
     import flat
 
     target, draft = models.pair(noise=0.3)
-    for prompt in models.prompts(6):
+    for prompt in models.prompts(3):
         traces: list[Trace] = []
         with capture_traces(target, traces.append):
             assisted = target.generate(prompt, assistant_model=draft, max_new_tokens=20, do_sample=False)

@@ -20,9 +20,7 @@ from transformers import (
 )
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import OSDError
-from osd_hf.models import eos_ids
 
 K = 3
 NEW_TOKENS = 6
@@ -316,23 +314,3 @@ def test_a_minimum_length_counts_the_padding_that_a_trace_does_not_have() -> Non
     assert torch.equal(ours, target.generate(ids, attention_mask=mask, do_sample=False, **given))
     for trace in traces:
         assert trace.sampling["min_length"] == len(trace.prompt_ids) + 6
-
-
-# --- what a target answers by its own choice ------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_recorded_traces_are_the_targets_own_choice_whatever_its_config_asks_for() -> None:
-    target = models.build(num_hidden_layers=1)
-    (plain,) = record_traces(target, PROMPT.tolist(), max_new_tokens=6)
-    expected, caches = plain.completion_ids.tolist(), target.generation_config.cache_implementation
-    for given in (given for each in VALUES.values() for given in each):
-        try:
-            config = GenerationConfig(**{"pad_token_id": 0, **given})
-        except (ValueError, TypeError, AttributeError):
-            continue  # no config has this value
-        config.cache_implementation = caches
-        target.generation_config = config
-        (found,) = record_traces(target, PROMPT.tolist(), max_new_tokens=6)
-        stop = next((i + 1 for i, token in enumerate(expected) if token in eos_ids(config)), len(expected))
-        assert found.completion_ids.tolist() == expected[:stop], given

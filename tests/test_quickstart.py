@@ -18,8 +18,6 @@ from osd_hf.cli.quickstart import split_prompts
 from osd_hf.evaluation.benchmark import answer_greedily, compare_outputs, median_ratio
 from osd_hf.evaluation.display import rolling_alpha
 
-# What the compiler itself imports.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 SIZES = {"learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8}
 SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4}
 
@@ -38,6 +36,14 @@ def arguments(pair, folder, **changes):
     sizes = [part for name, n in {**SIZES, **changes}.items() for part in (f"--{name.replace('_', '-')}", str(n))]
     models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
     return ["quickstart", *models, *sizes, "--threads", "1", "--output-dir", str(folder), "--no-compile-target"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untraced():
+    """What would be compiled runs as it is, because compiling takes most of a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda step, **kwargs: step)
+        yield
 
 
 @pytest.fixture(scope="module")
