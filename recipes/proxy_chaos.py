@@ -37,7 +37,7 @@ from vllm_loop import osd_hf
 
 from osd_hf import CorrectionStore
 from osd_hf.models import load_config
-from osd_hf.server.listener import Listener
+from osd_hf.server.app import Listener
 
 KEY = "Bearer right"
 OWN, BROKEN, ALTERED = "whole and its own", "broken off", "another's text, or altered"

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
-from osd_hf.engines.versions import LATEST, latest_version
+from osd_hf.engines.versions import LATEST
 
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
@@ -294,8 +294,7 @@ def main() -> None:
     order = [t.prompt_ids.tobytes() for t in CorrectionStore(folder / "later-static")]
     ways = ("alone", *counters)
     answers = {way: in_order(folder / f"later-{way}", order) for way in ways}
-    latest = latest_version(versions)
-    assert latest is not None
+    latest = (versions / LATEST).resolve(strict=True)
     report = {
         "counters": counters,
         "ours": {"static": ours(static, answers["static"]), "learned": ours(latest, answers["restarted"])},

@@ -55,9 +55,9 @@ def answer(model: Any, prompt: Sequence[int], body: Mapping[str, Any]) -> tuple[
     return ids[0, len(prompt) :].tolist(), torch.stack(rows), ended
 
 
-def completion(model: Any, body: Mapping[str, Any], *, as_ids: bool = True, with_logprobs: bool = True) -> Any:
+def completion(model: Any, body: Mapping[str, Any], *, with_logprobs: bool = True) -> Any:
     """The body of a response to the body of a request for `/v1/completions`, as vLLM writes it."""
-    name = "token_id:{}" if as_ids else "<{}>"
+    name = "token_id:{}"
     tokens, rows, ended = answer(model, body["prompt"], body)
     kept, tops = body.get("logprobs"), []
     for token, row in zip(tokens, rows, strict=True):
@@ -104,7 +104,7 @@ class FakeEngine:
         gone_after: answers until it hangs up on whoever asks.
         busy: times that it says 503 yet.
         most_logprobs: it refuses to give more, with vLLM's message.
-        with_logprobs, as_ids: whether answers have log-probs, and whether these name tokens by their ids.
+        with_logprobs: whether answers have log-probs.
         instead: what it answers with status 200 in place of a completion.
         on_request: called with each request's body before it is answered.
     """
@@ -118,7 +118,7 @@ class FakeEngine:
         self.gone_after: int | None = None
         self.busy = 0
         self.most_logprobs: int | None = None
-        self.with_logprobs = self.as_ids = True
+        self.with_logprobs = True
         self.instead: bytes | None = None
         self.on_request: Callable[[dict[str, Any]], object] = lambda body: None
         self.lock = threading.Lock()
@@ -170,9 +170,7 @@ def handler_of(engine: FakeEngine) -> type[BaseHTTPRequestHandler]:
             elif engine.instead is not None:
                 self.give(engine.instead)
             else:
-                given = completion(
-                    engine.model, body, as_ids=engine.as_ids, with_logprobs=engine.with_logprobs
-                )  # fmt: skip
+                given = completion(engine.model, body, with_logprobs=engine.with_logprobs)
                 engine.answered.append(body["prompt"])
                 self.give(json.dumps(given).encode())
 

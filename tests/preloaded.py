@@ -5,7 +5,7 @@ import importlib
 
 MODULES = [
     "osd_hf_app.launch", "osd_hf.cli.app", "osd_hf.cli.learn", "osd_hf.cli.run", "osd_hf.cli.serve",
-    "osd_hf.server.listener", "osd_hf.server.app",
+    "osd_hf.server.app",
     "transformers.models.llama.modeling_llama", "held_app", "processes",
 ]  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from osd_hf import Trace, replay
 from osd_hf.decoding.record import record_traces
-from osd_hf.engines.completions import ResponseReader, unwrap_line
+from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors
 from osd_hf.replay import replay_each
@@ -351,38 +350,6 @@ def test_rows_are_whole_and_ordered_with_the_emitted_token_first_of_equals(drawn
     best = [max({**top, token: value}.values()) for token, value, top in
             zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)]  # fmt: skip
     assert trace.is_sampled == (not all(np.isclose(logprobs["token_logprobs"], best)))
-
-
-# --- wrappings ------------------------------------------------------------------------------------------------------
-
-
-def test_lines_of_logs_are_unwrapped(good: Any, recorded: list[Trace]) -> None:
-    asked, response = good
-    batch_line = {"id": "1", "custom_id": "a", "error": None, "response": {"status_code": 200, "body": response}}
-    lines = [
-        (response, None),
-        ({"request": asked, "response": response}, asked),
-        ({"request": {"custom_id": "a", "body": asked}, "response": response}, asked),
-        (batch_line, None),
-        ({"request": asked, **batch_line}, asked),
-        ({"request": "a text", "response": response}, None),
-    ]
-    for line, wanted in lines:
-        request_found, response_found = unwrap_line(json.loads(json.dumps(line)))
-        assert (request_found, response_found) == (wanted, response)
-        assert_same(READER.traces(response_found, request_found)[0], recorded[0])
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({}, "there is no response with `choices`"),
-        ({"response": {"status_code": 500, "body": {"error": "x"}}}, "the server answered with status 500"),
-    ],
-)
-def test_lines_without_an_answer_are_refused(line: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        unwrap_line(line)
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -475,8 +475,8 @@ def test_a_command_that_takes_too_long_is_ended() -> None:
     [
         ("http://one:8000", "takes reload=URL"),
         ("reload=one:8000", "is no address"),
-        ("reload=http://user:secret@one:8000 now", r"reload=http://\*\*\*@one:8000 takes no 'now'"),
-        ("restart=http://one:8000", "needs a command"),
+        ("reload=http://user:secret@one:8000 now", r"got 'reload=http://\*\*\*@one:8000 now'"),
+        ("restart=http://one:8000", "takes reload=URL or 'restart=URL COMMAND'"),
     ],
 )
 def test_a_way_that_is_none_is_refused(text: str, said: str) -> None:

@@ -14,7 +14,6 @@ from waiting import LONG
 
 from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.cli.run import RunSettings, open_folder, serve
-from osd_hf.engines.collect import LogReader
 from osd_hf.engines.versions import VersionFolder
 from osd_hf.errors import ConfigError
 from osd_hf.hub import EvaluationSet
@@ -61,16 +60,6 @@ def write_store(folder: Path, traces: list[Trace]) -> None:
             store.append(trace)
 
 
-def write_log_place(folder: Path, traces: list[Trace]) -> None:
-    write_store(folder, traces)
-    log = folder.parent / "requests.jsonl"
-    log.write_text("{}\n")
-    reader = LogReader(log, LogReader.position_in(folder, log))
-    assert list(reader.lines()) == [b"{}"]
-    reader.commit()
-    reader.close()
-
-
 def write_session(folder: Path, traces: list[Trace]) -> None:
     with OnlineAssistant(*models.pair(), config=CONFIG, autosave=folder) as assistant:
         for trace in traces:
@@ -91,7 +80,7 @@ def write_run(folder: Path, traces: list[Trace]) -> None:
         )
 
 
-WRITERS = {"store": write_store, "log place": write_log_place, "session": write_session}
+WRITERS = {"store": write_store, "session": write_session}
 
 
 @posix

@@ -30,14 +30,13 @@ from table_engine import GROUP, VOCAB, FakeVLLM, Wire, served
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
 from osd_hf.cli.proxy import LearnProcess
-from osd_hf.engines.collect import LogReader, collect_log
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import StoreError
-from osd_hf.proxy import recorder, upstream
-from osd_hf.proxy.app import METRICS_PATH, Proxy
+from osd_hf.proxy import app as proxy_app
+from osd_hf.proxy import recorder
+from osd_hf.proxy.app import METRICS_PATH, Proxy, Upstream
 from osd_hf.proxy.extra_fields import remove_fields, split_events
 from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
-from osd_hf.proxy.upstream import Upstream
 
 KEPT = 8
 READER = ResponseReader(VOCAB, KEPT)
@@ -231,7 +230,7 @@ def test_a_stream_of_events_is_cut_behind_blank_lines_and_nowhere_else(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_the_store_holds_what_collecting_from_a_log_keeps(path: str, tmp_path: Path) -> None:
+def test_the_store_holds_what_direct_answers_hold(path: str, tmp_path: Path) -> None:
     engine = FakeVLLM()
     bodies = [ASKS[path] | {"seed": seed, "temperature": seed % 2, "max_tokens": 5 + seed} for seed in range(6)]
     with before(engine, path=tmp_path, domain="talk") as front:
@@ -240,14 +239,13 @@ def test_the_store_holds_what_collecting_from_a_log_keeps(path: str, tmp_path: P
     more = json.loads(engine.asked[-1])
     asked = {name: more[name] for name in more if name.startswith(("return", "logprobs", "top_logprobs"))}
     answers = asks(engine, [(path, body | asked) for body in bodies])
-    log = tmp_path / "log.jsonl"
-    log.write_text("".join(json.dumps({"request": body, "response": json.loads(answer)}) + "\n"
-                           for body, (_, _, answer) in zip(bodies, answers, strict=True)))  # fmt: skip
-    with CorrectionStore() as store, contextlib.closing(LogReader(log)) as reader:
-        collect_log(reader, READER, store, domain="talk")
-        logged = list(store)
-    assert len(kept) == len(logged) == len(bodies)
-    for one, other in zip(kept, logged, strict=True):
+    direct = [
+        trace
+        for body, (_, _, answer) in zip(bodies, answers, strict=True)
+        for trace in READER.traces(json.loads(answer), body, domain="talk")
+    ]
+    assert len(kept) == len(direct) == len(bodies)
+    for one, other in zip(kept, direct, strict=True):
         for name in (f.name for f in dataclasses.fields(Trace)):
             np.testing.assert_equal(getattr(one, name), getattr(other, name), err_msg=name)
 
@@ -444,7 +442,7 @@ def test_an_engine_that_refuses_what_is_added_is_asked_without_and_left_alone_fo
     engine = FakeVLLM()
     engine.most_logprobs = KEPT - 1
     with before(engine, path=tmp_path) as front:
-        pause = upstream.PAUSE_SECONDS
+        pause = recorder.PAUSE_SECONDS
         for now, refusals in ((0.0, 1), (pause / 2, 0), (pause, 1)):
             front.clock.now, earlier = now, len(engine.asked)
             _as_direct(front, engine)
@@ -479,7 +477,7 @@ def test_another_engine_answers_where_one_is_dead(tmp_path: Path, caplog: Any) -
     with before(gone, alive, path=tmp_path) as front:
         _as_direct(front, alive)
         assert gone.asked == 1 and front.counts.retries == front.counts.engine_errors == 1  # then it is tried last
-        front.clock.now = upstream.AVOID_SECONDS
+        front.clock.now = proxy_app.AVOID_SECONDS
         _as_direct(front, alive)
         assert gone.asked == 2 and len(caplog.records) == 1
         assert asks(front.app, [("/echo", b"x" * 9)])[0][0] == 203
@@ -551,7 +549,7 @@ def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> No
     (answer,) = asks(FakeVLLM(), [(CHAT, ASKS[CHAT] | OWN["own of all"][CHAT])])
 
     def keep() -> None:
-        recording = Recording(ASKS[CHAT], None, Upstream("http://engine"))
+        recording = Recording(ASKS[CHAT], None, "http://engine")
         recording.add(answer[2])
         made.put(recording)
         made.wait()
@@ -568,7 +566,7 @@ def test_a_process_that_reads_is_started_anew_when_it_dies(tmp_path: Path) -> No
 
 
 def test_little_of_a_request_is_kept() -> None:
-    recording = Recording(ASKS[CHAT] | {"top_p": 0.5, "user": "x"}, None, Upstream("http://engine"))
+    recording = Recording(ASKS[CHAT] | {"top_p": 0.5, "user": "x"}, None, "http://engine")
     assert recording.request == COMMON | {"top_p": 0.5}
 
 

@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from fake_engine import completion
 from processes import ModuleProcess, run_python
 from saved_pair import save_pair
 from table_engine import FakeVLLM, served
 from test_experiments import ROWS
+from transformers import AutoModelForCausalLM
+
+from osd_hf import CorrectionStore
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
@@ -159,6 +163,36 @@ def test_a_proxy_answers_through_faults(folder: Path, tmp_path: Path, monkeypatc
     as_long_as_answers = {"slow_client", "clients_leave", "large_bodies"}
     assert as_long_as_answers <= {row["fault"] for row in faults}
     assert all(row["during"].get("whole and its own") for row in faults if row["fault"] in as_long_as_answers)
+
+
+def test_the_answers_of_a_log_are_stored_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = AutoModelForCausalLM.from_pretrained(folder / "lab/target").eval()
+    asked = {"max_tokens": 6, "temperature": 0, "logprobs": 8, "return_token_ids": True}
+    requests = [asked | {"prompt": [3, 4, number]} for number in range(4)]
+    answers = [completion(target, request) for request in requests]
+    batch_line = {"custom_id": "a", "response": {"status_code": 200, "body": answers[2]}, "error": None}
+    failed_line = {"custom_id": "b", "response": {"status_code": 500, "body": {"error": "x"}}}
+    lines = [
+        answers[0], {"request": requests[1], "response": answers[1]}, batch_line, failed_line, 5, {"a": 1},
+        {"request": {"custom_id": "a", "body": requests[3]}, "response": answers[3]},
+    ]  # fmt: skip
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    log, store = tmp_path / "log.jsonl", tmp_path / "store"
+    flags = [log, "--target", folder / "lab/target", "--store", store, "--num-logprobs", 8, "--domain", "sums"]
+    monkeypatch.setattr(sys, "argv", ["collect_log.py", *map(str, flags)])
+    for length, said in ((len(text) - 99, "3 answers stored"), (len(text), "1 answers stored")):
+        log.write_text(text[:length])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(RECIPES / "collect_log.py"), run_name="__main__")
+        assert ended.value.code == 0
+        assert said in (shown := capsys.readouterr().out)
+    assert "left out 3: it is in the store already" in shown
+    assert "left out 1: the server answered with status 500" in shown
+    wanted = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+    assert [tuple(trace.completion_ids.tolist()) for trace in CorrectionStore(store)] == wanted
+    assert {trace.domain for trace in CorrectionStore(store)} == {"sums"}
 
 
 def test_a_recipe_without_its_data_says_what_to_set() -> None:

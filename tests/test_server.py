@@ -35,11 +35,11 @@ from osd_hf.server.app import (
     MAX_BODY_BYTES,
     MAX_DOMAINS,
     Job,
+    Listener,
     Service,
     client_left_error,
     make_app,
 )
-from osd_hf.server.listener import Listener
 from osd_hf.server.openai_api import MAX_LOGIT_BYTES, ApiError, RequestReader
 from osd_hf.utils.streaming import Rounds
 
@@ -395,7 +395,7 @@ CHAT: dict[str, Any] = {"messages": user("a"), "max_tokens": 2}
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"messages": []}, "messages", "at least one"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0]", "whose `role` is one of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "`text` alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "type `text`"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "itself reads"),
         ({"messages": user("\ud800")}, "messages[0].content", "must be a text"),
         ({"temperature": -1}, "temperature", "must be a number from 0"),

@@ -599,7 +599,9 @@ def test_a_learner_that_is_killed_inside_a_step_learns_each_request_once(
     assert len(list((tmp_path / "state").glob("state-*"))) == 1
 
 
-def test_a_session_of_another_draft_or_width_is_refused(begin: Any, tmp_path: Path, traces: list[Trace]) -> None:
+def test_a_session_of_another_draft_width_or_command_is_refused(
+    begin: Any, tmp_path: Path, traces: list[Trace]
+) -> None:
     learner = begin(state=tmp_path / "state")
     learner.step(limit=3)
     learner.close()
@@ -610,13 +612,9 @@ def test_a_session_of_another_draft_or_width_is_refused(begin: Any, tmp_path: Pa
     with pytest.raises(StateError):
         StoreLearner(other, TOKENIZER, StoreFollower([tmp_path / "store"]), versions, CONFIG, state=tmp_path / "state")
     versions.close()
-
-
-def test_a_session_of_another_command_is_refused(begin: Any, tmp_path: Path) -> None:
-    learner = begin()
-    module.save_session(tmp_path / "state", learner.learner.state_dict(), {"requests": 3})
+    module.save_session(tmp_path / "run", learner.learner.state_dict(), {"requests": 3})
     with pytest.raises(StateError, match="is of another command"):
-        begin(state=tmp_path / "state")
+        begin(state=tmp_path / "run")
 
 
 def test_a_session_that_cannot_be_saved_is_saved_later(
@@ -709,7 +707,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
     assert closed[0] is Deployer and set(closed[1:]) == {VersionFolder}  # engines are left alone first
     found = json.loads(report.read_text())["deployed"]
     assert [(each["domain"], each["serving"], each["watched"]) for each in found] == [("sums", 0, 1)]
-    assert "http://engine:8000: version 0 of 'sums' serves, version 1 waits" in capsys.readouterr().out
+    assert "http://engine:8000: version 0 of 'sums' serves, version 1 is watched" in capsys.readouterr().out
     folder = tmp_path / "out" / "sums"
     assert engine.digest == weights_digest(folder / "latest")
     before, after = (load_file(folder / name / "model.safetensors") for name in ("v000000", "latest"))

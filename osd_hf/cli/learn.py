@@ -35,8 +35,8 @@ from osd_hf.cli.settings import (
     stop_on_signal,
 )
 from osd_hf.config import OnlineConfig
-from osd_hf.engines.collect import CollectionReport, LogReader, collect, collect_log
-from osd_hf.engines.completions import CompletionClient, ResponseReader, environment_key, parse_address
+from osd_hf.engines.collect import CollectionReport, collect
+from osd_hf.engines.completions import CompletionClient, ResponseReader, parse_address
 from osd_hf.engines.deploy import MIN_WATCHED_REQUESTS, Deployer, DeployMethod
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
@@ -60,7 +60,6 @@ from osd_hf.store.folder import StoreFollower
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import provenance
 
-COLLECTION = "url log"  # flags that start a collection
 CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 
 
@@ -74,11 +73,11 @@ class StoreSettings(Loading, Reporting):
     target_version: str | None = flag(
         "name of the target's weights; by default the model's name in the responses", None, metavar="NAME"
     )
-    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, needs=COLLECTION, metavar="N")
+    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, needs="url", metavar="N")
     max_bytes: int | None = flag(
-        "maximum size of the store; the oldest requests are deleted", None, minimum=1, needs=COLLECTION, metavar="N"
+        "maximum size of the store; the oldest requests are deleted", None, minimum=1, needs="url", metavar="N"
     )
-    max_age_days: float | None = flag("days after which requests are deleted", None, needs=COLLECTION, metavar="DAYS")
+    max_age_days: float | None = flag("days after which requests are deleted", None, needs="url", metavar="DAYS")
 
     def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, ResponseReader]:
         """Return the target's configuration and the reader of its answers."""
@@ -98,15 +97,9 @@ class StoreSettings(Loading, Reporting):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectSettings(PromptSettings):
-    """How to collect answers before learning: by asking an engine, or from a request log."""
+    """How to collect answers of an engine before learning."""
 
-    url: str | None = flag("first ask this OpenAI-compatible server, and store its answers", None, excludes="log")
-    log: Path | None = flag(
-        "first store the answers of a log: JSON lines of responses or {request, response}", None, metavar="FILE"
-    )
-    follow: bool = flag(
-        "wait for more lines of the log until interrupted, with --collect-only", False, needs="log, collect_only"
-    )
+    url: str | None = flag("first ask this OpenAI-compatible server, and store its answers", None)
     model: str | None = flag("name of the served model; by default the only one", None, needs="url", metavar="NAME")
     api_key: str | None = flag(
         "key, which other users of this machine can see", None, needs="url", excludes="api_key_file api_key_env"
@@ -141,17 +134,8 @@ class CollectSettings(PromptSettings):
             if os.environ.get(self.api_key_env):
                 return os.environ[self.api_key_env]
             raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set in the environment.")
-        address, user, password = parse_address(str(self.url))
-        if self.api_key or user or password:
-            return self.api_key or None
-        found = os.environ.get("OSD_HF_API_KEY") or environment_key(str(self.url))
-        if found is None and os.environ.get("OPENAI_API_KEY"):
-            print(
-                f"osd-hf: OPENAI_API_KEY is not sent to {address.host}, which may be another server's; to send it: "
-                "--api-key-env OPENAI_API_KEY",
-                file=sys.stderr,
-            )
-        return found
+        _, user, password = parse_address(str(self.url))
+        return self.api_key or (None if user or password else os.environ.get("OSD_HF_API_KEY"))
 
 
 # Flags that a collection does not use, besides those of the assistant.
@@ -176,10 +160,10 @@ class LearnSettings(CollectSettings, StoreSettings):
     )
     threads: int | None = flag("number of torch threads", None, minimum=1, metavar="N")
     by_domain: bool = flag("train a draft for each label, published to OUTPUT_DIR/LABEL", False)
-    collect_only: bool = flag("end when the answers are stored", False, needs=COLLECTION, excludes=OF_LEARNING)
+    collect_only: bool = flag("end when the answers are stored", False, needs="url", excludes=OF_LEARNING)
     rescore: bool = flag("load the target and recompute the log-probs of requests of its other versions", False)
     once: bool = flag("end when everything in the stores is learned", False)
-    poll_seconds: float = flag("seconds between two looks at stores, logs and engines", 2.0, minimum=0, metavar="S")
+    poll_seconds: float = flag("seconds between two looks at stores and engines", 2.0, minimum=0, metavar="S")
     state_dir: Path | None = flag(
         "saved state to resume from, with tokens of requests; by default OUTPUT_DIR-state", None, metavar="DIR"
     )
@@ -201,15 +185,13 @@ class LearnSettings(CollectSettings, StoreSettings):
     )
 
     def check(self) -> None:
-        if (self.url or self.log) and len(self.store) > 1:
-            raise ConfigError("--url and --log collect into one --store.")
+        if self.url and len(self.store) > 1:
+            raise ConfigError("--url collects into one --store.")
         if self.url is not None:
             self.check_together("target", "prompts")
         elif len(self.domain or ()) > 1:
             raise ConfigError("Give --domain once.")
         if self.collect_only:
-            if self.log is not None and self.num_requests is not None:
-                raise ConfigError("--num-requests would change nothing: a log is read to its end.")
             return
         self.check_together("draft", "target")
         if self.output_dir is None:
@@ -239,7 +221,7 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
     """Collect if asked for, and learn until a signal; returns the exit code."""
-    if settings.url is not None or settings.log is not None:
+    if settings.url is not None:
         code = _collect(settings, config)
         if code or settings.collect_only:
             return code
@@ -286,36 +268,39 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
 def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     """Collect into the store until everything is there, and report; returns the exit code."""
     folder = settings.store[0].expanduser()
-    key = None if settings.url is None else settings.key()
+    key = settings.key()
     target_config, reader = settings.read_target(config.num_logprobs or sys.maxsize)
-    encoded = None if settings.url is None else _encode(settings, folder, target_config, config.seed)
+    encoded = _encode(settings, folder, target_config, config.seed)
     store, report = settings.open_store(folder), CollectionReport()
     bytes_before = store.nbytes
-    log = None if settings.log is None else LogReader(settings.log, LogReader.position_in(folder, settings.log))
     failed: StoreError | ServerError | DataError | None = None
-    bar = tqdm(total=encoded and len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
+    bar = tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
     try:
-        with store, stop_on_signal() as stop, bar:
-            how: dict[str, Any] = {"report": report, "on_request": lambda _: bar.update(), "stop": stop}
-            if encoded is not None:
-                how |= {"max_new_tokens": settings.max_new_tokens, "concurrency": settings.concurrency}
-                how |= settings.sampling | ({"seed": config.seed} if settings.temperature else {})
-                with CompletionClient(
-                    str(settings.url),
-                    settings.model,
-                    api_key=key,
-                    allow_plain_http=settings.allow_plain_http,
-                    patience_seconds=settings.patience_seconds,
-                ) as client:
-                    collect(encoded.prompts, client, reader, store, **how)
-            if log is not None:
-                with contextlib.closing(log):
-                    domain = settings.domain[0] if settings.domain else None
-                    collect_log(log, reader, store, domain=domain, **how)
-                    while settings.follow and not stop.wait(settings.poll_seconds):
-                        collect_log(log, reader, store, domain=domain, **how)
-                    if log.has_rest:
-                        print("osd-hf: the last line is incomplete; it is read when it is whole", file=sys.stderr)
+        with (
+            store,
+            stop_on_signal() as stop,
+            bar,
+            CompletionClient(
+                str(settings.url),
+                settings.model,
+                api_key=key,
+                allow_plain_http=settings.allow_plain_http,
+                patience_seconds=settings.patience_seconds,
+            ) as client,
+        ):
+            collect(
+                encoded.prompts,
+                client,
+                reader,
+                store,
+                max_new_tokens=settings.max_new_tokens,
+                concurrency=settings.concurrency,
+                report=report,
+                on_request=lambda _: bar.update(),
+                stop=stop,
+                **settings.sampling,
+                **({"seed": config.seed} if settings.temperature else {}),
+            )
     except (StoreError, ServerError, DataError) as error:  # the report comes first
         failed = error
     _report_collection(settings, report, folder, store.nbytes - bytes_before)

@@ -16,9 +16,8 @@ from osd_hf.cli import FAILED
 from osd_hf.cli.learn import StoreSettings
 from osd_hf.cli.settings import PLACEMENT, CommandParser, flag, option, require_extra
 from osd_hf.errors import ConfigError, StoreError
-from osd_hf.proxy.app import METRICS_PATH, Proxy
+from osd_hf.proxy.app import METRICS_PATH, Proxy, Upstream
 from osd_hf.proxy.recorder import ProxyCounts, Recorder
-from osd_hf.proxy.upstream import Upstream
 from osd_hf.server.metrics import metrics_route, proxy_metrics
 from osd_hf.utils.report import provenance
 
@@ -87,8 +86,8 @@ def proxy_command(settings: ProxySettings) -> int:
     require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     counts = ProxyCounts()
     by_url = {url: Upstream(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
-    listener: Any = importlib.import_module("osd_hf.server.listener")
-    running = listener.Listener(settings.host, settings.port)
+    server: Any = importlib.import_module("osd_hf.server.app")
+    running = server.Listener(settings.host, settings.port)
     reader = settings.read_target(settings.num_logprobs)[1]
     recorder = Recorder(reader, settings.open_store(settings.store.expanduser()), counts)
     proxy = Proxy(

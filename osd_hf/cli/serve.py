@@ -98,7 +98,6 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     key, template_kwargs = settings.key, json_object("--chat-template-kwargs", settings.chat_template_kwargs)
     require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     server: Any = importlib.import_module("osd_hf.server.app")
-    listener: Any = importlib.import_module("osd_hf.server.listener")
     metrics: Any = importlib.import_module("osd_hf.server.metrics")
     service = server.Service(
         settings.name,
@@ -107,7 +106,7 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
         learn=settings.learn,
         chat_template_kwargs=template_kwargs,
     )
-    running = listener.Listener(settings.host, settings.port)
+    running = server.Listener(settings.host, settings.port)
     if key is None and not running.is_local:
         logger.warning("Other machines can reach %s without a key: set one by --api-key-file.", running.address)
     hosts = (*LOCAL_HOSTS, settings.host) if key is None and running.is_local else ()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
-import os
 import re
 import threading
 import time
@@ -24,7 +23,6 @@ CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 600.0
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 15.0  # between two attempts
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
 REFUSED = (400, 413, 422)  # statuses that are about one request
-OPENAI = "https://api.openai.com"
 # All settings of a greedy request, because vLLM takes missing ones from the model's generation config.
 GREEDY = {
     "temperature": 0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
@@ -90,16 +88,6 @@ def parse_address(url: str) -> tuple[httpx2.URL, str, str]:
     return address.copy_with(userinfo=b""), address.username, address.password
 
 
-def environment_key(url: str) -> str | None:
-    """Return `OPENAI_API_KEY` if the URL has the host of `OPENAI_BASE_URL` (by default OpenAI's), otherwise `None`."""
-    try:
-        address, own = parse_address(url)[0], parse_address(os.environ.get("OPENAI_BASE_URL") or OPENAI)[0]
-    except ServerError:
-        return None
-    is_own = (address.scheme, address.host, address.port) == (own.scheme, own.host, own.port)
-    return os.environ.get("OPENAI_API_KEY") if is_own else None
-
-
 def _is_this_machine(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
@@ -147,11 +135,10 @@ class CompletionClient:
         address, user, password = parse_address(url)
         self.url = str(address).rstrip("/").removesuffix("/v1") + "/v1"
         self.patience_seconds = patience_seconds
-        self._shown_url = self.url.replace("//", "//***@", 1) if user or password else self.url
         self._closed = threading.Event()
         key = (api_key or "").strip()
         if key and (user or password):
-            raise ConfigError(f"There are both a key and a password for {self._shown_url}. Give one of them.")
+            raise ConfigError(f"There are both a key and a password for {self.url}. Give one of them.")
         secret = key or password
 
         def remove_secrets(text: str) -> str:  # not an attribute, which would show the secret
@@ -161,7 +148,7 @@ class CompletionClient:
         is_here = _is_this_machine(address.host)
         if (key or user or password) and address.scheme != "https" and not (is_here or allow_plain_http):
             raise ConfigError(
-                f"A key or a password would go to {self._shown_url} over plain HTTP, where others can read it. Take "
+                f"A key or a password would go to {self.url} over plain HTTP, where others can read it. Take "
                 "an https address or a tunnel, or accept it with `allow_plain_http=True` (--allow-plain-http)."
             )
         try:
@@ -189,7 +176,7 @@ class CompletionClient:
     def _only_model(self) -> str:
         names = list(self.models())
         if len(names) != 1:
-            raise ServerError(f"{self._shown_url} serves {', '.join(names) or 'none'}. Name the model to ask.")
+            raise ServerError(f"{self.url} serves {', '.join(names) or 'none'}. Name the model to ask.")
         return names[0]
 
     def metrics(self) -> str:
@@ -222,7 +209,7 @@ class CompletionClient:
             if isinstance(parsed, dict):
                 return parsed
         text = self._remove_secrets(response.text)[:80]
-        raise ServerError(f"{self._shown_url} answered with no JSON object: {text!r}.")
+        raise ServerError(f"{self.url} answered with no JSON object: {text!r}.")
 
     def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> httpx2.Response:
         """Send a request until it succeeds, is refused, or the time is over."""
@@ -233,13 +220,13 @@ class CompletionClient:
             except httpx2.LocalProtocolError:  # its message may contain the key
                 raise ServerError("The request cannot be sent: the key has characters that no header takes.") from None
             except httpx2.HTTPError as error:
-                failure = f"{self._shown_url} cannot be reached: {first_line(error)}"
+                failure = f"{self.url} cannot be reached: {first_line(error)}"
             else:
                 if response.status_code == 200:
                     return response
-                message = self._remove_secrets(_error_message(response))[:300]
+                message = self._remove_secrets(error_message(response))[:300]
                 path = url.removeprefix(self.url).removeprefix(self.url.removesuffix("/v1"))
-                failure = f"{self._shown_url} answered {path} with status {response.status_code}: {message}"
+                failure = f"{self.url} answered {path} with status {response.status_code}: {message}"
                 if response.status_code not in BUSY:
                     kind = RequestRefusedError if response.status_code in REFUSED else ServerError
                     raise kind(f"{failure}.{_hint(failure, response.status_code)}")
@@ -262,7 +249,8 @@ class CompletionClient:
         self.close()
 
 
-def _error_message(response: httpx2.Response) -> str:
+def error_message(response: httpx2.Response) -> str:
+    """Return the message of an error response in one line."""
     try:
         body = response.json()
         error = body.get("error", body)
@@ -281,29 +269,6 @@ def _hint(failure: str, status: int) -> str:
 
 
 # --- reading responses ----------------------------------------------------------------------------------------------
-
-
-def unwrap_line(line: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
-    """
-    Return the request, if there is one, and the response of a line of a log.
-
-    A line is a response, an object with `request` and `response`, or a line of an OpenAI batch output file, where the
-    response has a `body`.
-
-    Raises:
-        DataError: there is no response, or it is an error.
-    """
-    request, response = line.get("request"), line.get("response", line)
-    if isinstance(response, Mapping) and "body" in response:
-        status = response.get("status_code", 200)
-        if status != 200:
-            raise DataError(f"the server answered with status {status}")
-        response = response["body"]
-    if isinstance(request, Mapping) and "body" in request:
-        request = request["body"]
-    if not isinstance(response, Mapping) or not isinstance(response.get("choices"), list):
-        raise DataError("there is no response with `choices`")
-    return request if isinstance(request, Mapping) else None, response
 
 
 def changed_sampling(request: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ import numpy as np
 from osd_hf.acceptance import student_quantile
 from osd_hf.engines.completions import parse_address, vllm_counters
 from osd_hf.engines.versions import JOURNAL, PublishedVersion, VersionFolder
-from osd_hf.errors import ConfigError, ServerError, first_line, shown_address
+from osd_hf.errors import ConfigError, ServerError, first_line, without_credentials
 from osd_hf.learning.gate import GateDecision
 from osd_hf.utils.report import json_text
 
@@ -46,7 +46,6 @@ EXTENSION_HINT = (
     " Serve with VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls osd_hf.engines.vllm_reload.DraftReload; its log "
     "has more."
 )
-START = ""  # in place of a digest: what an engine has begun with
 DRAFTS, ACCEPTED = "spec_decode_num_drafts", "spec_decode_num_accepted_tokens"
 
 logger = logging.getLogger(__name__)
@@ -154,13 +153,10 @@ class DeployMethod:
     def parse(cls, text: str) -> DeployMethod:
         """Parse `[DOMAIN:]reload=URL` or `[DOMAIN:]restart=URL COMMAND`; raises ConfigError."""
         found = METHOD.fullmatch(text.strip())
-        if found is None:
-            raise ConfigError(f"--deploy takes reload=URL or 'restart=URL COMMAND', got {text.strip()!r}.")
-        domain, kind, url, command = found.groups()
-        if (kind == "restart") != bool(command):
-            rule = "needs a command that starts it with {version} after the engine's address"
-            rule = f"takes no {command!r}" if command else rule
-            raise ConfigError(f"--deploy {kind}={shown_address(url)} {rule}.")
+        if found is None or (found[2] == "restart") != bool(found[4]):
+            given = without_credentials(text.strip())
+            raise ConfigError(f"--deploy takes reload=URL or 'restart=URL COMMAND', got {given!r}.")
+        domain, _, url, command = found.groups()
         try:
             parse_address(url)
         except ServerError as error:
@@ -169,11 +165,12 @@ class DeployMethod:
 
 
 class Engine:
-    """An engine that versions are loaded into: what it serves, and what it counts. See [`Deployer`] for arguments."""
+    """An engine that versions are loaded into: what it serves, and what it counts. It starts with version 0."""
 
     def __init__(
         self,
         method: DeployMethod,
+        start: PublishedVersion,
         watch_requests: int,
         load_seconds: float,
         stop: threading.Event,
@@ -181,7 +178,8 @@ class Engine:
     ) -> None:
         self.method = method
         self.name = method.engine_name
-        self.digest = START  # of the version that was loaded last
+        self.digest = start.digest  # of the version that it got last
+        self.has_loaded = False  # a version was loaded since the engine's start
         self.windows: dict[str, list[DraftCounts]] = {}  # the newest, by digest
         self.counts_drafts: bool | None = None  # unknown before the first answer
         self.is_away = False  # the last attempt to read the counters failed
@@ -204,8 +202,8 @@ class Engine:
         self._has_own_history = True  # the counts since the engine's start are of what it serves
 
     def serves(self, version: PublishedVersion) -> bool:
-        """Return whether the engine surely serves a version. It is assumed to start with version 0."""
-        return self._is_known and self.digest in _digests(version)
+        """Return whether the engine surely serves a version."""
+        return self._is_known and self.digest == version.digest
 
     def must_wait(self, version: PublishedVersion) -> bool:
         """Return whether a load would fail or comes too early after a failure."""
@@ -220,11 +218,11 @@ class Engine:
 
     def windows_of(self, version: PublishedVersion) -> list[DraftCounts]:
         """Return the newest windows with a version."""
-        return [window for digest in _digests(version) for window in self.windows.get(digest, ())]
+        return self.windows.get(version.digest, [])
 
     def forget_all_but(self, version: PublishedVersion) -> None:
         """Remove the windows with other versions."""
-        self.windows = {digest: self.windows.get(digest, []) for digest in _digests(version)}
+        self.windows = {version.digest: self.windows_of(version)}
 
     # --- counting ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +240,7 @@ class Engine:
             self._add_counts(now)
 
     def _may_have_restarted(self) -> None:
-        if self.method.command is None and self.digest != START:  # a command restores what was loaded
+        if self.method.command is None and self.has_loaded:  # a command restores what was loaded
             self._is_known = False
 
     def _add_counts(self, now: DraftCounts) -> None:
@@ -281,11 +279,17 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what another process needs to continue; ready for JSON."""
-        return {"digest": self.digest, "is_known": self._is_known, "windows": self.windows}
+        return {
+            "digest": self.digest,
+            "has_loaded": self.has_loaded,
+            "is_known": self._is_known,
+            "windows": self.windows,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from another process."""
         self.digest = state["digest"]
+        self.has_loaded = state["has_loaded"]
         self._is_known = state["is_known"]
         self._may_have_restarted()
         self._restart_counting()
@@ -312,6 +316,7 @@ class Engine:
             raise
         self.failed_digest = None
         self.num_failures = 0
+        self.has_loaded = True
         self._is_known = True
         if self.digest == version.digest and not has_changed:  # the engine had not restarted
             return False
@@ -346,36 +351,36 @@ class Engine:
 
     def _reset_prefix_cache(self) -> None:
         """Drop the draft's cached prompts, which old weights computed. They would cost acceptance, never an answer."""
-        until, params = self._clock() + RESET_SECONDS, {"reset_running_requests": "true"}
-        while True:
-            with contextlib.suppress(httpx2.HTTPError, ValueError, AttributeError):
-                if self._http.post("/reset_prefix_cache", timeout=QUICK_SECONDS, params=params).json().get("success"):
-                    return
-            if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
-                logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
-                return
+        params = {"reset_running_requests": "true"}
+
+        def is_reset() -> bool:
+            response = self._http.post("/reset_prefix_cache", timeout=QUICK_SECONDS, params=params)
+            return bool(response.json().get("success"))
+
+        if not self._repeat(is_reset, RESET_SECONDS):
+            logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
 
     def _restart(self, version: PublishedVersion) -> bool:
         assert self.method.command is not None
         command = self.method.command.replace("{url}", shlex.quote(self.name))
-        command = command.replace("{version}", shlex.quote(str(version.path)))
-        until = self._clock() + self._load_seconds
-        run_command(command, self._load_seconds)
+        run_command(command.replace("{version}", shlex.quote(str(version.path))), self._load_seconds)
+        if not self._repeat(lambda: self._http.get("/health", timeout=QUICK_SECONDS).is_success, self._load_seconds):
+            raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
+        return True
+
+    def _repeat(self, is_done: Callable[[], bool], seconds: float) -> bool:
+        """Repeat requests until they succeed; returns whether they have before the time is over."""
+        until = self._clock() + seconds
         while True:
-            with contextlib.suppress(httpx2.HTTPError):
-                if self._http.get("/health", timeout=QUICK_SECONDS).status_code == 200:
+            with contextlib.suppress(httpx2.HTTPError, ValueError, AttributeError):
+                if is_done():
                     return True
             if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
-                raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
+                return False
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
-
-
-def _digests(version: PublishedVersion) -> tuple[str, ...]:
-    """Return the digests under which an engine has a version."""
-    return (START, version.digest) if version.number == 0 else (version.digest,)
 
 
 def run_command(command: str, seconds: float) -> None:
@@ -417,7 +422,7 @@ class Deployer:
     `deploy.jsonl` in the folder record everything; another process continues from that file.
 
     Args:
-        versions (`VersionFolder`): The published versions, at least one.
+        versions (`VersionFolder`): The published versions, with version 0, which engines start with.
         methods (`Sequence[DeployMethod]`): The engines, in the order of loading.
         domain (`str`, *optional*): The domain of the versions.
         watch_requests (`int`, *optional*, defaults to 200):
@@ -449,7 +454,9 @@ class Deployer:
         self.domain = domain
         self.watch_requests = watch_requests
         self.stop = stop or threading.Event()
-        self.engines = [Engine(method, watch_requests, load_seconds, self.stop, clock) for method in methods]
+        start = versions.version(0)
+        assert start is not None
+        self.engines = [Engine(method, start, watch_requests, load_seconds, self.stop, clock) for method in methods]
         self.candidate: PublishedVersion | None = None  # the version that is loaded or watched in its place
         self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
@@ -457,8 +464,6 @@ class Deployer:
         self._unwritten_rejections: list[GateDecision] = []
         self._failure = ""
         self._lock = threading.Lock()
-        start = versions.version(0) or versions.newest()
-        assert start is not None
         self.serving = start  # the version that engines should serve
         self._read_journal()
 
@@ -495,13 +500,11 @@ class Deployer:
 
     def summary(self) -> str:
         """Return the report in one line."""
-        report = self.report()
+        engines = ", ".join(engine.name for engine in self.engines)
         domain = "" if self.domain is None else f" of {self.domain!r}"
-        status = "waits for another command to watch it" if self.stop.is_set() else "is watched"
-        watched = "" if report["watched"] is None else f", version {report['watched']} {status}"
+        watched = "" if self.candidate is None else f", version {self.candidate.number} is watched"
         num_rollbacks = sum(decision.outcome == "rolled back" for decision in self.decisions)
-        engines = ", ".join(report["engines"])
-        return f"{engines}: version {report['serving']}{domain} serves{watched}; {num_rollbacks} rolled back"
+        return f"{engines}: version {self.serving.number}{domain} serves{watched}; {num_rollbacks} rolled back"
 
     def close(self) -> None:
         """Write the counts to the journal, and close the connections."""
@@ -531,7 +534,8 @@ class Deployer:
         self._pin()
 
     def _pin(self) -> None:
-        self.versions.pin(version.number for version in (self.serving, self.candidate) if version is not None)
+        candidates = () if self.candidate is None else (self.candidate.number,)
+        self.versions.pin((0, self.serving.number, *candidates))
 
     def _roll_out(self) -> None:
         """Load the serving version wherever it is missing, and the candidate into another engine."""
@@ -564,8 +568,8 @@ class Deployer:
             if not had_failed:
                 logger.warning("Version %d was not loaded, and is tried again: %s", wanted.number, error)
                 self._note("failed", wanted, engine=engine.name, error=str(error))
-            is_hopeless = engine.num_failures >= MAX_LOAD_FAILURES and earlier not in (START, wanted.digest)
-            if is_candidate and is_hopeless:
+            could_load = engine.has_loaded and earlier != wanted.digest
+            if is_candidate and could_load and engine.num_failures >= MAX_LOAD_FAILURES:
                 reason = f"{engine.name} has not loaded it {engine.num_failures} times: {first_line(error)}"
                 self._decide("rolled back", reason, 0, None)
             return
@@ -641,22 +645,17 @@ class Deployer:
 
     def _write(self) -> None:
         """Write rejections and journal lines; raises OSError, and keeps what could not be written."""
-        failure = None
-        try:
-            while self._unwritten_rejections:
-                self.versions.reject(self._unwritten_rejections[0])
-                del self._unwritten_rejections[0]
-        except OSError as error:
-            failure = error
-        if self._unwritten_lines:
-            journal = self.versions.path / JOURNAL
-            # A full disk or a killed process may have left half a line.
-            is_torn = journal.is_file() and journal.read_bytes()[-1:] not in (b"", b"\n")
-            with journal.open("a", encoding="utf-8") as file:
-                file.write("\n" * is_torn + "".join(self._unwritten_lines))
-            self._unwritten_lines.clear()
-        if failure is not None:
-            raise failure
+        while self._unwritten_rejections:
+            self.versions.reject(self._unwritten_rejections[0])
+            del self._unwritten_rejections[0]
+        if not self._unwritten_lines:
+            return
+        journal = self.versions.path / JOURNAL
+        # A full disk or a killed process may have left half a line.
+        is_torn = journal.is_file() and journal.read_bytes()[-1:] not in (b"", b"\n")
+        with journal.open("a", encoding="utf-8") as file:
+            file.write("\n" * is_torn + "".join(self._unwritten_lines))
+        self._unwritten_lines.clear()
 
     def _read_journal(self) -> None:
         """Restore the state from the last complete line of the journal."""

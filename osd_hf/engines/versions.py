@@ -41,12 +41,6 @@ class PublishedVersion(NamedTuple):
     digest: str
 
 
-def latest_version(path: Path) -> Path | None:
-    """Return the folder that the link in a folder of versions points to, if there is one."""
-    link = path / LATEST
-    return link.resolve() if link.exists() else None
-
-
 def folder_name(domain: str) -> str | None:
     """
     Return the name of a domain's folder, or `None` if it would be too long.
@@ -234,7 +228,8 @@ class VersionFolder:
     @property
     def latest(self) -> Path | None:
         """Folder of the version that `latest` points to, if there is one."""
-        return latest_version(self.path)
+        link = self.path / LATEST
+        return link.resolve() if link.exists() else None
 
     def version(self, number: int) -> PublishedVersion | None:
         """Return a version by its number, if it is still there."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import posixpath
 import re
+import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,8 @@ from typing import Any
 
 import httpx2
 
-from osd_hf.errors import first_line
+from osd_hf.engines.completions import error_message, parse_address
+from osd_hf.errors import ConfigError, first_line
 from osd_hf.proxy.extra_fields import (
     COMPLETION_PATHS,
     add_fields,
@@ -24,7 +27,6 @@ from osd_hf.proxy.extra_fields import (
     split_events,
 )
 from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
-from osd_hf.proxy.upstream import Headers, Upstream
 
 METRICS_PATH = "/osd-hf/metrics"  # `/metrics` is the engine's
 # Endpoints that vLLM opens with VLLM_SERVER_DEV_MODE=1. Who reaches them controls the engine.
@@ -44,9 +46,99 @@ HOP_HEADERS = {
 UNAVAILABLE = (502, 503, 504)  # statuses of an engine, or of a server in front of it, that cannot answer now
 REFUSED = (400, 422, 500, 501)  # statuses with which an engine may refuse the added fields
 NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout)
+CONNECTION_LOST = (httpx2.RemoteProtocolError, httpx2.ReadError, httpx2.WriteError)
+# An answer may take as long as its client waits, so only connecting has a timeout.
+TIMEOUT = {"connect": 10.0, "read": None, "write": None, "pool": None}
+KEEP_ALIVE_SECONDS = 2.0  # less than the 5 s of engines behind uvicorn
+AVOID_SECONDS = 5.0  # after a failure
 
+logger = logging.getLogger(__name__)
+Headers = list[tuple[bytes, bytes]]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
+
+
+# --- an engine ------------------------------------------------------------------------------------------------------
+
+
+class Upstream:
+    """
+    An engine behind the proxy.
+
+    Args:
+        url (`str`): Address such as `http://localhost:8000`, with or without `/v1`.
+        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends the requests; over the network by default.
+        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
+
+    Raises:
+        ServerError: the URL is not an address.
+        ConfigError: the URL contains a user, but the proxy passes on the keys of its clients.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        address, user, password = parse_address(url)
+        self.name = str(address).rstrip("/").removesuffix("/v1")
+        if user or password:
+            raise ConfigError(f"{self.name} is given with a user; the proxy passes on the keys of its clients alone.")
+        self.open_requests = 0  # that the engine is answering
+        self._url = httpx2.URL(self.name)
+        self._prefix = self._url.raw_path.rstrip(b"/")
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
+        self._transport = transport or httpx2.AsyncHTTPTransport(limits=limits)
+        self._clock = clock
+        self._is_failing = False
+        self._avoid_until = -float("inf")
+
+    async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> httpx2.Response:
+        """
+        Send a request and return the response with an unread body; raises httpx2.TransportError.
+
+        An engine may close a connection that was kept alive while a request is sent on it. Then the request is sent
+        again on a new connection.
+        """
+        is_new_connection = False
+
+        async def trace(event: str, info: object) -> None:
+            nonlocal is_new_connection
+            is_new_connection = is_new_connection or event.startswith("connection.connect_tcp")
+
+        # The target is the path and query exactly as sent.
+        extensions = {"target": self._prefix + target, "timeout": TIMEOUT, "trace": trace}
+        request = httpx2.Request(method, self._url, headers=headers, content=body, extensions=extensions)
+        try:
+            return await self._transport.handle_async_request(request)
+        except CONNECTION_LOST:
+            if is_new_connection:
+                raise
+            return await self._transport.handle_async_request(request)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._transport.aclose()
+
+    # --- availability -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_avoided(self) -> bool:
+        """Whether other engines are tried first because this one failed recently."""
+        return self._clock() < self._avoid_until
+
+    def failed(self, reason: str) -> None:
+        """Avoid the engine for some seconds."""
+        if not self._is_failing:
+            logger.warning("%s does not answer: %s.", self.name, reason)
+        self._is_failing = True
+        self._avoid_until = self._clock() + AVOID_SECONDS
+
+    def answered(self) -> None:
+        """Use the engine like others again."""
+        self._is_failing = False
+        self._avoid_until = -float("inf")
 
 
 # --- one request ----------------------------------------------------------------------------------------------------
@@ -228,8 +320,8 @@ class Proxy:
     async def _send(self, upstream: Upstream, request: _Request) -> tuple[httpx2.Response, Recording | None]:
         """Send a request, and again without the added fields if the engine refuses it."""
         recording, body, headers = None, request.body, request.headers
-        if request.parsed is not None and upstream.can_record:
-            recording = Recording(request.parsed, request.domain, upstream)
+        if request.parsed is not None and self.recorder.can_record(upstream.name):
+            recording = Recording(request.parsed, request.domain, upstream.name)
             is_chat = COMPLETION_PATHS[request.path]
             body = add_fields(body, request.parsed, is_chat=is_chat, num_logprobs=self.recorder.num_logprobs)
             # A compressed answer could not be read.
@@ -240,12 +332,13 @@ class Proxy:
                 await response.aread()
             finally:
                 await response.aclose()
-            reason = f"it refuses the added fields ({_error_message(response)}); let it give more log-probs"
+            # The rest of the message may quote the client's text.
+            reason = f"it refuses the added fields ({error_message(response)[:60]}); let it give more log-probs"
             response = await upstream.send(request.method, request.target, request.headers, request.body)
             recording = None
             self.counts.retries += 1
             if response.status_code < 400:
-                upstream.pause_recording(f"{reason} (vLLM: --max-logprobs), or keep fewer")
+                self.recorder.pause(upstream.name, f"{reason} (vLLM: --max-logprobs), or keep fewer")
         if response.status_code in UNAVAILABLE:
             upstream.failed(f"status {response.status_code}")
         else:
@@ -319,14 +412,6 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]], *, without: Sequence[byt
         word.strip().lower() for name, _, value in lowered if name == b"connection" for word in value.split(b",")
     }
     return [(name, value) for lower, name, value in lowered if lower not in HOP_HEADERS | listed | {*without}]
-
-
-def _error_message(response: httpx2.Response) -> str:
-    """Return the start of an engine's error message; the rest may quote the client's text."""
-    try:
-        return " ".join(str(response.json()["error"]["message"]).split())[:60]
-    except (ValueError, LookupError, TypeError):
-        return f"status {response.status_code}"
 
 
 async def _refuse(send: Any, status: int, message: str) -> None:

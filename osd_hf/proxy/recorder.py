@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -19,12 +20,13 @@ from osd_hf.engines.collect import CollectionReport
 from osd_hf.engines.completions import WARPERS, ResponseReader
 from osd_hf.errors import DataError, StoreError, first_line
 from osd_hf.proxy.extra_fields import event_data
-from osd_hf.proxy.upstream import Upstream
 from osd_hf.store.store import CorrectionStore
 
 FLUSH_SECONDS = 5.0  # between two flushes of the store
 RETRY_SECONDS = 30.0  # in which nothing is recorded after a flush that failed
 MAX_WAITING_BYTES = 256 << 20
+MAX_UNREADABLE = 8  # unreadable answers of an engine in a row, after which recording from it pauses
+PAUSE_SECONDS = 600.0
 NICENESS = 10  # of the process
 # Settings of a request that `ResponseReader` reads.
 KEPT_SETTINGS = (
@@ -86,15 +88,15 @@ class Recording:
     Args:
         request (`Mapping[str, Any]`): The client's request, of which only some settings are kept.
         domain (`str`, *optional*): Label of the request.
-        upstream (`Upstream`): Engine that answers; recording from it pauses if its answers cannot be read.
+        engine (`str`): Name of the engine that answers.
     """
 
-    def __init__(self, request: Mapping[str, Any], domain: str | None, upstream: Upstream) -> None:
+    def __init__(self, request: Mapping[str, Any], domain: str | None, engine: str) -> None:
         self.request = {name: request[name] for name in ("model", *KEPT_SETTINGS) if name in request}
         if isinstance(self.request.get("prompt"), str):
             del self.request["prompt"]
         self.domain = domain
-        self.upstream = upstream
+        self.engine = engine
         self.pieces: list[bytes] = []  # the body, or the data of each event of a stream
         self.is_stream = False
 
@@ -259,11 +261,23 @@ class Recorder:
         self._is_failing = False  # the store cannot be written
         self._retry_at = -float("inf")
         self._has_warned = False  # of an internal error
+        self._num_unreadable = Counter[str]()  # answers in a row, by engine
+        self._paused_until: dict[str, float] = {}  # by engine
 
     @property
     def is_ready(self) -> bool:
         """Whether an answer would be recorded now."""
         return self._clock() >= self._retry_at and self._bytes_put - self._bytes_done < MAX_WAITING_BYTES
+
+    def can_record(self, engine: str) -> bool:
+        """Return whether requests to an engine get extra fields now."""
+        return self._clock() >= self._paused_until.get(engine, -float("inf"))
+
+    def pause(self, engine: str, reason: str) -> None:
+        """Record nothing from an engine for ten minutes."""
+        if self.can_record(engine):  # otherwise other requests were under way
+            self._paused_until[engine] = self._clock() + PAUSE_SECONDS
+            logger.warning("Collecting from %s is paused for some minutes: %s.", engine, reason)
 
     def put(self, recording: Recording) -> None:
         """Store a complete answer soon, or drop it if too many wait."""
@@ -286,7 +300,10 @@ class Recorder:
             num_traces, num_tokens, failure = future.result()
         except DataError as error:
             self.counts.leave_out(str(error))
-            recording.upstream.answer_was_unreadable(str(error))
+            self._num_unreadable[recording.engine] += 1
+            if self._num_unreadable[recording.engine] >= MAX_UNREADABLE:
+                self._num_unreadable[recording.engine] = 0
+                self.pause(recording.engine, str(error))
             return
         except Exception as error:  # noqa: BLE001  # an internal error must not cost an answer
             self.counts.leave_out("it cannot be read because of an internal error")
@@ -297,7 +314,7 @@ class Recorder:
         self.counts.collected += num_traces
         self.counts.tokens += num_tokens
         if num_traces:
-            recording.upstream.answer_was_read()
+            self._num_unreadable[recording.engine] = 0
         else:
             self.counts.drop()
         if failure is not None:
