@@ -483,7 +483,7 @@ def test_each_domain_teaches_a_draft_of_its_own(
     assert [trace.domain for trace in named] == list(learner.domains)
     for name, folder in (("a/.", "a%2F."), ("b/.", "b%2F.")):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "drafts" / folder / "latest")
-        wanted = report.drafts.model(name)
+        wanted = report.learner.drafts.model(name)
         assert equal([p.detach() for p in loaded.parameters()], [p.detach() for p in wanted.parameters()])
         found = facts(tmp_path / "drafts" / folder)
         own = [trace for trace in named if trace.domain == name]
