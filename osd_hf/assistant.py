@@ -36,7 +36,6 @@ from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
-from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.live_learning import LiveLearning
 from osd_hf.memory_plan import MemoryPlan, memory_plan
@@ -137,18 +136,19 @@ class OnlineAssistant:
         self.config = self.drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self.compiled_target = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
-        self._learner = Learner(self.drafts, self.config, make_accelerator(report_to, self.config))
         # Threads must not keep the assistant alive, nor may `on_update`, which may refer to it: it is held here alone.
         self._on_update = None if on_update is None else functools.partial(on_update)
         self._live = LiveLearning(
             unwrap(self.target),
-            self._learner,
+            self.drafts,
             self.router,
             self.tokenizer,
             None if autosave is None else Path(autosave),
             self.compiled_target,
+            make_accelerator(report_to, self.config),
             self._on_update,
         )
+        self._learner = self._live.learner
         weakref.finalize(self, self._live.stop)
         warn_of_target(source, self.target)
 
@@ -404,7 +404,7 @@ class OnlineAssistant:
         Share of the configured updates that are done now, from 1/16 to 1: less once acceptance no longer rises, or
         learning costs more time than it saves. With drafts per domain, the largest.
         """
-        return max((requests.effort.share for requests in self._learner.requests.values()), default=1.0)
+        return max((requests.effort.share for requests in self.drafts.requests.values()), default=1.0)
 
     @property
     def saved_seconds(self) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats, Tally
@@ -20,6 +21,7 @@ from osd_hf.decoding.record import Binding, Lease
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES, EarlierText
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.learning import session
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.session import load_session, save_session
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 FAILURES_BEFORE_PAUSE = 3  # in a row, of learning for one draft
 MAX_DOUBLINGS = 3  # of the pause, which is two update intervals long at first
-AUTOSAVE_PATIENCE_SECONDS = 5.0  # to wait for another process that saves to the folder
+AUTOSAVE_PATIENCE_SECONDS = 5.0  # to wait for another process that saves to the folder; nothing is learned then
 # Work that must not affect answers, as phrases that begin a sentence.
 ROUTING, TAKING_IN, LOGGING = "Routing a request", "Taking in a request", "Logging a request"
 SAVING, TRACKING, REPORTING = "Saving the session", "Tracking", "`on_update`"
@@ -92,26 +94,56 @@ class Failures:
 
 
 class Traffic:
-    """Let either requests run, any number of them, or one part of idle learning."""
+    """Let one thread at a time learn or save, and let either requests run, any number of them, or one part of idle
+    learning."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.requests = 0
-        self.is_stepping = False
+        self._requests = 0
+        self._waiting = 0  # threads that wait to learn or save
+        self._is_taken = False  # whether a thread learns or saves
+        self.is_stepping = False  # whether the idle thread learns
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Wait for the part of learning in progress, and let no other begin while a request runs inside."""
+        """Wait for the part of idle learning in progress, and let no other begin while a request runs inside."""
         with self.changed:
-            self.requests += 1
+            self._requests += 1
         try:
             with self.changed:
                 self.changed.wait_for(lambda: not self.is_stepping)
             yield
         finally:
             with self.changed:
-                self.requests -= 1
+                self._requests -= 1
                 self.changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self, *, wait: bool = True) -> Iterator[bool]:
+        """Let no other thread learn or save inside. Without `wait`, yields `False` if another thread does."""
+        with self.changed:
+            self._waiting += 1
+            try:
+                is_alone = self.changed.wait_for(lambda: not self._is_taken, None if wait else 0)
+            finally:
+                self._waiting -= 1
+            self._is_taken = True
+        try:
+            yield is_alone
+        finally:
+            with self.changed:
+                self._is_taken = self._is_taken and not is_alone
+                self.changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs, and no thread learns, saves, or waits to."""
+        return not (self._requests or self._waiting or self._is_taken)
+
+    def wake(self) -> None:
+        """Let the idle thread look for work."""
+        with self.changed:
+            self.changed.notify_all()
 
 
 class LiveLearning:
@@ -128,21 +160,23 @@ class LiveLearning:
     def __init__(
         self,
         target: PreTrainedModel,
-        learner: Learner,
+        drafts: DomainDrafts,
         router: Router | None,
         tokenizer: Any,
         autosave: Path | None,
         compiled: CompiledTarget | None,
+        accelerator: Accelerator,
         on_update: Callable[[GateDecision], object] | None,
     ) -> None:
         self.target = target
-        self.learner = learner
-        self.drafts = learner.drafts
-        self.config = learner.config
+        self.drafts = drafts
+        self.config = drafts.config
+        self.learner = Learner(drafts)
         self.router = router
         self.tokenizer = tokenizer
         self.autosave = autosave
         self.compiled = compiled
+        self.accelerator = accelerator  # its trackers log the updates
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
         self.traffic = Traffic()
         # Requests that wait to be counted and learned from: the trace, whether to learn, the store, and the owner.
@@ -155,8 +189,6 @@ class LiveLearning:
         self._is_stopped = False
         self._unsaved_updates = 0
         self.save_thread: threading.Thread | None = None  # of the last autosave
-        self._learning = threading.Lock()  # held by the thread that learns or saves
-        self._waiting = 0  # threads that wait for that lock
         # Held while a request is counted and added, and while counts and requests are read together or loaded.
         self._taking_in = threading.Lock()
         self._reporting = threading.Lock()  # held by the thread that calls `on_update`
@@ -194,9 +226,17 @@ class LiveLearning:
 
         @contextlib.contextmanager
         def serve(assistant_model: Any, prompt: Any) -> Iterator[Lease]:
-            around = contextlib.nullcontext() if is_begun else self.traffic.request()
-            with around, self.lease(domain, learn, owner, assistant_model, prompt) as lease:
-                yield lease
+            label = domain
+            with contextlib.nullcontext() if is_begun else self.traffic.request():
+                if label is None and self.router is not None and prompt is not None:  # `None` if not token ids
+                    with self.failures.kept(ROUTING):  # after an error, the base draft serves
+                        label = self.router.route(RoutedPrompt(prompt, self.tokenizer, learn=learn))
+                if assistant_model not in self.drafts.models:  # serves itself
+                    yield Lease(domain=label)
+                    return
+                earlier = self.earlier.of(owner, label) if self.config.reads_text else ()
+                with self.drafts.lease(label, original=None) as draft:
+                    yield Lease(draft.version, label, draft.model, draft.drafting, earlier)
 
         return Binding(
             finish,
@@ -206,22 +246,6 @@ class LiveLearning:
             num_assistant_tokens=k,
             compiled=self.compiled,
         )
-
-    @contextlib.contextmanager
-    def lease(
-        self, domain: str | None, learn: bool, owner: str | None, assistant_model: Any, prompt: Any
-    ) -> Iterator[Lease]:
-        """Yield the draft for a request with this prompt (`None` for prompts that are not token ids). An assistant
-        model that is not one of our drafts serves itself."""
-        if domain is None and self.router is not None and prompt is not None:
-            with self.failures.kept(ROUTING):  # after an error, the base draft serves
-                domain = self.router.route(RoutedPrompt(prompt, self.tokenizer, learn=learn))
-        if not self.drafts.owns(assistant_model):
-            yield Lease(domain=domain)
-            return
-        earlier = self.earlier.of(owner, domain) if self.config.reads_text else ()
-        with self.drafts.lease(domain, original=None) as draft:
-            yield Lease(draft.version, domain, draft.model, draft.drafting, earlier)
 
     def take_in_finished(self) -> None:
         """Count the requests of the queue, log them, and learn from them."""
@@ -244,7 +268,7 @@ class LiveLearning:
             if learn and self.config.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":
-            self._wake()
+            self.traffic.wake()
         elif learn:
             self._learn(self.learner.after_answer)
             self._report_decisions()
@@ -254,7 +278,7 @@ class LiveLearning:
     def _learn(self, work: Callable[[], UpdateReport | None]) -> None:
         """Run the learner unless another thread does: no answer waits for that, and due work stays due."""
         try:
-            with self.alone(wait=False) as is_alone:
+            with self.traffic.alone(wait=False) as is_alone:
                 if not is_alone:
                     return
                 if self.learner.begins():
@@ -285,20 +309,13 @@ class LiveLearning:
             return
         num_requests = self.config.update_interval << min(in_a_row - FAILURES_BEFORE_PAUSE + 1, MAX_DOUBLINGS)
         self.learner.rest(domain, num_requests)
-        if in_a_row == FAILURES_BEFORE_PAUSE:
-            logger.info(  # the warning came with the first failure
-                "%s pauses: it has failed %d times in a row, the last time with %r. Requests are served and kept as "
-                "before. Learning is tried again after %d requests, or directly by `update()` or `resume()`.",
-                work,
-                in_a_row,
-                error,
-                num_requests,
-            )
+        if in_a_row == FAILURES_BEFORE_PAUSE:  # the warning came with the first failure
+            logger.info("%s pauses for %d requests, or until `update()` or `resume()`.", work, num_requests)
 
     def update(self, steps: int | None, domain: str | None) -> UpdateReport:
         """Run one update now; see [`~OnlineAssistant.update`]."""
         try:
-            with self.alone():
+            with self.traffic.alone():
                 return self._update(steps, domain)
         finally:
             self._report_decisions()
@@ -309,7 +326,7 @@ class LiveLearning:
             version = target_version(self.target)
         self.learner.set_target_version(version)
         key = self.learner.fullest() if domain is None else self.drafts.key(domain)
-        if self.drafts.per_domain and (key is None or self.learner.requests[key].is_unconfirmed):
+        if self.drafts.per_domain and (key is None or self.drafts.requests[key].is_unconfirmed):
             raise LearnerError(
                 f"No draft of {'any domain' if domain is None else repr(domain)} could learn yet. Serve a request of "
                 "it first. After a session was loaded, too, a request must show that the target is the same."
@@ -326,37 +343,20 @@ class LiveLearning:
             ) from error
         return self._finish_update(report)
 
-    @contextlib.contextmanager
-    def alone(self, *, wait: bool = True) -> Iterator[bool]:
-        """Let no other thread learn or save inside. Without `wait`, yields `False` if another thread does."""
-        with self.traffic.changed:
-            self._waiting += wait
-        try:
-            is_alone = self._learning.acquire(blocking=wait)
-        finally:
-            with self.traffic.changed:
-                self._waiting -= wait
-        try:
-            yield is_alone
-        finally:
-            if is_alone:
-                self._learning.release()
-            self._wake()
-
     def pause(self, is_paused: bool) -> None:
         """Pause or resume learning. Resuming also ends pauses after failures, unless learning was paused."""
         if not (is_paused or self.learner.is_paused):
             self.failures.restart_counts()
-            for domain in list(self.learner.requests):
+            for domain in list(self.drafts.requests):
                 self.learner.rest(domain, 0)
         self.learner.is_paused = is_paused
-        self._wake()
+        self.traffic.wake()
 
     # --- learning between requests ----------------------------------------------------------------------------------
 
     def wait_until_idle(self, timeout: float | None) -> bool:
         """Wait until the idle thread, if there is one, has no work; returns whether it has none."""
-        self._wake()
+        self.traffic.wake()
         with self.traffic.changed:
             return self._idle_thread is None or self.traffic.changed.wait_for(
                 lambda: self._is_stopped or not (self.traffic.is_stepping or self.learner.has_work()), timeout
@@ -370,11 +370,6 @@ class LiveLearning:
         for thread in (self._idle_thread, self.save_thread):
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
-
-    def _wake(self) -> None:
-        """Let the idle thread look for work."""
-        with self.traffic.changed:
-            self.traffic.changed.notify_all()
 
     def _learn_between(self) -> None:
         """Learn in parts between requests, until stopped."""
@@ -390,12 +385,10 @@ class LiveLearning:
     def _wait_for_work(self) -> bool:
         """Wait until there is work, no request, and nobody else who learns or saves; `False` when stopped."""
 
-        def may_step() -> bool:
-            is_alone = not (self.traffic.requests or self._waiting or self._learning.locked())
-            return self._is_stopped or (is_alone and self.learner.has_work())
-
         with self.traffic.changed:
-            self.traffic.changed.wait_for(may_step)
+            self.traffic.changed.wait_for(
+                lambda: self._is_stopped or (self.traffic.is_idle and self.learner.has_work())
+            )
             self.traffic.is_stepping = not self._is_stopped
             return self.traffic.is_stepping
 
@@ -410,7 +403,7 @@ class LiveLearning:
             self.failures.clear(_learning(report.domain))
             self.learner.rest(report.domain, 0)
         with self.failures.kept(TRACKING):
-            log_update(self.learner.accelerator, report, *self.tally.take_recent())
+            log_update(self.accelerator, report, *self.tally.take_recent())
         self._unsaved_updates += 1
         is_due = self.autosave is not None and self._unsaved_updates >= session.UPDATES_BETWEEN_SAVES
         if is_due and (self.save_thread is None or not self.save_thread.is_alive()):
@@ -424,32 +417,30 @@ class LiveLearning:
         with self.failures.kept(SAVING):
             self.save(folder, AUTOSAVE_PATIENCE_SECONDS)
 
-    def save(self, directory: Path, patience_seconds: float | None = None) -> None:
+    def save(self, directory: Path, patience_seconds: float = session.PATIENCE_SECONDS) -> None:
         """Save the session; raises StateError if it cannot be written."""
-        with self.alone():
+        with self.traffic.alone():
             with self._taking_in:  # a request is in both or in neither
                 counts, learner = self.tally.state(), self.learner.state_dict()
-            decisions = [decision.to_dict() for decision in self.learner.decisions]
-            facts = {**counts, "config": self.config.to_dict(), "decisions": decisions}
+            facts = {**counts, "config": self.config.to_dict()}
             router = None if self.router is None else self.router.state_dict()
             save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
 
     def load(self, directory: Path) -> None:
         """Load a saved session; raises StateError, with nothing changed, if that fails."""
-        with self.alone(), self._taking_in:
+        with self.traffic.alone(), self._taking_in:
             facts = load_session(directory, self.learner, self.router)
-            self.learner.load_decisions(facts["decisions"])
             self.tally.load(facts)
             version = target_version(self.target)
             if not self.drafts.per_domain:
                 self.learner.set_target_version(version)
             # With drafts per domain, the next request of each domain shows whether the target is another one.
-            for requests in self.learner.requests.values():
+            for requests in self.drafts.requests.values():
                 requests.is_unconfirmed = requests.target not in (None, version)
 
     def target_changed(self) -> None:
         """Remove all requests, as the caller says that the target is another one now."""
-        with self.alone():
+        with self.traffic.alone():
             self.learner.remove_requests(target_changed(self.target))
 
     def close(self, store: CorrectionStore | None) -> None:
@@ -464,9 +455,9 @@ class LiveLearning:
         if store is not None:
             with self.failures.kept(LOGGING):
                 store.flush()
-        if self.learner.accelerator.trackers:  # ending also ends the process group, which may be a trainer's
+        if self.accelerator.trackers:  # ending also ends the process group, which may be a trainer's
             with self.failures.kept(TRACKING):
-                self.learner.accelerator.end_training()
+                self.accelerator.end_training()
         standing, raised = self.failures.standing, self._raised
         self._raised = standing
         if new := [error for error in standing if error not in raised]:

@@ -73,7 +73,7 @@ def simulate(
     if learner is None:
         config = replace(config or OnlineConfig(), compile_draft=False)  # replay drafts nothing
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=routes is not None)
-        learner = Learner(drafts, drafts.config)
+        learner = Learner(drafts)
     k = learner.config.compared_k or learner.drafts.base.generation_config.num_assistant_tokens
     if not isinstance(k, int):
         raise ConfigError(

@@ -141,10 +141,10 @@ def report_on(
     fifth = slice(round(len(alone) * 0.8), None)
     # At k = 5, as one learns and serves there: `"auto"` drafts what is easy on this machine.
     fixed = OnlineConfig(seed=seed, **RULES[found.rule])
-    learner = Learner(DomainDrafts(draft, fixed, per_domain=False), fixed)
+    learner = Learner(DomainDrafts(draft, fixed, per_domain=False))
 
     def as_served(i: int, _: AcceptanceStats) -> None:  # no time is known there that effort could go by
-        learner.requests[None].effort.share = found.effort[i]
+        learner.drafts.requests[None].effort.share = found.effort[i]
 
     traces = [replace(trace, draft_version=0) for trace in found.traces]
     run = simulate(draft, traces, fixed, learner=learner, on_request=as_served)

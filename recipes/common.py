@@ -207,7 +207,7 @@ def equal_counts(counts: Sequence[Counts], simulated: Sequence[AcceptanceStats])
 
 def processor_timed(draft: Any, config: OnlineConfig) -> Learner:
     """Return a learner for `simulate` that reports processor seconds."""
-    return Learner(DomainDrafts(draft, config, per_domain=False), config, timer=time.process_time)
+    return Learner(DomainDrafts(draft, config, per_domain=False), timer=time.process_time)
 
 
 # --- figures, reports, plots ----------------------------------------------------------------------------------------

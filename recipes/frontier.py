@@ -102,7 +102,7 @@ def measured(draft: Any, traces: Sequence[Trace], config: OnlineConfig, name: st
         "learner_seconds_per_request": learner.seconds / len(traces),
         "learner_gflops_per_request": max(work.flops - serving, 0) / 1e9 / len(traces),
         "updates": len(run.updates),
-        "effort": [round(lesson.effort.share, 4) for lesson in learner.requests.values()],
+        "effort": [round(lesson.effort.share, 4) for lesson in learner.drafts.requests.values()],
     }  # fmt: skip
 
 

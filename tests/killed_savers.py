@@ -40,7 +40,7 @@ def session(number: int) -> dict[str, Any]:
     def lesson(domain: str) -> dict[str, Any]:
         return {"domain": domain, "traces": {"pending": []}, "updater": {"weights": torch.full((64,), number)}}
 
-    return {"drafts": {"weights": torch.full((64,), number)}, "requests": [lesson("a"), lesson("b")]}
+    return {"drafts": {"weights": torch.full((64,), number)}, "requests": [lesson("a"), lesson("b")], "decisions": []}
 
 
 def loaded(folder: Path) -> int:

@@ -41,7 +41,7 @@ def state(assistant: OnlineAssistant) -> dict[str, Any]:
         "decided": [decision.version for decision in assistant.decisions],
         "promoted": [decision.version for decision in assistant.decisions if decision.outcome == "promoted"],
         "finite": all(
-            bool(p.isfinite().all()) for model in (drafts.model(None), learner.updater(None).master)
+            bool(p.isfinite().all()) for model in (drafts.model(None), drafts.updater(None).master)
             for p in model.parameters()
         ),
     }  # fmt: skip

@@ -214,7 +214,7 @@ def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> 
 
 def observe(updater: Updater, trace: Trace) -> None:
     """Let an updater without a learner learn from a request, if it can."""
-    if updater.accepts(trace):
+    if updater.set_aside.accepts(trace):
         updater.requests.set_target_version(trace.target)
         updater.requests.pending.append(trace)
 

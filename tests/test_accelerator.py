@@ -204,7 +204,7 @@ def too_little_memory() -> Iterator[None]:
     """Learning has too little, serving enough."""
     if not IS_CUDA:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Updater, "_bounded_loss", fail)
+            patch.setattr(Updater, "_loss", fail)
             yield
         return
     gc.collect()

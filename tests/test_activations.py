@@ -98,14 +98,14 @@ def test_what_is_over_the_budget_is_learned_in_parts_that_are_not(
 
     def gradients() -> tuple[dict[str, torch.Tensor], list[int], list[int]]:
         updater, sizes, kept = Updater(draft, CONFIG), [], []
-        loss = updater._bounded_loss
+        loss = updater._loss
 
         def counted(those: Sequence[Trace]) -> Any:
             sizes.append(len(those))
             kept.append(kept_bytes(updater.master, lambda: loss(those)[0]))
             return loss(those)
 
-        monkeypatch.setattr(updater, "_bounded_loss", counted)
+        monkeypatch.setattr(updater, "_loss", counted)
         monkeypatch.setattr(updater, "_zero_grad", lambda: None)
         for trace in traces:
             models.observe(updater, trace)

@@ -49,7 +49,7 @@ def weights_used(assistant: OnlineAssistant) -> Iterator[list[int]]:
     seen: list[int] = []
 
     def note(module: Any, *_: Any) -> None:
-        if assistant.drafts.owns(module):
+        if module in assistant.drafts.models:
             seen.append(hash(b"".join(p.detach().numpy().tobytes() for p in module.parameters())))
 
     handle = register_module_forward_pre_hook(note)
@@ -97,7 +97,7 @@ def test_a_request_that_is_not_to_be_learned_from_leaves_nothing() -> None:
     assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=2), store=store)
     answers = serve(assistant, 4, learn=False)
     assert len(store) == 0
-    assert not assistant._learner.requests[None].pending
+    assert not assistant.drafts.requests[None].pending
     assert (assistant.version, assistant.stats.num_requests) == (0, 4)
     assert answers == serve(OnlineAssistant(target, draft, config=FAST), 4)
     with assistant.attached(learn=False):
@@ -125,7 +125,7 @@ def test_the_trace_of_a_request_is_handed_over_also_where_nothing_is_kept_of_it(
     answers = serve(assistant, 2, on_trace=seen.append, learn=False)
     assert [trace.completion_ids.tolist() for trace in seen] == answers
     assert all(trace.rounds and trace.num_kept for trace in seen)
-    assert not list(assistant._learner.requests[None].pending)
+    assert not list(assistant.drafts.requests[None].pending)
 
 
 def test_who_fails_on_a_trace_costs_no_answer(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +209,7 @@ def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None
     handle.remove()
     serve(assistant, 2)
     assert (assistant.version, assistant.stats.num_requests) == (2, 2)
-    assert assistant.drafts.num_serving == 1  # the failed request has given its draft back
+    assert len(assistant.drafts.held) == 1  # the failed request has given its draft back
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_a_promotion_waits_for_no_request_and_changes_none_that_is_running() -> 
     with weights_used(assistant) as seen:
         serve(assistant, 1)
     assert set(seen) == other["used"]
-    assert assistant.drafts.num_serving == 1  # what overlapping requests made has gone
+    assert len(assistant.drafts.held) == 1  # what overlapping requests made has gone
 
 
 # --- the session ----------------------------------------------------------------------------------------------------
@@ -298,13 +298,13 @@ def test_the_session_of_another_draft_leaves_the_assistant_as_it_was(tmp_path: P
     OnlineAssistant(models.build("gpt2"), models.build("gpt2"), config=FAST).save_state(tmp_path)
     assistant = OnlineAssistant(target, draft, config=FAST)
     serve(assistant, 4)
-    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant._learner.requests[None].pending)
+    before, stats, waiting = weights(assistant.draft), assistant.stats, len(assistant.drafts.requests[None].pending)
     with pytest.raises(StateError, match="another draft"):
         assistant.load_state(tmp_path)
     with pytest.raises(StateError, match="no saved session"):
         assistant.load_state(tmp_path / "nowhere")
     assert same(weights(assistant.draft), before)
-    assert (assistant.version, assistant.stats, len(assistant._learner.requests[None].pending)) == (1, stats, waiting)
+    assert (assistant.version, assistant.stats, len(assistant.drafts.requests[None].pending)) == (1, stats, waiting)
     serve(assistant, 2)
     assert assistant.version == 2
 
@@ -323,9 +323,7 @@ def test_a_session_takes_the_place_of_other_domains_drafts(tmp_path: Path) -> No
     # Nothing is left of what was learned of "y" before.
     assert same(weights(used.serving_draft("y")), weights(fresh.serving_draft("y")))
     assert same(weights(used.serving_draft("x")), weights(first.serving_draft("x")))
-    previous = used.drafts.previous("y")
-    assert previous is not None
-    assert previous[1].keys() == weights(draft).keys()
+    assert used.drafts.previous("y")[1].keys() == weights(draft).keys()
 
 
 # --- tracking -------------------------------------------------------------------------------------------------------

@@ -68,12 +68,12 @@ def everything(assistant: OnlineAssistant) -> dict[str, Any]:
         return [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.domain, t.draft_version) for t in traces]
 
     lessons = [
-        (s["domain"], s["requests_waiting"], s["observed"], s["seen"], {k: told(v) for k, v in s["traces"].items()})
+        (s["domain"], s["requests_waiting"], s["observed"], {k: told(v) for k, v in s["traces"].items()})
         for s in taught.state_dict()["requests"]
     ]
     tensors = {(d, name): p for d in (None, *drafts.domains) for name, p in drafts.model(d).named_parameters()}
     for domain in drafts.learning:
-        tensors |= {(domain, "learned", name): p for name, p in taught.updater(domain).parameters.items()}
+        tensors |= {(domain, "learned", name): p for name, p in taught.drafts.updater(domain).parameters.items()}
     return {
         "requests": lessons,
         "decisions": [d.to_dict() for d in assistant.decisions],

@@ -335,7 +335,7 @@ def drafted_with(assistant: OnlineAssistant) -> Iterator[dict[int, list[int]]]:
     seen: dict[int, list[int]] = {}
 
     def note(module: Any, *_: Any) -> None:
-        if assistant.drafts.owns(module):
+        if module in assistant.drafts.models:
             weights = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
             seen.setdefault(threading.get_ident(), []).append(hash(weights))
 
@@ -388,7 +388,7 @@ def test_requests_of_two_threads_are_the_targets_own_while_versions_come_and_go(
     assert assistant.stats.num_requests == 80
     assert assistant.version >= 10
     assert min(map(len, versions)) > 5
-    assert assistant.drafts.num_serving == 1
+    assert len(assistant.drafts.held) == 1
 
 
 def test_an_idle_learner_computes_only_while_no_request_runs() -> None:
@@ -445,7 +445,7 @@ def test_an_idle_learner_wakes_for_whatever_becomes_due() -> None:
         assistant.resume()
         assert assistant.wait_until_idle(LONG)
         assert assistant.version == 2
-        with assistant._live.alone():  # as while a session is saved, or learned from by hand
+        with assistant._live.traffic.alone():  # as while a session is saved, or learned from by hand
             answers(assistant.generate, range(3))
         assert assistant.wait_until_idle(LONG)
         assert assistant.version == 3

@@ -30,7 +30,7 @@ from osd_hf.learning.gate import (
     regressed,
 )
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.requests import HOLD_BACK_EVERY, NUM_HELD_BACK, NUM_WATCHED, DraftRequests
+from osd_hf.learning.requests import HOLD_BACK_EVERY, NUM_HELD_BACK, NUM_WATCHED, DraftRequests, ReadableTraces
 from osd_hf.trace import DraftRound, Trace, bare_trace
 
 
@@ -97,10 +97,10 @@ def test_the_error_of_a_gain_is_that_of_a_bootstrap_over_requests(likeness: floa
 
 @given(st.integers(0, 300))
 def test_no_request_is_lost_or_learned_from_twice(number: int) -> None:
-    lesson, requests = DraftRequests(), [request() for _ in range(number)]
+    lesson, requests = DraftRequests(ReadableTraces(models.VOCAB, models.VOCAB)), [request() for _ in range(number)]
     learned = [out for trace in requests if (out := lesson.hold_back(trace)) is not None]
     assert sorted(map(id, [*learned, *lesson.held_back])) == sorted(map(id, requests))
-    whole = DraftRequests()
+    whole = DraftRequests(ReadableTraces(models.VOCAB, models.VOCAB))
     kept = [trace for trace in requests if whole.hold_back(trace) is not trace]
     assert list(lesson.held_back) == kept[-NUM_HELD_BACK:]  # the newest
     assert [trace for trace in learned if trace in set(kept)] == kept[:-NUM_HELD_BACK]
@@ -235,7 +235,7 @@ def test_a_better_version_or_none_at_all_is_left_alone() -> None:
 
 
 def test_the_evidence_is_bounded() -> None:
-    lesson = DraftRequests()
+    lesson = DraftRequests(ReadableTraces(models.VOCAB, models.VOCAB))
     lesson.arrived.extend(request() for _ in range(3 * NUM_WATCHED))
     for _ in range(40 * NUM_HELD_BACK):
         lesson.hold_back(request())
@@ -261,26 +261,14 @@ def test_two_bad_requests_of_other_traffic_change_the_choice_and_two_good_ones_c
     choice = DraftChoice()
     assert not choice.is_original  # nothing is known
     for _ in range(30):
-        choice.add(request(), scored(8), scored(14))
+        choice.add(scored(8), scored(14))
     assert not choice.is_original
     for _ in range(2):
-        choice.add(request(), scored(10), scored(1))
+        choice.add(scored(10), scored(1))
     assert choice.is_original
-    choice.add(request(), scored(10), scored(15))
-    choice.add(request(), scored(10), scored(15))
+    choice.add(scored(10), scored(15))
+    choice.add(scored(10), scored(15))
     assert not choice.is_original
-
-
-def test_a_new_version_is_known_by_what_it_was_tried_on() -> None:
-    choice, tried = DraftChoice(), [request() for _ in range(4)]
-    for trace in tried:
-        choice.add(trace, scored(10), scored(4))
-    assert choice.is_original
-    for trace in tried:
-        choice.replace_learned(trace, scored(12))
-    choice.replace_learned(request(), scored(0))  # one that nobody remembers
-    assert not choice.is_original
-    assert choice.alphas() == pytest.approx((0.5, 0.6))
 
 
 def served_version(assistant: OnlineAssistant, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -314,7 +302,7 @@ def test_after_one_answer_a_draft_that_does_badly_is_not_asked_again(strategy: s
             versions.append(version)
             assert assistant.wait_until_idle(60)
         assert versions == [bad, 0]
-        assert assistant._learner.requests[None].choice.is_original
+        assert assistant.drafts.requests[None].choice.is_original
 
 
 def test_what_is_known_of_both_outlives_a_session(tmp_path: Path) -> None:
@@ -324,12 +312,12 @@ def test_what_is_known_of_both_outlives_a_session(tmp_path: Path) -> None:
         served_version(assistant, prompts[0])
         spoil(assistant)
         served_version(assistant, prompts[1])
-        assistant._learner.requests[None].effort.share = 0.25
-        known = assistant._learner.requests[None].choice.alphas()
+        assistant.drafts.requests[None].effort.share = 0.25
+        known = assistant.drafts.requests[None].choice.alphas()
         assistant.save_state(tmp_path)
     with OnlineAssistant(target, draft, config=CONFIG) as resumed:
         resumed.load_state(tmp_path)
-        assert resumed._learner.requests[None].choice.alphas() == known
+        assert resumed.drafts.requests[None].choice.alphas() == known
         assert resumed.effort == 0.25
         assert served_version(resumed, prompts[2])[1] == 0
 
@@ -377,7 +365,7 @@ def accepted_of(number: int, of: int = 20) -> Trace:
 
 
 def test_while_little_is_learned_one_request_in_a_few_is_compared() -> None:
-    lesson = DraftRequests(config=OnlineConfig())
+    lesson = DraftRequests(ReadableTraces(models.VOCAB, models.VOCAB), config=OnlineConfig())
     lesson.effort.share = 0.1
     compared = []
     for i in range(40):
@@ -474,7 +462,7 @@ def test_an_assistant_updates_less_often_by_its_effort() -> None:
     )
     with OnlineAssistant(target, draft, config=config) as assistant:
         assert assistant.effort == 1
-        assistant._learner.requests[None].effort.share = 0.25
+        assistant.drafts.requests[None].effort.share = 0.25
         assert assistant.effort == 0.25
         for ids in models.prompts(16):
             assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)

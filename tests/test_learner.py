@@ -53,12 +53,12 @@ def the_draft() -> Any:
 
 
 def learner(config: OnlineConfig = CONFIG, *, per_domain: bool = False, **changes: Any) -> Learner:
-    return Learner(DomainDrafts(the_draft(), config, per_domain=per_domain), config, **changes)
+    return Learner(DomainDrafts(the_draft(), config, per_domain=per_domain), **changes)
 
 
 def held(taught: Learner, domain: str | None = None) -> list[Trace]:
     """All requests that a draft has before it or behind it."""
-    requests = taught.requests[domain]
+    requests = taught.drafts.requests[domain]
     return [*requests.held_back, *requests.pending, *requests.buffer]
 
 
@@ -73,21 +73,21 @@ def test_each_domain_counts_its_own_requests(recorded: list[Trace]) -> None:
     due = taught.due()
     assert due is not None and (due.domain, due.requests_waiting) == ("a", 3)
     report = taught.update("a")
-    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.requests["a"].held_back))
+    assert (report.domain, report.new_requests) == ("a", 3 - len(taught.drafts.requests["a"].held_back))
     assert taught.due() is None  # b has had two
-    assert taught.requests["b"].requests_waiting == 2
+    assert taught.drafts.requests["b"].requests_waiting == 2
     taught.observe("b", recorded[0])
     assert taught.fullest() == "b"
     assert taught.drafts.learning == {"a"}
     taught.observe(None, recorded[0])  # of no domain, so that nobody learns
-    assert None not in taught.requests
+    assert None not in taught.drafts.requests
 
 
 def test_what_nobody_learns_from_is_bounded(recorded: list[Trace]) -> None:
     taught = learner(replace(CONFIG, update_strategy="manual", buffer_size=10))
     for trace in stream(recorded, 100):
         taught.observe(None, trace)
-    assert len(taught.requests[None].pending) == 10
+    assert len(taught.drafts.requests[None].pending) == 10
     assert taught.due() is None
 
 
@@ -220,7 +220,7 @@ def test_after_weights_that_are_not_finite_learning_starts_again(
         simulate(None, stream(recorded, 24), learner=taught)
     assert {d.reason for d in taught.decisions} == {"its weights are not finite"}
     assert taught.drafts.serving_version() == 0
-    assert same(taught.updater(None).snapshot(), weights(the_draft()))
+    assert same(taught.drafts.updater(None).snapshot(), weights(the_draft()))
     simulate(None, stream(recorded, 60), learner=taught)
     assert "promoted" in {d.outcome for d in taught.decisions}
     assert replayed(taught.drafts.model(None), recorded).alpha > replayed(the_draft(), recorded).alpha + 0.2
@@ -266,7 +266,7 @@ def test_a_version_that_does_worse_than_the_one_before_it_goes(
             taught.update()
     bad = taught.drafts.serving_version()
     assert replayed(taught.drafts.model(None), recorded).alpha < good - 0.2
-    taught.requests[None].effort.share = effort
+    taught.drafts.requests[None].effort.share = effort
     with caplog.at_level(logging.WARNING):
         simulate(None, stream(recorded, 16), learner=taught)
     (decision,) = [d for d in taught.decisions if d.outcome == "rolled back"]
@@ -293,11 +293,11 @@ def test_another_draft_than_ours_is_not_taken_for_a_version_of_ours(recorded: li
                 kwargs = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
                 target.generate(ids, assistant_model=useless, **kwargs)
         assistant.resume()
-        finish(assistant._learner._watch(assistant._learner.requests[None]))
+        finish(assistant._learner._watch(assistant.drafts.requests[None]))
         assert assistant.version == version
         assert "rolled back" not in {d.outcome for d in assistant.decisions}
         assert assistant.stats.num_requests == 2 * DIFFERENT
-        assert HOLD_BACK_EVERY > 1 and len(assistant._learner.requests[None].pending) > DIFFERENT
+        assert HOLD_BACK_EVERY > 1 and len(assistant.drafts.requests[None].pending) > DIFFERENT
 
 
 # --- at the least effort --------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def at_least(config: OnlineConfig, domains: str = "", *, least: float = 0.25, **
     taught.drafts.set_pace(min_effort=least)
     for domain in domains or [None]:
         taught.drafts.admit(domain)
-        lesson = taught.requests[domain]
+        lesson = taught.drafts.requests[domain]
         lesson.effort.share = lesson.effort.least
     return taught
 
@@ -341,7 +341,7 @@ def test_at_little_effort_updates_are_spread_over_all_requests_between_two(recor
     taught = at_least(replace(SPREAD, update_interval=8), timer=Ticks())
     most, ended = 0.0, []
     for i, trace in enumerate(stream(recorded, 96), 1):
-        taught.requests[None].effort.share = 0.25
+        taught.drafts.requests[None].effort.share = 0.25
         before = taught.seconds
         taught.observe(None, trace)
         ended += [i] * (taught.after_answer() is not None)

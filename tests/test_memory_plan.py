@@ -13,7 +13,6 @@ from peft import IA3Config, LoHaConfig, LoraConfig
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import main
-from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning import learner as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
@@ -65,7 +64,7 @@ def test_what_serves_is_the_version_and_what_served_before_stays(monkeypatch: py
         drafts, serving = assistant.drafts, dict(assistant.draft.named_parameters())
         version = drafts.serving(None).weights
         assert all(serving[name].data_ptr() == weight.data_ptr() for name, weight in version.items())
-        number, earlier, _ = drafts.previous(None) or drafts_module.ORIGINAL
+        number, earlier, _ = drafts.previous(None)
         kept = {name: weight.clone() for name, weight in earlier.items()}
         tried = dict(drafts.trial_model(earlier).named_parameters())
         assert all(torch.equal(tried[name], weight) for name, weight in kept.items())

@@ -36,10 +36,10 @@ def traces() -> list[Trace]:
 def taught(traces: list[Trace], config: OnlineConfig, *, elsewhere: bool = False, **kind: Any) -> tuple[Any, Snapshot]:
     """The drafts after an update, and the master's weights; `elsewhere`: what serves has no data at all."""
     drafts = DomainDrafts(models.pair(num_hidden_layers=1)[1].to(torch.bfloat16), config, **kind)
-    learner, domain = Learner(drafts, config), "a" if drafts.per_domain else None
+    learner, domain = Learner(drafts), "a" if drafts.per_domain else None
     for trace in traces:
         learner.observe(domain, trace)
-    updater = learner.updater(domain)
+    updater = learner.drafts.updater(domain)
     if elsewhere:
         drafts.base.to("meta")
         updater.update()
@@ -143,11 +143,11 @@ def test_a_draft_of_a_kernel_for_half_precision_learns(peft_config: Any, traces:
     draft = models.pair(num_hidden_layers=1)[1].to(torch.bfloat16)
     draft.config._attn_implementation = "flash_of_a_test"
     drafts = DomainDrafts(draft, CONFIG, peft_config=peft_config, per_domain=False)
-    learner = Learner(drafts, CONFIG)
+    learner = Learner(drafts)
     for trace in traces:
         learner.observe(None, trace)
     assert learner.update().steps == 2
-    assert learner.updater(None).master.config._attn_implementation == "sdpa"
+    assert learner.drafts.updater(None).master.config._attn_implementation == "sdpa"
     for serving in (draft, drafts.base, drafts.model(None)):
         assert serving.config._attn_implementation == "flash_of_a_test"
 

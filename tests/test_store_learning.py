@@ -134,7 +134,9 @@ def weights(learner: StoreLearner) -> list[torch.Tensor]:
     """Those that serve, and those that learning goes on with."""
     serving = learner.learner.drafts.model(None)
     return [
-        p.detach().clone() for model in (serving, learner.learner.updater(None).master) for p in model.parameters()
+        p.detach().clone()
+        for model in (serving, learner.learner.drafts.updater(None).master)
+        for p in model.parameters()
     ]
 
 
@@ -257,7 +259,7 @@ def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
     names = "zzzzzzyyyy"
     learner = begin(path=written(tmp_path / "mixed", said(traces, names)), target=other)
     learn(learner)
-    lesson = learner.learner.requests[None]
+    lesson = learner.learner.drafts.requests[None]
     found = [*lesson.pending, *lesson.buffer]
     assert (learner.requests, len(learner.learned), learner.skipped) == (10, 4, {})
     assert {trace.target for trace in found} == {16 * "y"}
@@ -284,7 +286,7 @@ def test_the_target_at_hand_scores_for_its_own_version_alone(begin: Any, traces:
     assert (learner.requests, learner.skipped) == (4, {})
     written(store, later(traces, "zxx", 50))  # the model stays what it was
     learn(learner)
-    lesson = learner.learner.requests[None]
+    lesson = learner.learner.drafts.requests[None]
     assert {(trace.target, trace.is_rescored) for trace in (*lesson.pending, *lesson.buffer)} == {(16 * "x", False)}
     assert (learner.requests, learner.skipped) == (6, {"of another version of the target": 1})
     store = written(tmp_path / "told", said(traces, "aabb"))
@@ -420,7 +422,7 @@ def test_it_goes_on_from_the_version_that_engines_went_back_to(begin: Any, rank:
     assert equal([p.detach() for p in serving.parameters()], first)
     assert (learner.learner.drafts.serving_version(), versions.number) == (1, 3)
     assert learner.learner.take_decisions() == []
-    master = learner.learner.updater(None)
+    master = learner.learner.drafts.updater(None)
     if rank is None:
         assert equal([p.detach() for p in master.master.parameters()], first)
     assert not any(optimizer.state for optimizer in master.optimizers)

@@ -167,11 +167,11 @@ def test_a_learner_that_fails_on_everything_sets_nothing_aside(
 
 def learner(**changes: Any) -> Learner:
     config = replace(CONFIG, **changes)
-    return Learner(DomainDrafts(models.pair(noise=0.12)[1], config, per_domain=False), config)
+    return Learner(DomainDrafts(models.pair(noise=0.12)[1], config, per_domain=False))
 
 
 def everything(taught: Learner) -> list[Trace]:
-    lesson = taught.requests[None]
+    lesson = taught.drafts.requests[None]
     return [*lesson.held_back, *lesson.arrived, *lesson.pending, *lesson.buffer]
 
 
@@ -191,9 +191,9 @@ def test_a_request_that_cannot_be_replayed_leaves_the_gate(
     long = [replace(traces[8], created_at_seconds=100.0 + i) for i in range(6)]
     for i in range(60):
         taught.observe(None, replace(traces[i % 8], created_at_seconds=float(i)))
-    taught.requests[None].held_back.extend(long[:2])
-    taught.requests[None].arrived.extend([long[2], traces[0]])
-    taught.requests[None].pending.extend(long[3:])
+    taught.drafts.requests[None].held_back.extend(long[:2])
+    taught.drafts.requests[None].arrived.extend([long[2], traces[0]])
+    taught.drafts.requests[None].pending.extend(long[3:])
     reports = [taught.update() for _ in range(3)]
     assert all(report.steps for report in reports)
     assert all(report.decision is not None for report in reports)

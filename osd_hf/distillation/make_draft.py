@@ -24,7 +24,6 @@ from osd_hf.decoding.record import record_traces, scored
 from osd_hf.decoding.timing import measured_costs
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
-from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import write_snapshot
 from osd_hf.models import (
@@ -346,10 +345,9 @@ class LayerDraft:
         sizes = [float(m.detach().float().square().mean().sqrt()) for m in matrices]
         factor = float(np.clip(np.median(sizes) / USUAL_WEIGHT, 1.0, MAX_RATE_FACTOR)) if sizes else 1.0
         config = replace(config, learning_rate=config.learning_rate * factor)
-        requests = DraftRequests(config=config)
-        requests.buffer.extend(training)
         frozen = {name for name, p in self.draft.named_parameters() if id(p) in ends}
-        self.updater = Updater(self.draft, config, requests=requests, frozen=frozen)
+        self.updater = Updater(self.draft, config, frozen=frozen)
+        self.updater.buffer.extend(training)
         self.evaluate(held_out)
         self.before = self.stats
 

@@ -25,9 +25,9 @@ from osd_hf.learning import session
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.requests import ReadableTraces
+from osd_hf.learning.requests import ExcludedRequests, ReadableTraces
 from osd_hf.learning.session import has_session, load_session, save_session
-from osd_hf.learning.updater import Updater, UpdateReport, finish, log_update
+from osd_hf.learning.updater import UpdateReport, finish, log_update, make_accelerator
 from osd_hf.learning.weights import Snapshot
 from osd_hf.models import vocab_size_of
 from osd_hf.replay import replay_each
@@ -127,7 +127,8 @@ class StoreLearner:
         self._clock = clock
         self._published_at = -float("inf")
         drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=by_domain)
-        self.learner = Learner(drafts, config, accelerator)
+        self.learner = Learner(drafts)
+        self._accelerator = accelerator or make_accelerator(None, config)
         self._readable = ReadableTraces.by(drafts.base)
         self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
         self._target = target
@@ -195,7 +196,7 @@ class StoreLearner:
         self._follow_engines()
         taken = self.follower.take(min(limit or MAX_REQUESTS_PER_STEP, MAX_REQUESTS_PER_STEP))
         before = self.set_aside
-        fitting = [trace for trace in taken if self._fits(trace) and self._updater(trace).accepts(trace)]
+        fitting = [trace for trace in taken if self._fits(trace) and self._set_aside(trace.domain).accepts(trace)]
         if not self._requested_version:
             self._choose_version((trace.target, trace.created_at_seconds) for trace in fitting)
         if aside := [trace for trace in fitting if trace.is_rescored or self._is_other_version(trace)]:
@@ -228,8 +229,9 @@ class StoreLearner:
                 raise
         return len(taken)
 
-    def _updater(self, trace: Trace) -> Updater:
-        return self.learner.updater(self.learner.drafts.key(trace.domain))
+    def _set_aside(self, domain: str | None) -> ExcludedRequests:
+        drafts = self.learner.drafts
+        return drafts.requests[drafts.key(domain)].set_aside
 
     def _isolated(self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]) -> list[T | None]:
         """Apply `work` to the requests of each draft. Set aside those that it fails on, with the result `None`."""
@@ -238,8 +240,7 @@ class StoreLearner:
             groups.setdefault(self.learner.drafts.key(trace.domain), []).append(trace)
         outcomes: dict[Trace, T | None] = {}
         for domain, group in groups.items():
-            set_aside = self.learner.updater(domain).set_aside
-            outcomes.update(zip(group, finish(set_aside.isolate(work, group, self._readable)), strict=True))
+            outcomes.update(zip(group, finish(self._set_aside(domain).isolate(work, group)), strict=True))
         return [outcomes[trace] for trace in traces]
 
     def _count(self, trace: Trace) -> None:
@@ -328,7 +329,7 @@ class StoreLearner:
 
     def _updated(self, report: UpdateReport) -> None:
         self._unsaved_updates += 1
-        log_update(self.learner.accelerator, report, self.requests, self._since_update)
+        log_update(self._accelerator, report, self.requests, self._since_update)
         self._since_update = AcceptanceStats()
         for decision in self.learner.take_decisions():
             if decision.outcome in ("promoted", "rolled back"):
@@ -483,6 +484,6 @@ class StoreLearner:
         """Publish and push what waits, save the session, end tracking, and release the folder; raises StateError."""
         with contextlib.ExitStack() as last:
             last.callback(self.versions.close)
-            last.callback(self.learner.accelerator.end_training)
+            last.callback(self._accelerator.end_training)
             last.callback(self.save)
             self.publish()

@@ -79,7 +79,7 @@ class _Draft:
 
     requests: DraftRequests
     serving: DraftVersion = ORIGINAL
-    previous: DraftVersion | None = None
+    previous: DraftVersion = ORIGINAL
     original: Snapshot = field(default_factory=dict)  # weights of version 0
     updater: Updater | None = None
 
@@ -125,12 +125,12 @@ class DomainDrafts:
         is_part = getattr(base, "_hf_peft_config_loaded", False)
         self._shares_weights = not is_part and self._compiled is None
         self._base = ServingDraft(base, self._drafting(base))  # serves as well, always unchanged
-        self._held: list[ServingDraft] = []  # models with learned versions; overlapping requests may need several
-        self._made: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
+        self.held: list[ServingDraft] = []  # models with learned versions; overlapping requests may need several
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
         self._lock = threading.RLock()
 
     def _new_draft(self, domain: str | None) -> _Draft:
-        return _Draft(DraftRequests(domain, self.config, **self._pace))
+        return _Draft(DraftRequests(self.readable, domain, self.config, **self._pace))
 
     def set_pace(self, *, min_effort: float = MIN_EFFORT, target_lag: int = 0) -> None:
         """Set the least share of the configured updates, and the number of earlier versions of the target that are
@@ -188,8 +188,8 @@ class DomainDrafts:
         """Return the number of the version that serves a domain; 0 is the original draft."""
         return self.serving(domain).number
 
-    def previous(self, domain: str | None) -> DraftVersion | None:
-        """Return the version that served before."""
+    def previous(self, domain: str | None) -> DraftVersion:
+        """Return the version that served before; after a rollback and at first, the original draft."""
         with self._lock:
             return self._drafts[domain].previous
 
@@ -225,32 +225,17 @@ class DomainDrafts:
             self._remove_outdated()
             return model
 
-    @property
-    def models(self) -> list[Any]:
-        """All existing models that serve or have served."""
-        with self._lock:
-            return list(self._made)
-
-    def owns(self, model: PreTrainedModel) -> bool:
-        """Whether a model serves or has served."""
-        return model in self._made
-
     def vocab_size(self, domain: str | None) -> int | None:
         """Return the number of tokens that the draft of a domain chooses from; `None` for all."""
         with self._lock:
             token_ids = (self._find(self.key(domain)) or self._base).drafting.token_ids
         return None if token_ids is None else len(token_ids)
 
-    @property
-    def num_serving(self) -> int:
-        """Number of models that hold a learned version."""
-        return len(self._held)
-
     # The caller of the next six methods holds the lock.
 
     def _find(self, domain: str | None, version: DraftVersion | None = None) -> ServingDraft | None:
         """Return a model that holds this version of a domain's draft, by default any version."""
-        complete = (s for s in self._held if s.domain == domain and s.holds is not None)
+        complete = (s for s in self.held if s.domain == domain and s.holds is not None)
         return next((s for s in complete if version is None or s.holds is version), None)
 
     def _ready(self, domain: str | None, *, original: bool | None = False) -> ServingDraft:
@@ -276,15 +261,15 @@ class DomainDrafts:
 
     def _fill(self, domain: str | None, version: DraftVersion, weights: Snapshot) -> ServingDraft:
         """Write prepared weights into an unused model of the domain, or a new one."""
-        serving = next((s for s in self._held if s.domain == domain and not s.leases), None)
+        serving = next((s for s in self.held if s.domain == domain and not s.leases), None)
         if serving is None:
             with learning_context():
                 model = (shared_copy if self._shares_weights else copy.deepcopy)(self.base)
             write_snapshot(weights, model, share=self._shares_weights)
             serving = ServingDraft(model, self._drafting(model), domain)
             serving.drafting.clock = self._base.drafting.clock
-            self._held.append(serving)
-            self._made.add(model)
+            self.held.append(serving)
+            self.models.add(model)
         else:
             serving.holds = None
             write_snapshot(weights, serving.model, share=self._shares_weights)
@@ -294,12 +279,12 @@ class DomainDrafts:
 
     def _remove_outdated(self) -> None:
         """Remove unused models of earlier versions if their domain has another model."""
-        for held in list(self._held):
-            has_another = sum(s.domain == held.domain for s in self._held) > 1
+        for held in list(self.held):
+            has_another = sum(s.domain == held.domain for s in self.held) > 1
             draft = self._drafts.get(held.domain)
             is_newest = draft is not None and held.holds is draft.serving
             if has_another and not (held.leases or is_newest):
-                self._held.remove(held)
+                self.held.remove(held)
 
     def _prepare(self, snapshot: Snapshot) -> Snapshot:
         """Return the weights to fill a model with: adapters merged, and nothing that shares memory with the base."""
@@ -334,10 +319,10 @@ class DomainDrafts:
         with self._lock:
             draft = self._drafts[domain]
             earlier = DraftVersion(version, weights or draft.original)
-            if draft.previous is not None and version == draft.previous.number:
+            if version and version == draft.previous.number:
                 earlier = draft.previous._replace()  # a new object, so that its weights are written again
             draft.serving = earlier
-            draft.previous = None
+            draft.previous = ORIGINAL
         self.model(domain)  # filled now, so that no request waits
         self.model_changed(domain)
         return earlier.weights
@@ -408,10 +393,6 @@ class DomainDrafts:
 
     # --- saved state ------------------------------------------------------------------------------------------------
 
-    def _parameters(self) -> Snapshot:
-        """Return the parameters of the base that a full copy may learn."""
-        return {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
-
     def _placed(self, snapshot: Snapshot) -> Snapshot:
         """Move weights to the devices of the base."""
         devices = {name: p.device for name, p in self.base.named_parameters()}
@@ -427,7 +408,8 @@ class DomainDrafts:
         """Raise StateError for weights that are not finite or do not fit."""
         if not is_finite(snapshot):
             raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it again.")
-        expected = self._parameters() if self._template is None else adapter_state(self._template)
+        learnable = {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+        expected = learnable if self._template is None else adapter_state(self._template)
         # Adapters added by transformers learn alone, inside a full model.
         is_part = self._template is None and getattr(self.base, "_hf_peft_config_loaded", False)
         saved_shapes = {name: tuple(t.shape) for name, t in snapshot.items()}
@@ -441,17 +423,11 @@ class DomainDrafts:
     def state_dict(self) -> dict[str, Any]:
         """Return the serving and previous versions by domain; updaters are saved separately."""
         with self._lock:
-            return {
-                "version": self.version,
-                "drafts": [
-                    {
-                        "domain": domain,
-                        "serving": tuple(draft.serving),
-                        "previous": None if draft.previous is None else tuple(draft.previous),
-                    }
-                    for domain, draft in self._drafts.items()
-                ],
-            }
+            drafts = [
+                {"domain": domain, "serving": tuple(draft.serving), "previous": tuple(draft.previous)}
+                for domain, draft in self._drafts.items()
+            ]
+            return {"version": self.version, "drafts": drafts}
 
     def load_state_dict(self, state: dict[str, Any], learners: Container[str | None] | None = None) -> None:
         """Serve saved versions. The domains of `learners` (all by default) keep their updaters and requests. Raises
@@ -463,16 +439,14 @@ class DomainDrafts:
             self.version = int(state["version"])
             before, self._drafts = self._drafts, {}
             for saved in state["drafts"]:
-                domain, serving, previous = saved["domain"], DraftVersion(*saved["serving"]), saved["previous"]
+                domain = saved["domain"]
+                serving, previous = DraftVersion(*saved["serving"]), DraftVersion(*saved["previous"])
                 draft = before.get(domain)
                 if draft is None or (learners is not None and domain not in learners):
                     draft = self._new_draft(domain)
                 draft.serving = serving._replace(weights=self._placed(serving.weights))
-                if previous is not None:
-                    previous = DraftVersion(*previous)
-                    place = self.to_host if self._template is None else self._placed
-                    previous = previous._replace(weights=place(previous.weights))
-                draft.previous = previous
+                place = self.to_host if self._template is None else self._placed
+                draft.previous = previous._replace(weights=place(previous.weights))
                 self._drafts[domain] = draft
         for domain in self.domains:
             self.model(domain)  # filled now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -156,35 +156,19 @@ class DraftChoice:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[object, tuple[AcceptanceStats, AcceptanceStats]] = OrderedDict()  # oldest first
+        # Of the original and the learned draft, by request, oldest first.
+        self.scores: deque[tuple[AcceptanceStats, AcceptanceStats]] = deque(maxlen=CHOICE_MEMORY)
         self.is_original = False  # whether the original draft serves the next request
 
-    def add(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
-        """Add a request with the scores of both drafts."""
-        self._known[trace] = original, learned
-        while len(self._known) > CHOICE_MEMORY:
-            self._known.popitem(last=False)
+    def add(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:
+        """Add the scores of both drafts on a request."""
+        self.scores.append((original, learned))
         self._choose()
-
-    def replace_learned(self, trace: Trace, learned: AcceptanceStats) -> None:
-        """Set the score of the version that serves from now on."""
-        if trace in self._known:
-            self._known[trace] = self._known[trace][0], learned
-            self._choose()
-
-    def of(self, trace: Trace) -> tuple[AcceptanceStats, AcceptanceStats] | None:
-        """Return the scores of the original and the learned draft on a request, if they are remembered."""
-        return self._known.get(trace)
-
-    def totals(self) -> tuple[AcceptanceStats, AcceptanceStats]:
-        """Return the scores of the original and the learned draft over all remembered requests."""
-        sides = [[pair[side] for pair in self._known.values()] for side in range(2)]
-        return sum(sides[0], AcceptanceStats()), sum(sides[1], AcceptanceStats())
 
     def alphas(self) -> tuple[float, float] | None:
         """Return the recent acceptance of the original and the learned draft; the weight of a request halves every
         `CHOICE_HALF_LIFE` requests. `None` if no token was examined."""
-        pairs = [[(stats.accepted, stats.examined) for stats in pair] for pair in self._known.values()]
+        pairs = [[(stats.accepted, stats.examined) for stats in pair] for pair in self.scores]
         counts = np.array(pairs).reshape(-1, 2, 2)
         weights = 0.5 ** (np.arange(len(counts))[::-1] / CHOICE_HALF_LIFE)
         accepted, examined = np.tensordot(weights, counts, 1).T
@@ -195,25 +179,20 @@ class DraftChoice:
         alphas = self.alphas()
         self.is_original = alphas is not None and alphas[0] > alphas[1]
 
-    def state_dict(self, places: Mapping[Any, int]) -> list[dict[str, Any]]:
-        """Return the scores, ready for JSON, with the place of each request among the saved ones."""
-        return [
-            {"place": places.get(trace), "scores": [stats.to_dict() for stats in pair]}
-            for trace, pair in self._known.items()
-        ]
+    def state_dict(self) -> list[list[dict[str, Any]]]:
+        """Return the scores, ready for JSON."""
+        return [[stats.to_dict() for stats in pair] for pair in self.scores]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]], saved: Sequence[Trace]) -> None:
-        """Load saved scores. Requests that were not saved themselves keep a place-holder as their key."""
-        self._known.clear()
-        for row in state:
-            trace: object = object() if row["place"] is None else saved[row["place"]]
-            original, learned = map(AcceptanceStats.from_dict, row["scores"])
-            self._known[trace] = original, learned
+    def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Load saved scores."""
+        self.scores.clear()
+        for original, learned in state:
+            self.scores.append((AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned)))
         self._choose()
 
     def clear(self) -> None:
         """Forget all scores."""
-        self._known.clear()
+        self.scores.clear()
         self._choose()
 
 

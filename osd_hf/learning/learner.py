@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.config import REPLAY_NUM_ASSISTANT_TOKENS, OnlineConfig
+from osd_hf.config import REPLAY_NUM_ASSISTANT_TOKENS
 from osd_hf.errors import StateError
-from osd_hf.learning.drafts import ORIGINAL, DomainDrafts
+from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import MAX_DROPPED_IN_A_ROW, MIN_HELD_BACK, GateDecision, judge, regressed
 from osd_hf.learning.requests import NUM_HELD_BACK, DraftRequests, Parts
-from osd_hf.learning.updater import BACKWARD_SHARE, Updater, UpdateReport, finish, make_accelerator
+from osd_hf.learning.updater import BACKWARD_SHARE, UpdateReport, finish
 from osd_hf.learning.weights import Snapshot, is_finite
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
@@ -34,23 +33,12 @@ MIN_STEPS_PER_ANSWER = 0.2  # optimizer steps after an answer, at least, during 
 
 
 class Learner:
-    """
-    Train the drafts of a [`DomainDrafts`]. Requests may arrive in any thread; one thread at a time may work. The
-    trackers of the `accelerator` log the updates.
-    """
+    """Train the drafts of a [`DomainDrafts`]. Requests may arrive in any thread; one thread at a time may work."""
 
-    def __init__(
-        self,
-        drafts: DomainDrafts,
-        config: OnlineConfig,
-        accelerator: Accelerator | None = None,
-        *,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, drafts: DomainDrafts, *, timer: Callable[[], float] = time.perf_counter) -> None:
         self.drafts = drafts
-        self.config = config
+        self.config = drafts.config
         self._timer = timer
-        self.accelerator = accelerator or make_accelerator(None, config)
         self.decisions: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # oldest first
         self.unreported: deque[GateDecision] = deque(maxlen=MAX_DECISIONS)  # for `on_update`
         self.is_paused = False  # then no update begins or continues
@@ -62,35 +50,22 @@ class Learner:
         # Progress of the update, in optimizer steps: done, and due by now.
         self._steps_done = 0.0
         self._steps_due = 0.0
-        self._steps_total = config.steps_per_update + 2 * NUM_HELD_BACK * REPLAY_SHARE * config.gate
-        self._k = config.compared_k or REPLAY_NUM_ASSISTANT_TOKENS
+        self._steps_total = self.config.steps_per_update + 2 * NUM_HELD_BACK * REPLAY_SHARE * self.config.gate
+        self._k = self.config.compared_k or REPLAY_NUM_ASSISTANT_TOKENS
         if not drafts.per_domain:
-            self.updater(None)
-
-    def updater(self, domain: str | None) -> Updater:
-        """Return the updater of a domain's draft."""
-        return self.drafts.updater(domain)
-
-    @property
-    def requests(self) -> dict[str | None, DraftRequests]:
-        """The requests of each draft, by domain."""
-        return self.drafts.requests
+            self.drafts.updater(None)
 
     @property
     def set_aside(self) -> Counter[str]:
         """Requests excluded because learning failed on them, over all drafts, by reason."""
-        return sum((requests.set_aside.counts.copy() for requests in self.requests.values()), Counter())
+        return sum((requests.set_aside.counts.copy() for requests in self.drafts.requests.values()), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def compared(self) -> tuple[AcceptanceStats, AcceptanceStats]:
         """Return the replay of the original and of the learned drafts on the newest requests."""
-        original, learned = AcceptanceStats(), AcceptanceStats()
-        for requests in self.requests.values():
-            with requests.lock:
-                totals = requests.choice.totals()
-            original += totals[0]
-            learned += totals[1]
+        scores = [pair for requests in self.drafts.requests.values() for pair in list(requests.choice.scores)]
+        original, learned = (sum((pair[side] for pair in scores), AcceptanceStats()) for side in range(2))
         return original, learned
 
     @property
@@ -115,54 +90,43 @@ class Learner:
     def observe(self, domain: str | None, trace: Trace) -> None:
         """Add a served request of a domain. A request that cannot be learned from is excluded."""
         if len(trace) and trace.num_kept and self.drafts.admit(domain):
-            requests = self.requests[self.drafts.key(domain)]
-            if (fault := self.drafts.readable.fault(trace)) is not None:
-                requests.set_aside.add(trace, fault)
-                return
-            with requests.lock:
-                has_changed = requests.observe(trace)
-            if has_changed:
+            requests = self.drafts.requests[self.drafts.key(domain)]
+            if requests.set_aside.accepts(trace) and requests.observe(trace):
                 self.drafts.model_changed(requests.domain)
 
     def set_target_version(self, target: str | None) -> None:
         """Set the version of the target that answers all requests from now on."""
-        for requests in self.requests.values():
-            with requests.lock:
-                has_changed = requests.set_target_version(target)
-            if has_changed:
+        for requests in self.drafts.requests.values():
+            if requests.set_target_version(target):
                 self.drafts.model_changed(requests.domain)
 
     def remove_requests(self, target: str | None) -> None:
         """Remove all requests, as the target is another one now, of this version if known."""
         self.abandon()
-        for requests in self.requests.values():
-            with requests.lock:
-                requests.remove_all(target)
+        for requests in self.drafts.requests.values():
+            requests.remove_all(target)
             self.drafts.model_changed(requests.domain)
 
     def due(self) -> DraftRequests | None:
         """Return the requests of the draft that should be updated now; `None` if no update is due."""
-        return None if self.config.update_strategy == "manual" else self._due()
-
-    def _due(self) -> DraftRequests | None:
-        if self.is_paused:
+        if self.is_paused or self.config.update_strategy == "manual":
             return None
-        return self._fullest([requests for requests in self.requests.values() if requests.is_due])
+        return self._fullest(lambda requests: requests.is_due)
 
     def _with_arrived(self) -> DraftRequests | None:
         """Return requests that the idle thread has not compared yet."""
         if self.config.update_strategy != "idle" or self.is_paused:  # without a gate, none arrive
             return None
-        return next((requests for requests in self.requests.values() if requests.arrived and requests.may_learn), None)
+        return self._fullest(lambda requests: bool(requests.arrived) and requests.may_learn)
 
     def fullest(self) -> str | None:
         """Return the domain with the most waiting requests, weighted by effort; `None` if all share one draft, or no
         draft can learn."""
-        fullest = self._fullest([requests for requests in self.requests.values() if not requests.is_unconfirmed])
+        fullest = self._fullest(lambda requests: not requests.is_unconfirmed)
         return None if fullest is None else fullest.domain
 
-    @staticmethod
-    def _fullest(candidates: Sequence[DraftRequests]) -> DraftRequests | None:
+    def _fullest(self, may_learn: Callable[[DraftRequests], bool]) -> DraftRequests | None:
+        candidates = filter(may_learn, self.drafts.requests.values())
         return max(candidates, key=lambda requests: requests.requests_waiting * requests.effort.share, default=None)
 
     def begins(self) -> bool:
@@ -172,12 +136,12 @@ class Learner:
     def has_work(self) -> bool:
         """Whether an update is in progress or due, or requests wait to be compared."""
         return not self.is_paused and (
-            self._work is not None or self._due() is not None or self._with_arrived() is not None
+            self._work is not None or self.due() is not None or self._with_arrived() is not None
         )
 
     def rest(self, domain: str | None, num_requests: int) -> None:
         """Learn nothing for a draft until `num_requests` more have come, except in [`~Learner.update`]."""
-        if (requests := self.requests.get(domain)) is not None:
+        if (requests := self.drafts.requests.get(domain)) is not None:
             with requests.lock:
                 requests.rest = num_requests
 
@@ -212,7 +176,7 @@ class Learner:
         """Compare the arrived requests, then run the answer's share of an update (`"spread"`) or a due update. Returns
         a report at the end of an update."""
         if self.config.gate and not self.is_paused:
-            for requests in self.requests.values():
+            for requests in self.drafts.requests.values():
                 if requests.may_learn:
                     with self._at_work(requests.domain):
                         finish(self._compare_arrived(requests))
@@ -227,7 +191,7 @@ class Learner:
             return None
         report = self.step() if self._work is None else None
         if self._work is not None:
-            share = self._steps_total / self.requests[self._work[0]].update_interval
+            share = self._steps_total / self.drafts.requests[self._work[0]].update_interval
             self._steps_due += max(share, MIN_STEPS_PER_ANSWER)
         while self._work is not None and self._is_behind():
             report = self.step()
@@ -260,7 +224,7 @@ class Learner:
             seconds = self._timer() - started
             self.seconds += seconds
             has_price = self.config.gate and self.config.update_strategy != "idle"  # idle time is free
-            if has_price and (requests := self.requests.get(domain)) is not None:
+            if has_price and (requests := self.drafts.requests.get(domain)) is not None:
                 with requests.lock:
                     requests.effort.spent(seconds)
 
@@ -272,9 +236,9 @@ class Learner:
 
     def _update(self, domain: str | None, steps: int | None) -> Parts[UpdateReport]:
         """Learn, judge the new version, and let it serve if the gate promotes it."""
-        requests = self.requests[domain]
+        requests = self.drafts.requests[domain]
         newest = requests.begin_update()  # first: after an error, too, the next update is due after an interval
-        updater = self.updater(domain)
+        updater = self.drafts.updater(domain)
         newest = requests.still_valid(newest)
         target = requests.target
         yield from self._watch(requests)
@@ -284,14 +248,14 @@ class Learner:
             return report
         version, snapshot = self.drafts.candidate(domain)
         if report.steps:
-            decision, scores = yield from self._judge(requests, version, snapshot)
+            decision = yield from self._judge(requests, version, snapshot)
         else:
             reason = f"none of {report.dropped_steps} steps had a finite loss and gradient"
-            decision, scores = GateDecision("dropped", version, report.version, domain, reason), {}
+            decision = GateDecision("dropped", version, report.version, domain, reason)
         requests.dropped = requests.dropped + 1 if decision.outcome == "dropped" else 0
         if decision.outcome == "promoted":
             self.drafts.promote(domain, version, snapshot, target)
-            requests.begin_watching(version, scores)
+            requests.begin_watching(version)
         elif requests.dropped >= MAX_DROPPED_IN_A_ROW or not is_finite(snapshot):
             requests.dropped = 0
             updater.restart(self.drafts.serving(domain).weights)
@@ -307,33 +271,26 @@ class Learner:
         of_domain = "" if decision.domain is None else f" of {decision.domain!r}"
         logger.log(level, "Draft version %d%s %s: %s.", decision.version, of_domain, decision.outcome, decision.reason)
 
-    def _judge(
-        self, requests: DraftRequests, version: int, snapshot: Snapshot
-    ) -> Parts[tuple[GateDecision, dict[Trace, AcceptanceStats]]]:
-        """Compare a version with the serving one on the held-back requests. Returns the decision, and the version's
-        scores."""
+    def _judge(self, requests: DraftRequests, version: int, snapshot: Snapshot) -> Parts[GateDecision]:
+        """Compare a version with the serving one on the held-back requests."""
         domain, serving = requests.domain, self.drafts.serving_version(requests.domain)
         if not is_finite(snapshot):
-            return GateDecision("dropped", version, serving, domain, "its weights are not finite"), {}
+            return GateDecision("dropped", version, serving, domain, "its weights are not finite")
         if not self.config.gate:
-            return GateDecision("promoted", version, version, domain, "there is no gate"), {}
+            return GateDecision("promoted", version, version, domain, "there is no gate")
         held_back = requests.still_valid(requests.held_back)
         newest = [trace for trace in held_back if trace.target not in requests.earlier]
         held_back = newest if len(newest) >= MIN_HELD_BACK else held_back
         with self.drafts.lease(domain) as draft:
             of_serving = yield from self._score(requests, draft.model, held_back)
         of_version = yield from self._score(requests, self.drafts.trial_model(snapshot), held_back)
-        before: dict[Trace, AcceptanceStats] = {}
-        after: dict[Trace, AcceptanceStats] = {}
-        for trace, old, new in zip(held_back, of_serving, of_version, strict=True):
-            if old is not None and new is not None and requests.is_current(trace):  # the target may have changed since
-                before[trace] = old
-                after[trace] = new
-        if serving == 0:  # the first version: nothing has been compared yet
-            with requests.lock:
-                for trace, original in before.items():
-                    requests.choice.add(trace, original, original)
-        return judge(version, serving, domain, list(before), list(before.values()), list(after.values())), after
+        scores = [
+            (trace, old, new)
+            for trace, old, new in zip(held_back, of_serving, of_version, strict=True)
+            if old is not None and new is not None and requests.is_current(trace)  # the target may have changed since
+        ]
+        judged, before, after = [t for t, _, _ in scores], [old for _, old, _ in scores], [new for _, _, new in scores]
+        return judge(version, serving, domain, judged, before, after)
 
     def _compare_arrived(self, requests: DraftRequests) -> Parts[None]:
         """Compare the arrived requests, and decide about a rollback once per interval, even if updates are rare."""
@@ -373,15 +330,15 @@ class Learner:
         if not self.config.gate or version == 0:
             return
         yield from self._compare(requests)
-        watched = [t for t in requests.take_unwatched() if requests.choice.of(t) is not None]
-        previous = self.drafts.previous(domain) or ORIGINAL
-        before: list[AcceptanceStats | None] = [None] * len(watched)
+        watched = requests.take_unwatched()
+        previous = self.drafts.previous(domain)
+        before: list[AcceptanceStats | None] = [original for _, original, _ in watched]
         if previous.number != 0:
-            before = yield from self._score(requests, self.drafts.trial_model(previous.weights), watched)
-        for trace, earlier in zip(watched, before, strict=True):
-            pair = requests.choice.of(trace)
-            if pair is not None and (earlier is not None or previous.number == 0):
-                requests.compared.append((earlier or pair[0], *pair))
+            model = self.drafts.trial_model(previous.weights)
+            before = yield from self._score(requests, model, [trace for trace, _, _ in watched])
+        for (trace, original, learned), earlier in zip(watched, before, strict=True):
+            if earlier is not None and requests.is_current(trace):  # the target may have changed since
+                requests.compared.append((earlier, original, learned))
         of_previous, of_original, of_serving = ([row[side] for row in requests.compared] for side in range(3))
         falls = [
             regressed(version, previous.number, domain, of_previous, of_serving),
@@ -394,12 +351,12 @@ class Learner:
     def go_back(self, decision: GateDecision, weights: Snapshot | None = None) -> None:
         """Serve the version that a rollback names: the previous one, 0, or one with the given weights; and learn on
         from it."""
-        domain, requests = decision.domain, self.requests[decision.domain]
+        domain, requests = decision.domain, self.drafts.requests[decision.domain]
         in_progress = self._work is not None and self._work[0] == domain and self._work[1]
         if in_progress and getgeneratorstate(in_progress) != GEN_RUNNING:
             self.abandon()
-        self.updater(domain).restart(self.drafts.roll_back(domain, decision.serving, weights))
-        requests.begin_watching(decision.serving, {})
+        self.drafts.updater(domain).restart(self.drafts.roll_back(domain, decision.serving, weights))
+        requests.begin_watching(decision.serving)
         with requests.lock:
             requests.choice.clear()
             requests.effort.restart()
@@ -413,9 +370,7 @@ class Learner:
         scores: list[AcceptanceStats | None] = []
         for first in range(0, len(traces), size):
             part = traces[first : first + size]
-            scores += yield from requests.set_aside.isolate(
-                lambda some: replay_each(model, some, self._k), part, self.drafts.readable
-            )
+            scores += yield from requests.set_aside.isolate(lambda some: replay_each(model, some, self._k), part)
             yield REPLAY_SHARE * len(part)
         if None in scores:
             requests.remove_excluded()
@@ -424,13 +379,14 @@ class Learner:
     # --- saved state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the drafts and, for each, its requests and its updater's state (`None` before its first update)."""
-        learning = self.drafts.learning
-        states = [
-            {**requests.state_dict(), "updater": self.updater(domain).state_dict() if domain in learning else None}
-            for domain, requests in self.requests.items()
-        ]
-        return {"drafts": self.drafts.state_dict(), "requests": states}
+        """Return the drafts and, for each, its requests and its updater's state (`None` before its first update); and
+        the decisions."""
+        states = []
+        for domain, requests in self.drafts.requests.items():
+            updater = self.drafts.updater(domain) if domain in self.drafts.learning else None
+            states.append({**requests.state_dict(), "updater": None if updater is None else updater.state_dict()})
+        decisions = [decision.to_dict() for decision in self.decisions]
+        return {"drafts": self.drafts.state_dict(), "requests": states, "decisions": decisions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state. Raises StateError, with nothing changed, if it belongs to another draft."""
@@ -440,29 +396,23 @@ class Learner:
             raise StateError(f"The session is one of {kind}. Load it with or without a router, as when it was saved.")
         for trace in (t for saved in states for traces in saved["traces"].values() for t in traces):
             self._check_width(trace)
+        decisions = [GateDecision(**decision) for decision in state["decisions"]]
+        learning = [saved for saved in states if saved["updater"] is not None]
         with self.drafts.unchanged_on_error():
-            updaters = {s["domain"]: self.updater(s["domain"]) for s in states if s["updater"] is not None}
-            for saved in states:
-                if saved["updater"] is not None:
-                    updaters[saved["domain"]].check_state(saved["updater"])
-            self.drafts.load_state_dict(state["drafts"], updaters)
+            for saved in learning:
+                self.drafts.updater(saved["domain"]).check_state(saved["updater"])
+            self.drafts.load_state_dict(state["drafts"], {saved["domain"] for saved in learning})
         self.abandon()
+        self.decisions = deque(decisions, MAX_DECISIONS)
+        for saved in learning:
+            self.drafts.updater(saved["domain"]).load_state_dict(saved["updater"])
         for saved in states:
-            requests, traces = self.requests[saved["domain"]], saved["traces"]
-            if (updater := updaters.get(saved["domain"])) is not None:
-                updater.load_state_dict(saved["updater"])
-                requests.set_aside.load_state_dict(saved["set_aside"])
-                traces = {group: [t for t in kept if updater.accepts(t)] for group, kept in traces.items()}
-            requests.load_state_dict({**saved, "traces": traces})
+            self.drafts.requests[saved["domain"]].load_state_dict(saved)
 
     def take_decisions(self) -> list[GateDecision]:
         """Return the decisions since the last call, and forget them."""
         taken, self.decisions = list(self.decisions), deque(maxlen=MAX_DECISIONS)
         return taken
-
-    def load_decisions(self, saved: Iterable[dict[str, Any]]) -> None:
-        """Load the decisions of a saved session."""
-        self.decisions = deque((GateDecision(**decision) for decision in saved), MAX_DECISIONS)
 
     def _check_width(self, trace: Trace) -> None:
         """Raise StateError for a saved trace of another width than new traces."""

@@ -36,7 +36,6 @@ UNUSUAL_DEVIATIONS = 2.0  # standard deviations below the usual acceptance; the 
 COMPARED_AFTER_UNUSUAL = 12
 USUAL_REQUESTS = 32  # newest requests that define the usual acceptance
 MIN_EXAMINED_TOKENS = 8  # of a request that counts for it
-MAX_DOMAINS = 1024  # with a sample of their own; labels may come from anybody
 
 MAX_EXCLUDED = 4096  # excluded traces that are remembered
 MAX_REASONS = 64  # reasons counted separately; reasons contain foreign data
@@ -49,41 +48,21 @@ LOGIT_TOLERANCE = 1e-2  # of half-precision logits that should be at most 0
 
 class ReplayBuffer:
     """
-    Keep a uniform sample of each domain's requests (reservoir sampling, Vitter's algorithm R).
-
-    Above the capacity, a random request of the largest domain is dropped. Domains beyond the first 1024 share one
-    sample. The caller holds a lock.
+    Keep requests to replay, of all traffic with more of the recent: above the capacity, each new request replaces a
+    random one. The caller holds a lock.
     """
 
     def __init__(self, capacity: int, rng: np.random.Generator) -> None:
         self.capacity = capacity
         self.rng = rng
-        self.seen: dict[str | None, int] = {}
-        self._kept: dict[str | None, list[Trace]] = {}
+        self._kept: list[Trace] = []
 
     def append(self, trace: Trace) -> None:
-        """Add a request. A request of the largest domain, or the new one, may be dropped."""
-        domain = self._domain(trace)
-        kept = self._kept.setdefault(domain, [])
-        self.seen[domain] = self.seen.get(domain, 0) + 1
-        if len(self) < self.capacity:
-            kept.append(trace)
-            return
-        # The domain must stay smaller: domains that are the largest in turn would accept everything new and forget.
-        if len(kept) + 1 < max(map(len, self._kept.values())):
-            kept.append(trace)
-            self._drop_one()
+        """Add a request."""
+        if len(self._kept) < self.capacity:
+            self._kept.append(trace)
         else:
-            place = int(self.rng.integers(self.seen[domain]))
-            if place < len(kept):
-                kept[place] = trace
-
-    def _drop_one(self) -> None:
-        largest = max(self._kept.values(), key=len)
-        largest.pop(int(self.rng.integers(len(largest))))
-
-    def _domain(self, trace: Trace) -> str | None:
-        return trace.domain if trace.domain in self.seen or len(self.seen) < MAX_DOMAINS else None
+            self._kept[int(self.rng.integers(self.capacity))] = trace
 
     def extend(self, traces: Iterable[Trace]) -> None:
         """Add several requests in order."""
@@ -92,34 +71,22 @@ class ReplayBuffer:
 
     def sample(self, n: int) -> list[Trace]:
         """Draw `n` different requests uniformly, or all if there are fewer."""
-        everything = list(self)
-        n = min(n, len(everything))
-        return [everything[i] for i in self.rng.choice(len(everything), n, replace=False)] if n else []
-
-    def restore(self, traces: Iterable[Trace], seen: Iterable[tuple[str | None, int]]) -> None:
-        """Load saved requests, and the number of requests that each domain had."""
-        self.seen = {domain: int(count) for domain, count in seen}
-        self._kept = {domain: [] for domain in self.seen}
-        for trace in traces:
-            self._kept.setdefault(self._domain(trace), []).append(trace)
-        while len(self) > self.capacity:  # saved from a larger buffer
-            self._drop_one()
+        n = min(n, len(self._kept))
+        return [self._kept[i] for i in self.rng.choice(len(self._kept), n, replace=False)] if n else []
 
     def discard(self, traces: Container[Trace]) -> None:
         """Remove the requests that are among these."""
-        for kept in self._kept.values():
-            kept[:] = [trace for trace in kept if trace not in traces]
+        self._kept = [trace for trace in self._kept if trace not in traces]
 
     def clear(self) -> None:
         """Remove all requests."""
-        self.seen.clear()
         self._kept.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
+        return len(self._kept)
 
     def __iter__(self) -> Iterator[Trace]:
-        return (trace for kept in self._kept.values() for trace in kept)
+        return iter(list(self._kept))
 
 
 # --- requests that cannot be learned from ---------------------------------------------------------------------------
@@ -186,9 +153,10 @@ class ReadableTraces:
 
 
 class ExcludedRequests:
-    """Remember the traces that made learning fail for one draft, and count them by reason."""
+    """Remember the traces that one draft cannot read, or that made learning fail, and count them by reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, readable: ReadableTraces) -> None:
+        self.readable = readable
         self.counts: Counter[str] = Counter()
         self._keys: OrderedDict[str, None] = OrderedDict()
         self._reported: Counter[str] = Counter()
@@ -196,6 +164,14 @@ class ExcludedRequests:
 
     def __contains__(self, trace: object) -> bool:
         return bool(self._keys) and isinstance(trace, Trace) and _key(trace) in self._keys
+
+    def accepts(self, trace: Trace) -> bool:
+        """Whether a trace can be learned from. One that the draft cannot read is excluded."""
+        if trace in self:
+            return False
+        if (fault := self.readable.fault(trace)) is not None:
+            self.add(trace, fault)
+        return fault is None
 
     def add(self, trace: Trace, reason: str) -> None:
         """Exclude a trace and log it, without any of its text."""
@@ -221,7 +197,7 @@ class ExcludedRequests:
         return dict(new)
 
     def isolate(
-        self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace], readable: ReadableTraces
+        self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]
     ) -> Parts[list[T | None]]:
         """
         Work on traces. If that fails, work on each trace alone and exclude those that fail.
@@ -235,7 +211,7 @@ class ExcludedRequests:
         if failure is None:
             self._in_a_row = 0
             return list(found)
-        if _attempt(work, [readable.simplest(traces[0])])[1] is not None:
+        if _attempt(work, [self.readable.simplest(traces[0])])[1] is not None:
             raise failure
         results: list[T | None] = []
         failed: list[tuple[Trace, Exception]] = []
@@ -302,11 +278,12 @@ class DraftRequests:
     held-back request becomes pending when a newer one takes its place. All requests belong to one version of the
     target or to the `target_lag` versions before; those of other versions are removed.
 
-    Requests may arrive in any thread that holds the `lock`. One thread learns.
+    Requests may arrive in any thread. One thread learns.
     """
 
     def __init__(
         self,
+        readable: ReadableTraces,
         domain: str | None = None,
         config: OnlineConfig | None = None,
         *,
@@ -316,7 +293,7 @@ class DraftRequests:
         self.domain = domain
         self.config = config or OnlineConfig()
         self.target_lag = target_lag
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
         self.target: str | None = None  # version of the target; `None` until a request names one
         self.earlier: tuple[str, ...] = ()  # versions before, newest first, that are still learned from
@@ -330,10 +307,11 @@ class DraftRequests:
         self.pending: deque[Trace] = deque(maxlen=self.config.buffer_size)
         self.held_back: deque[Trace] = deque()
         self.buffer = ReplayBuffer(self.config.buffer_size, np.random.default_rng(self.config.seed))
-        self.set_aside = ExcludedRequests()
+        self.set_aside = ExcludedRequests(readable)
 
         self.arrived: deque[Trace] = deque(maxlen=NUM_WATCHED)  # not yet compared by both drafts
-        self.unwatched: deque[Trace] = deque(maxlen=NUM_WATCHED)  # compared, not yet used to decide about a rollback
+        # Compared, with the scores of the original and the learned draft; not yet used to decide about a rollback.
+        self.unwatched: deque[tuple[Trace, AcceptanceStats, AcceptanceStats]] = deque(maxlen=NUM_WATCHED)
         self._usual: deque[float] = deque(maxlen=USUAL_REQUESTS)  # acceptance by request
         self._compare_all = 0  # requests
 
@@ -347,18 +325,22 @@ class DraftRequests:
     # --- arrival ----------------------------------------------------------------------------------------------------
 
     def observe(self, trace: Trace) -> bool:
-        """Add a request. Returns whether the target changed, so that earlier requests were removed. The caller holds
-        the lock."""
-        has_changed = self.set_target_version(trace.target)
-        self.is_unconfirmed = False
-        self.rest = max(self.rest - 1, 0)
-        if not self.is_current(trace):
-            self.older += 1
+        """Add a request. Returns whether the target changed, so that earlier requests were removed."""
+        with self.lock:
+            has_changed = self.set_target_version(trace.target)
+            self.is_unconfirmed = False
+            self.rest = max(self.rest - 1, 0)
+            if self.is_current(trace):
+                self._add(trace)
+            else:
+                self.older += 1
             return has_changed
+
+    def _add(self, trace: Trace) -> None:
         self.requests_waiting += 1
         if trace.is_rescored:  # its rounds say nothing about any draft
             self.pending.append(trace)
-            return has_changed
+            return
         if self.config.num_assistant_tokens == "auto":
             self.vocabulary.add(trace)
         to_learn = self.hold_back(trace) if self.config.gate else trace
@@ -367,7 +349,6 @@ class DraftRequests:
         if self.config.gate:
             self.arrived.append(trace)
             self._notice_unusual(AcceptanceStats.from_trace(trace))
-        return has_changed
 
     def _notice_unusual(self, served: AcceptanceStats) -> None:
         """Let the next requests all be compared if this one was accepted much less than usual."""
@@ -394,48 +375,47 @@ class DraftRequests:
 
     def set_target_version(self, target: str | None) -> bool:
         """Set the version of the target that answers from now on; returns whether earlier requests were removed. The
-        learned weights stay, as the target usually changes little. The caller holds the lock."""
-        if target is None or target == self.target:
-            return False
-        if self.target is None:  # requests without a version belong to the first version that is named
+        learned weights stay, as the target usually changes little."""
+        with self.lock:
+            if target is None or target == self.target:
+                return False
+            if self.target is None:  # requests without a version belong to the first version that is named
+                self.target = target
+                return False
+            if not self.target_lag:
+                self.remove_all(target)
+                return True
+            known = (self.target, *(version for version in self.earlier if version != target))
             self.target = target
+            self.earlier = known[: self.target_lag]
+            kept = (*self.pending, *self.held_back, *self.arrived, *self.buffer)
+            old = {trace for trace in kept if not self.is_current(trace)}
+            self._remove(old)
+            self.older += len(old)
             return False
-        if not self.target_lag:
-            self.remove_all(target)
-            return True
-        known = (self.target, *(version for version in self.earlier if version != target))
-        self.target = target
-        self.earlier = known[: self.target_lag]
-        for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
-            current = [trace for trace in kept if self.is_current(trace)]
-            self.older += len(kept) - len(current)
-            kept.clear()
-            kept.extend(current)
-        self.buffer.discard({trace for trace in self.buffer if not self.is_current(trace)})
-        return False
 
     def remove_all(self, target: str | None) -> None:
-        """Remove all requests, as the target is another one now, of this version if known. The caller holds the
-        lock."""
-        before, self.target, self.earlier = self.target, target, ()
-        removed = len(self.pending) + len(self.held_back) + len(self.buffer)
-        logger.log(
-            logging.INFO if self.older else logging.WARNING,
-            "Set aside %d requests of an older target%s: it was %s, and is %s now. What the draft has learned stays, "
-            "and it learns from new requests.",
-            removed,
-            "" if self.domain is None else f" of {self.domain!r}",
-            before or "unknown",
-            target or "unknown",
-        )
-        self.older += max(removed, 1)
-        for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._usual, self.buffer):
-            kept.clear()
-        self._compare_all = 0
-        self.choice.clear()
-        self.effort.restart()
-        self.compared = deque(maxlen=NUM_WATCHED)  # the learning thread may still read the old one
-        self.is_unconfirmed = False
+        """Remove all requests, as the target is another one now, of this version if known."""
+        with self.lock:
+            before, self.target, self.earlier = self.target, target, ()
+            removed = len(self.pending) + len(self.held_back) + len(self.buffer)
+            logger.log(
+                logging.INFO if self.older else logging.WARNING,
+                "Set aside %d requests of an older target%s: it was %s, and is %s now. What the draft has learned "
+                "stays, and it learns from new requests.",
+                removed,
+                "" if self.domain is None else f" of {self.domain!r}",
+                before or "unknown",
+                target or "unknown",
+            )
+            self.older += max(removed, 1)
+            for kept in (self.pending, self.held_back, self.arrived, self.unwatched, self._usual, self.buffer):
+                kept.clear()
+            self._compare_all = 0
+            self.choice.clear()
+            self.effort.restart()
+            self.compared = deque(maxlen=NUM_WATCHED)  # the learning thread may still read the old one
+            self.is_unconfirmed = False
 
     def is_current(self, trace: Trace) -> bool:
         """Whether a request is of a version of the target that is learned from. Requests without a version are, as
@@ -457,20 +437,18 @@ class DraftRequests:
 
     def take_arrived(self) -> tuple[list[Trace], int]:
         """Return the arrived requests to compare, and the number of requests that each of them represents."""
-        arrived = self._take(self.arrived)
         with self.lock:
+            arrived = list(self.arrived)
+            self.arrived.clear()
             if self._is_sparse():
                 return arrived[-1:], len(arrived)
             return arrived[-COMPARE_EVERY:] if self._compare_all else arrived, 1
 
-    def take_unwatched(self) -> list[Trace]:
-        """Return the requests compared since the last call."""
-        return self._take(self.unwatched)
-
-    def _take(self, traces: deque[Trace]) -> list[Trace]:
+    def take_unwatched(self) -> list[tuple[Trace, AcceptanceStats, AcceptanceStats]]:
+        """Return the requests compared since the last call, with the scores of the original and the learned draft."""
         with self.lock:
-            taken = list(traces)
-            traces.clear()
+            taken = list(self.unwatched)
+            self.unwatched.clear()
             return taken
 
     def compare(
@@ -484,16 +462,13 @@ class DraftRequests:
         """Add the scores of both drafts on an arrived request; see [`Effort.add`]."""
         with self.lock:
             if self.is_current(trace):
-                self.choice.add(trace, original, learned)
+                self.choice.add(original, learned)
                 self.effort.add(original, learned, saved_seconds, num_requests)
-                self.unwatched.append(trace)
+                self.unwatched.append((trace, original, learned))
 
-    def begin_watching(self, version: int, held_back: Mapping[Trace, AcceptanceStats]) -> None:
-        """Watch a version that serves from now on. Only its scores on the `held_back` requests, which it has not
-        learned from, and on the requests that it serves are kept."""
+    def begin_watching(self, version: int) -> None:
+        """Watch a version that serves from now on, on the requests that it serves."""
         with self.lock:
-            for trace, stats in held_back.items():
-                self.choice.replace_learned(trace, stats)
             self.unwatched.clear()
             kept = [trace for trace in self.arrived if trace.draft_version == version]
             self.arrived.clear()
@@ -540,17 +515,19 @@ class DraftRequests:
     def remove_excluded(self) -> None:
         """Remove requests that were excluded since."""
         with self.lock:
-            for kept in (self.pending, self.held_back, self.arrived, self.unwatched):
-                for trace in [trace for trace in kept if trace in self.set_aside]:
-                    kept.remove(trace)
-            self.buffer.discard(self.set_aside)
+            self._remove(self.set_aside)
+
+    def _remove(self, traces: Container[Trace]) -> None:
+        for kept in (self.pending, self.held_back, self.arrived):
+            for trace in [trace for trace in kept if trace in traces]:
+                kept.remove(trace)
+        self.buffer.discard(traces)
 
     # --- saved state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts and requests; everything but the traces is ready for JSON."""
         with self.lock:
-            places = {trace: i for i, trace in enumerate(self.held_back)}
             traces = {"held_back": list(self.held_back), "pending": list(self.pending), "replayed": list(self.buffer)}
             return {
                 "domain": self.domain,
@@ -558,20 +535,21 @@ class DraftRequests:
                 "requests_waiting": self.requests_waiting,
                 "observed": self.observed,
                 "dropped": self.dropped,
-                "choice": self.choice.state_dict(places),
+                "choice": self.choice.state_dict(),
                 "effort": self.effort.state_dict(),
-                "seen": list(self.buffer.seen.items()),
                 "traces": traces,
                 "set_aside": self.set_aside.state_dict(),
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load saved requests and counts. Excluded requests stay excluded."""
-        traces = state["traces"]
+        self.set_aside.load_state_dict(state["set_aside"])
+        traces = {group: list(filter(self.set_aside.accepts, kept)) for group, kept in state["traces"].items()}
         with self.lock:
             self.target, *earlier, self.older = state["target"]
             self.earlier = tuple(earlier[: self.target_lag])
-            self.buffer.restore(filter(self.is_current, traces["replayed"]), state["seen"])
+            self.buffer.clear()
+            self.buffer.extend(filter(self.is_current, traces["replayed"]))
             self.is_unconfirmed = False
             self.requests_waiting = int(state["requests_waiting"])
             self.observed = int(state["observed"])
@@ -579,7 +557,7 @@ class DraftRequests:
             self.effort.restart()
             if self.config.gate:  # without a gate, nothing shows that fewer updates suffice
                 self.effort.load_state_dict(state["effort"])
-            self.choice.load_state_dict(state["choice"], traces["held_back"])
+            self.choice.load_state_dict(state["choice"])
             counts_tokens = self.config.num_assistant_tokens == "auto"
             known = [trace for group in traces.values() for trace in group] if counts_tokens else []
             self.vocabulary.restore(sorted(known, key=lambda trace: trace.created_at_seconds))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import re
 import secrets
 import shutil
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
@@ -22,17 +21,12 @@ from osd_hf.learning.weights import learning_context
 from osd_hf.store.arrow import table_to_traces, traces_to_table
 from osd_hf.utils.disk import make_private_folder, new_file, sync_folder, wait_for_lock
 
-FORMAT = 9
+FORMAT = 10
 UPDATES_BETWEEN_SAVES = 8  # of an assistant with `autosave`
 LOCK = ".state.lock"
 STATE = re.compile(r"state-\d{8}")
 UNFINISHED = re.compile(r"\.state-[0-9a-f]{8}\.tmp")
 PATIENCE_SECONDS = 300.0  # to wait for another process that saves to the same folder
-# What the files of a state raise if they are damaged.
-UNREADABLE = (
-    OSError, EOFError, ValueError, KeyError, IndexError, TypeError, RuntimeError, pickle.UnpicklingError,
-    pa.ArrowException,
-)  # fmt: skip
 
 
 def save_session(
@@ -41,7 +35,7 @@ def save_session(
     facts: dict[str, Any],
     router: dict[str, Any] | None = None,
     *,
-    patience_seconds: float | None = None,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> None:
     """
     Save the state of a learner that is not working.
@@ -54,7 +48,7 @@ def save_session(
         directory (`Path`): The folder of the session.
         learner (`dict[str, Any]`), router (`dict[str, Any]`, *optional*): States of the learner and of the router.
         facts (`dict[str, Any]`): Anything else, ready for JSON.
-        patience_seconds (`float`, *optional*): How long to wait for another process that saves; 300 by default.
+        patience_seconds (`float`, *optional*): How long to wait for another process that saves.
 
     Raises:
         StateError: The folder cannot be written, or others save all the time. An earlier state in it stays intact.
@@ -63,7 +57,7 @@ def save_session(
     with contextlib.ExitStack() as stack:
         try:
             make_private_folder(directory)
-            lock = wait_for_lock(directory / LOCK, PATIENCE_SECONDS if patience_seconds is None else patience_seconds)
+            lock = wait_for_lock(directory / LOCK, patience_seconds)
             stack.callback(lock.release)
             for killed in directory.iterdir():
                 if UNFINISHED.fullmatch(killed.name):
@@ -89,6 +83,7 @@ def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router:
     """Write all files of a state and sync them."""
     os.mkdir(folder, 0o700)
     states = [dict(state) for state in learner["requests"]]
+    updaters = [state.pop("updater") for state in states]
     for number, state in enumerate(states):
         groups = state.pop("traces")
         # The groups are stored one after another, with their sizes.
@@ -96,12 +91,11 @@ def _write(folder: Path, learner: dict[str, Any], facts: dict[str, Any], router:
         table = traces_to_table([trace for traces in groups.values() for trace in traces])
         with new_file(folder / f"requests-{number:03d}.parquet") as file:
             pq.write_table(table, file)
-        with new_file(folder / f"learner-{number:03d}.pt") as file:
-            torch.save(state.pop("updater"), file)
     with new_file(folder / "drafts.pt") as file:
-        torch.save({"drafts": learner["drafts"], "router": router}, file)
+        torch.save({"drafts": learner["drafts"], "updaters": updaters, "router": router}, file)
     with new_file(folder / "session.json") as file:
-        file.write(json.dumps({"format": FORMAT, "requests": states, "facts": facts}).encode())
+        session = {"format": FORMAT, "requests": states, "decisions": learner["decisions"], "facts": facts}
+        file.write(json.dumps(session).encode())
     sync_folder(folder)
 
 
@@ -130,21 +124,21 @@ def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
     try:
         state = _read(directory)
-        router = None if state["router"] is None else router
-        before = None if router is None else router.state_dict()
-        if router is not None:
-            router.load_state_dict(state["router"])
+        has_router = router is not None and state["router"] is not None
+        before = router.state_dict() if has_router else None
         try:
+            if has_router:
+                router.load_state_dict(state["router"])
             learner.load_state_dict(state)
         except BaseException:
-            if router is not None:
+            if has_router:
                 router.load_state_dict(before)
             raise
         facts: dict[str, Any] = state["facts"]
         return facts
     except StateError:
         raise
-    except UNREADABLE as error:
+    except Exception as error:  # whatever damaged files raise
         raise StateError(f"The session in {directory} cannot be read: {error}. Restore it from a copy.") from error
 
 
@@ -166,11 +160,10 @@ def _read_state(folder: Path) -> dict[str, Any]:
             f"The session in {folder.parent} has format {state['format']}, this version reads {FORMAT}. Read it with "
             "the version that wrote it."
         )
-    for number, saved in enumerate(state["requests"]):
-        traces = table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet"))
-        saved["traces"] = {
-            group: [traces.pop(0) for _ in range(count)] for group, count in saved.pop("counts").items()
-        }
-        saved["updater"] = torch.load(folder / f"learner-{number:03d}.pt", map_location="cpu", weights_only=True)
     # Loaded to the CPU: the device that it was saved from may not exist.
-    return {**state, **torch.load(folder / "drafts.pt", map_location="cpu", weights_only=True)}
+    tensors = torch.load(folder / "drafts.pt", map_location="cpu", weights_only=True)
+    for number, saved in enumerate(state["requests"]):
+        traces = iter(table_to_traces(pq.read_table(folder / f"requests-{number:03d}.parquet")))
+        saved["traces"] = {group: list(islice(traces, count)) for group, count in saved.pop("counts").items()}
+        saved["updater"] = tensors["updaters"][number]
+    return {**state, **tensors}

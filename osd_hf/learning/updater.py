@@ -7,7 +7,7 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -59,7 +59,6 @@ MAX_GRAD_NORM = 1.0
 MUON_MOMENTUM = 0.95
 EMBEDDING_RATE = 0.5  # of Muon's learning rate, for the weights that AdamW updates
 BACKWARD_SHARE = 0.85  # of an optimizer step, about, for forwards and backwards of its batch
-NOT_FINITE = "loss or gradient is not finite"
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,9 @@ class Updater:
         self.tail = SampledTail.for_draft(draft, config.seed)  # `None` for a small vocabulary
         self.version = 0
         self.kept_steps = 0
-        self.requests = requests or DraftRequests(config=config)
+        self.requests = requests or DraftRequests(ReadableTraces.by(draft), config=config)
         self.buffer = self.requests.buffer
         self.set_aside = self.requests.set_aside
-        self.readable = ReadableTraces.by(draft)
         # Requests in one forward and backward. With "idle", an arriving request waits for one of them.
         self.micro_batch = 1 if config.update_strategy == "idle" else config.batch_size
         device = learner_device(config)
@@ -139,17 +137,6 @@ class Updater:
         self.is_bf16 = learns_in_bf16(dtype or draft.dtype, self.device)
         self.activations = ActivationMemory.of(self.master)
         self.max_tokens = min(MAX_LEARN_TOKENS, self.activations.max_tokens)  # longer requests are shortened
-
-    # --- requests ---------------------------------------------------------------------------------------------------
-
-    def accepts(self, trace: Trace) -> bool:
-        """Whether a request can be learned from; one that cannot is excluded."""
-        if trace in self.set_aside:
-            return False
-        fault = self.readable.fault(trace)
-        if fault is not None:
-            self.set_aside.add(trace, fault)
-        return fault is None
 
     # --- updates ----------------------------------------------------------------------------------------------------
 
@@ -284,33 +271,31 @@ class Updater:
 
     def _gradients(self, traces: Sequence[Trace], total: int, size: int, running: list[Trace]) -> Parts[float]:
         """Compute loss and clipped gradients of a batch with `total` positions in micro-batches of at most `size`
-        requests, which are put into `running`. Raises FloatingPointError if they are not finite."""
+        requests, which are put into `running`. Layers of a request that exceeds the memory budget alone are recomputed
+        in the backward pass. Raises FloatingPointError if loss or gradients are not finite."""
         self._zero_grad()
         value = 0.0
-        for part in self._micro_batches(traces, size):
-            running[:] = part
-            with learning_context():
-                loss, count = self._bounded_loss(part)
+        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fits):
+            running[:] = part = [traces[i] for i in indices]
+            is_large = not self.activations.fits(len(part), max(map(num_tokens, part)))
+            with learning_context(), recomputed_layers(self.master) if is_large else nullcontext():
+                loss, count = self._loss(part)
                 loss = loss * (count / total)  # gradients add up to those of the batch
-                _backward(loss)
+                loss.backward()  # type: ignore[no-untyped-call]
                 value += float(loss.detach())
             yield BACKWARD_SHARE * count / total
         running.clear()
         with learning_context():
             norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), MAX_GRAD_NORM)
             if not (np.isfinite(value) and torch.isfinite(norm)):
-                raise FloatingPointError(NOT_FINITE)
+                raise FloatingPointError("loss or gradient is not finite")
         return value
-
-    def _micro_batches(self, traces: Sequence[Trace], size: int) -> Iterator[list[Trace]]:
-        for indices in batches(traces, traces[0].vocab_size, min(size, len(traces)), self.activations.fits):
-            yield [traces[i] for i in indices]
 
     def _check(self, traces: Sequence[Trace], read: Mapping[Trace, Trace]) -> Parts[dict[Trace, bool]]:
         """Find the requests that can be learned from as they are `read`, and exclude the others."""
         try:
             valid = yield from self.set_aside.isolate(
-                lambda some: self._try_traces([read.get(t, t) for t in some]), traces, self.readable
+                lambda some: self._try_traces([read.get(t, t) for t in some]), traces
             )
         except FloatingPointError:  # caused by the weights, not by a request
             valid = [True] * len(traces)
@@ -325,12 +310,6 @@ class Updater:
         for _ in self._gradients(traces, sum(map(len, traces)), self.micro_batch, []):
             pass
         return [True] * len(traces)
-
-    def _bounded_loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
-        """Compute the loss of a micro-batch; layers are recomputed in the backward if it exceeds the budget alone."""
-        is_large = not self.activations.fits(len(traces), max(map(num_tokens, traces)))
-        with recomputed_layers(self.master) if is_large else nullcontext():
-            return self._loss(traces)
 
     def _loss(self, traces: Sequence[Trace]) -> tuple[torch.Tensor, int]:
         """Return the mean divergence over the positions learned from, and their number."""
@@ -406,13 +385,9 @@ class Updater:
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise StateError for the state of another draft or optimizer."""
-
-        def sizes(parameters: Mapping[str, torch.Tensor], optimizers: Sequence[Mapping[str, Any]]) -> Any:
-            groups = [[len(group["params"]) for group in each["param_groups"]] for each in optimizers]
-            return {name: p.shape for name, p in parameters.items()}, groups
-
-        ours = sizes(self.parameters, [optimizer.state_dict() for optimizer in self.optimizers])
-        if sizes(state["parameters"], state["optimizers"]) != ours:
+        saved_shapes = {name: p.shape for name, p in state["parameters"].items()}
+        shapes = {name: p.shape for name, p in self.parameters.items()}
+        if saved_shapes != shapes or len(state["optimizers"]) != len(self.optimizers):
             raise StateError(
                 "The saved state belongs to another draft or optimizer. Load it with those that it was saved with."
             )
@@ -431,16 +406,6 @@ class Updater:
         self.buffer.rng.bit_generator.state = state["rng"]
         if self.tail is not None and state["tail"] is not None:
             self.tail.generator.set_state(state["tail"])
-
-
-def _backward(loss: torch.Tensor) -> None:
-    """Compute gradients; raises FloatingPointError if torch's anomaly detection finds NaN in them."""
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if torch.is_anomaly_enabled() and "returned nan values" in str(error):
-            raise FloatingPointError(NOT_FINITE) from error
-        raise
 
 
 def finish(work: Parts[T]) -> T:
