@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
@@ -325,7 +326,8 @@ class Recorder:
 
     def wait(self) -> None:
         """Wait until all answers that were put have been counted."""
-        self._executor.submit(int).result()
+        with contextlib.suppress(BrokenExecutor):  # the process was killed
+            self._executor.submit(int).result()
 
     def close(self) -> None:
         """Store all waiting answers, and end the process; raises StoreError."""
