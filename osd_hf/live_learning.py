@@ -183,6 +183,7 @@ class LiveLearning:
         self._finished: deque[tuple[Trace, bool, CorrectionStore | None, str | None]] = deque()
         self.tally = Tally()
         self.earlier = EarlierText(self.config.text_scope, EARLIER_TEXT_BYTES)
+        self.reads_text = self.config.reads_text
         self.failures = Failures()
         self._raised: list[Exception] = []  # by `close`
         self.is_closed = False
@@ -234,7 +235,7 @@ class LiveLearning:
                 if assistant_model not in self.drafts.models:  # serves itself
                     yield Lease(domain=label)
                     return
-                earlier = self.earlier.of(owner, label) if self.config.reads_text else ()
+                earlier = self.earlier.of(owner, label) if self.reads_text else ()
                 with self.drafts.lease(label, original=None) as draft:
                     yield Lease(draft.version, label, draft.model, draft.drafting, earlier)
 
@@ -265,7 +266,7 @@ class LiveLearning:
                 self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
                 if learn:
                     self.learner.observe(trace.domain, trace)
-            if learn and self.config.reads_text:
+            if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":
             self.traffic.wake()

@@ -107,7 +107,8 @@ def sampling_settings(generation_config: GenerationConfig, *, padding: int = 0) 
         value = getattr(generation_config, name, None)
         if isinstance(value, BaseWatermarkingConfig):  # other kinds have a state
             value = value.to_dict() if type(value) is WatermarkingConfig else None
-        value = plain(value)
+        if not (value is None or isinstance(value, bool | int | float)):
+            value = plain(value)
         if value is not None and name == "min_length":
             value = max(value - padding, 0)
         does_something = value is not None and (neutral is None or value != neutral)

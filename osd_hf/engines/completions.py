@@ -107,16 +107,10 @@ class CompletionClient:
     """
     A client of `/v1/completions` that sends token ids.
 
-    Args:
-        url (`str`):
-            Address such as `http://localhost:8000`, with or without `/v1`. It may contain `user:password@`,
-            percent-encoded. Requests to this machine use no proxy, and redirects are not followed.
-        model (`str`, *optional*): Name of the model; by default the server's only one.
-        api_key (`str`, *optional*): Sent as a bearer token.
-        allow_plain_http (`bool`, *optional*, defaults to `False`):
-            Whether a key or a password may be sent to another machine over plain HTTP, where others can read it.
-        patience_seconds (`float`, *optional*, defaults to 30):
-            How long to retry if the server cannot be reached or is busy.
+    The address, such as `http://localhost:8000`, may contain `user:password@`, percent-encoded. Requests to this
+    machine use no proxy, and redirects are not followed. The model is by default the server's only one. With
+    `allow_plain_http`, a key or a password may be sent to another machine over plain HTTP, where others can read it.
+    While the server cannot be reached or is busy, requests are repeated for `patience_seconds`.
 
     Raises:
         ConfigError: a key or a password would be sent over plain HTTP, or both are given.
@@ -280,13 +274,9 @@ def changed_sampling(request: Mapping[str, Any]) -> list[str]:
 @dataclass(frozen=True)
 class ResponseReader:
     """
-    Turns responses of `/v1/completions` or `/v1/chat/completions` into traces.
-
-    Args:
-        vocab_size (`int`): Width of the target's logits.
-        num_logprobs (`int`): Log-probs per position that are kept; responses must have at least as many.
-        eos_token_ids (`Sequence[int]`, *optional*): Ids that end an answer, in addition to the last id of a response.
-        target_version (`str`, *optional*): Version of the target; by default the model name in each response.
+    Turn responses of `/v1/completions` or `/v1/chat/completions` into traces with `num_logprobs` entries per position;
+    responses must have at least as many. `vocab_size` is the width of the target's logits. The ids in `eos_token_ids`
+    end an answer, in addition to the last id of a response. The target's version is by default the model name.
     """
 
     vocab_size: int

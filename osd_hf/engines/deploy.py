@@ -414,21 +414,13 @@ def run_command(command: str, seconds: float) -> None:
 
 class Deployer:
     """
-    Loads the version that `latest` points to into engines, one after the other, and watches it there.
+    Load the version that `latest` points to into engines, one after the other, and watch it there.
 
     If significantly fewer tokens are accepted than with the version before, that one is loaded again, `latest` points
-    to it, and weights with that digest are never deployed again. A failed load is repeated later. A new version that
-    fails to load does not go to further engines, and is rolled back after the third failure. The log and the file
-    `deploy.jsonl` in the folder record everything; another process continues from that file.
-
-    Args:
-        versions (`VersionFolder`): The published versions, with version 0, which engines start with.
-        methods (`Sequence[DeployMethod]`): The engines, in the order of loading.
-        domain (`str`, *optional*): The domain of the versions.
-        watch_requests (`int`, *optional*, defaults to 200):
-            Number of requests after which a version is kept, if it is not clearly better or worse before; at least 30.
-        load_seconds (`float`, *optional*, defaults to 600.0): Maximum time of a load into one engine.
-        stop (`threading.Event`, *optional*): Ends [`~Deployer.run`] and waiting.
+    to it, and weights with that digest are never deployed again. A version is kept after `watch_requests` (at least
+    30), or earlier if it is clearly better. A failed load is repeated later. A new version that fails to load does
+    not go to further engines, and is rolled back after the third failure. The log and the file `deploy.jsonl` record
+    everything; another process continues from that file.
 
     Raises:
         ConfigError: `watch_requests` is too small.

@@ -48,30 +48,15 @@ MAX_RECENT = 4096  # requests with their acceptance
 
 class StoreLearner:
     """
-    Learns from new requests in stores, and publishes the versions that pass the gate.
+    Learn from new requests in stores, and publish the versions that pass the gate.
 
-    What was learned and how far each store was read are saved together, so that a killed learner continues without
-    learning a request twice or not at all.
-
-    Args:
-        draft (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`):
-            The initial draft, which stays unchanged, with the target's vocabulary size; and the tokenizer to publish.
-        follower (`StoreFollower`), versions (`VersionFolder`): Source of the requests, and destination of versions.
-        config (`OnlineConfig`): Settings; `num_assistant_tokens` must not be `None`.
-        state (`Path`, *optional*): Folder of the session. An existing session is continued.
-        domain (`str`, *optional*): Learn only from requests with this label.
-        by_domain (`bool`, *optional*, defaults to `False`): Train one draft per label, with versions in subfolders.
-        peft_config (`peft.PeftConfig`, *optional*): Train adapters, which are merged in versions.
-        target_version (`str`, *optional*):
-            Learn only from requests of this target version. By default, learn from the version with the newest
-            requests. Requests without a version count as that one while it is the only one.
-        target (`PreTrainedModel`, *optional*):
-            The target of that version. It rescores requests of other versions (see [`rescore`]), which are then
-            learned from, but not used by the gate. Without it they are left out.
-        facts (`DraftFacts`, *optional*): Facts for the model cards.
-        repo_id, token, private (*optional*): Hub repo that versions are pushed to, see [`~hub.push_folder`].
-        publish_seconds (`float`, *optional*, defaults to 0.0): Minimum time between two publications.
-        accelerator (`Accelerator`, *optional*): Runs the training steps, and has the trackers.
+    What was learned and how far each store was read are saved together in the folder `state`, so that a killed learner
+    continues without learning a request twice or not at all. With `domain`, only requests with this label count; with
+    `by_domain`, each label has a draft of its own, with versions in a subfolder. Adapters (`peft_config`) are merged
+    in versions. Requests of other target versions than `target_version`, by default the one with the newest requests,
+    are left out, unless `target` rescores them ([`rescore`]). They are then learned from, but not used by the gate.
+    Requests without a version count as that one while it is the only one. Versions are pushed to `repo_id`, at least
+    `publish_seconds` apart. `accelerator` runs the training steps, and has the trackers.
 
     Raises:
         ConfigError: no fixed number of draft tokens, or a `target` of another version.
@@ -182,17 +167,9 @@ class StoreLearner:
         *,
         limit: int | None = None,
     ) -> int:
-        """
-        Process some new requests; returns their number.
-
-        Args:
-            on_request (`Callable`, *optional*):
-                Called for each request with the acceptance of the serving and of the initial draft, and the version.
-            limit (`int`, *optional*): Maximum number of requests.
-
-        Raises:
-            StateError: a version or the session cannot be written. This is tried again after half a minute.
-        """
+        """Process some new requests, at most `limit`, and return their number. `on_request` gets the acceptance of the
+        serving and of the initial draft for each request, and the version. Raises StateError if a version or the
+        session cannot be written; this is tried again after half a minute."""
         self._follow_engines()
         taken = self.follower.take(min(limit or MAX_REQUESTS_PER_STEP, MAX_REQUESTS_PER_STEP))
         before = self.set_aside

@@ -116,17 +116,9 @@ class VersionFolder:
     # --- publishing -------------------------------------------------------------------------------------------------
 
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any], *, is_start: bool = False) -> Path:
-        """
-        Publish the next version, and return its folder.
-
-        Args:
-            write (`Callable[[Path], object]`): Writes the version to a folder that does not exist yet.
-            facts (`dict`): Content of `version.json`, in addition to the number and the digest of the weights.
-            is_start (`bool`): Whether this is `v000000`, which `latest` only points to if there is no other version.
-
-        Raises:
-            StateError: the version cannot be written. Earlier versions and the link stay unchanged.
-        """
+        """Publish the next version, and return its folder. `write` writes it to a folder that does not exist yet.
+        `facts` are added to `version.json`. `v000000` (`is_start`) is the link's target only if there is no other
+        version. Raises StateError if the version cannot be written; earlier versions and the link stay unchanged."""
         with self._busy:
             try:
                 number = 0 if is_start else self.number + 1

@@ -28,16 +28,9 @@ TOLERANCE = 0.05  # relative to the largest logit, for half precisions
 
 class Weights:
     """
-    The weights in the safetensors files of a folder, to be iterated once, and their digest.
-
-    The digest is SHA-256 over names, dtypes, shapes and bytes in the order of names. It does not depend on how the
-    weights are split into files.
-
-    Args:
-        folder (`Path`): Folder such as a published version.
-
-    Raises:
-        FileNotFoundError: the folder has no weights.
+    The weights in the safetensors files of a folder, to be iterated once, and their digest: SHA-256 over names,
+    dtypes, shapes and bytes in the order of names, which does not depend on how the weights are split into files.
+    Raises FileNotFoundError for a folder without weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,11 +73,9 @@ class DraftReload:
 
     def load_draft(self: Any, path: str, digest: str | None = None) -> dict[str, Any]:
         """
-        Load the weights of a draft with the same shape. Errors are returned, because vLLM would drop their text.
-
-        Args:
-            path (`str`): Folder of a published version, or the link to the newest one.
-            digest (`str`, *optional*): Digest of its weights; nothing is done if they were loaded last.
+        Load the weights of a draft with the same shape from the folder of a published version, or from the link to the
+        newest one. Nothing is done if weights with this digest were loaded last. Errors are returned, because vLLM would
+        drop their text.
 
         Returns:
             `dict[str, Any]`: The folder's name as `draft`, the `digest` of what was loaded, whether it `is_new`, and

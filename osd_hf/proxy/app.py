@@ -63,12 +63,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 class Upstream:
     """
-    An engine behind the proxy.
-
-    Args:
-        url (`str`): Address such as `http://localhost:8000`, with or without `/v1`.
-        transport (`httpx2.AsyncBaseTransport`, *optional*): Sends the requests; over the network by default.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
+    An engine behind the proxy, at an address such as `http://localhost:8000`, with or without `/v1`.
 
     Raises:
         ServerError: the URL is not an address.
@@ -181,15 +176,9 @@ class Proxy:
     """
     An ASGI application that passes requests to engines, and their answers back.
 
-    Args:
-        upstreams (`Sequence[Upstream]`): The engines. The least busy one that can be reached answers.
-        counts (`ProxyCounts`): Counts requests and answers.
-        recorder (`Recorder`): Records answers.
-        routes (`Mapping[str, Upstream]`, *optional*): The engine for requests with a label.
-        share (`float`, *optional*, defaults to 1.0): Share of the requests with a recorded answer.
-        domain (`str`, *optional*): Label of requests without one.
-        max_body_bytes (`int`, *optional*, defaults to 64 MiB): Requests with a larger body are refused.
-        allow_development (`bool`, *optional*, defaults to `False`): Pass on requests to development endpoints.
+    The least busy engine that can be reached answers; `routes` are engines for requests with a label. A `share` of the
+    requests get a recorded answer. `domain` is the label of requests without one. Larger bodies than `max_body_bytes`
+    are refused. With `allow_development`, requests to development endpoints are passed on.
     """
 
     def __init__(

@@ -226,17 +226,9 @@ def _call_writer(method: str, *args: Any) -> Any:
 
 class Recorder:
     """
-    Reads and stores answers in a separate process, because that would delay the events of other answers.
-
-    If the proxy is killed, the process stores what it has read. Failures are counted and logged once; only `close`
-    raises one.
-
-    Args:
-        reader (`ResponseReader`): Turns responses into traces.
-        store (`CorrectionStore`): Where the traces go. The process opens it again.
-        counts (`ProxyCounts`): Counts the results.
-        in_process (`bool`, *optional*, defaults to `True`): Use a process, not a thread.
-        clock (`Callable[[], float]`, *optional*, defaults to `time.monotonic`): Returns the time in seconds.
+    Read and store answers in a separate process, because that would delay the events of other answers. The process
+    opens the store again, and if the proxy is killed, it stores what it has read. Failures are counted and logged
+    once; only `close` raises one.
     """
 
     def __init__(

@@ -90,15 +90,9 @@ class Job:
 
 class Service:
     """
-    Answers requests one after another in a thread.
-
-    Args:
-        name (`str`): Name of the served model.
-        max_queue (`int`): Maximum number of waiting requests; others are refused.
-        max_new_tokens (`int`): Maximum length of a chat's answer if the request does not say one.
-        learn (`bool`, *optional*, defaults to `True`): Whether the draft learns from requests.
-        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
-            Arguments of the chat template; those of a request take precedence.
+    Answer requests one after another in a thread. Beyond `max_queue` waiting requests, others are refused. Chats get
+    at most `max_new_tokens` if the request does not say a number, and the arguments of its chat template take
+    precedence over `chat_template_kwargs`.
     """
 
     def __init__(
