@@ -171,7 +171,7 @@ class RowProcessors:
         ids = tokens[:, :length].where(columns < held[:, None], self.pad_id)
         scores = logits.new_zeros(len(ids), logits.shape[-1])
         scores[rows] = logits
-        processed: Tensor = processor(ids, scores)
+        processed: Tensor = processor(ids, scores).to(scores)
         return processed[rows]
 
 

@@ -149,9 +149,13 @@ def undrafted(model: PreTrainedModel, config: Any, processors: Iterable[Any]) ->
             return f"`{name}` is set, which this version of osd_hf does not know"
     if isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig):
         return "`watermarking_config` is SynthID's, which keeps state that target and draft would share"
-    attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", "eager")
-    if config.return_dict_in_generate and config.output_attentions and attention != "eager":
-        return f"`output_attentions` is set, and {attention} attention returns none"
+    text = model.config.get_text_config(decoder=True)
+    attention = getattr(text, "_attn_implementation", "eager")
+    if config.return_dict_in_generate and config.output_attentions:
+        if attention != "eager":
+            return f"`output_attentions` is set, and {attention} attention returns none"
+        if getattr(text, "sliding_window", None):
+            return "`output_attentions` is set, and a sliding window has other keys behind candidates"
     if unknown := next((p for p in processors if not is_stateless(p)), None):
         function = asked_function(unknown)
         name = getattr(function, "__name__", type(function).__name__)

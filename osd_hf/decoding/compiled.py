@@ -408,6 +408,10 @@ class CompiledTargetForward(TargetForward):
         self._has_moved = False
         self._limit = min(num_positions(model.config) or math.inf, limit)
 
+    @property
+    def cache(self) -> Any:
+        return self._given  # gets its content back at the end
+
     def forward(self, ids: torch.Tensor, count: int, *, is_first: bool) -> Any:
         if is_first or not self._holds(ids.shape[1] + 1):
             return super().forward(ids, count, is_first=is_first)

@@ -41,6 +41,7 @@ PROBE_PROMPT_TOKENS = 16  # of the request's own prompt
 MAX_PROBED_LENGTH, MAX_UNKNOWN_LENGTH = 128, 600
 BATCH_PROBE = (12, 3, 3)  # tokens of the two rows of the probe, and those after them
 TRAINING_ATTRIBUTES = ("gradient_checkpointing", "layerdrop")  # of modules: no cache, or layers dropped at random
+WITHOUT_CACHE = "it trains with gradient checkpointing or without some layers"
 # Relative difference of logits, root mean square, that rounding may cause. In half precision a router may send a token
 # to another expert, so that single positions differ by more: for experts the median over the positions is compared.
 MAX_DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
@@ -221,6 +222,10 @@ def _activated_adapter(model: PreTrainedModel) -> Limits:
     return Limits(reason, max_tokens=min(offsets), with_prompt=False)
 
 
+def _training(model: PreTrainedModel) -> Limits:
+    return Limits(WITHOUT_CACHE, max_tokens=1) if _trains_without_cache(model) else UNLIMITED
+
+
 def _soft_prompt(model: PreTrainedModel) -> Limits:
     prepare = vars(model).get("prepare_inputs_for_generation")
     return Limits(SOFT_PROMPT, 1) if has_soft_prompt(getattr(prepare, "__self__", None)) else UNLIMITED
@@ -237,6 +242,7 @@ KNOWN_CAUSES: tuple[Callable[[Any], Limits], ...] = (
     _own_cache,
     _activated_adapter,
     _soft_prompt,
+    _training,
 )
 
 
@@ -511,18 +517,22 @@ def batch_hindrance(model: PreTrainedModel) -> str | None:
     """Return why rows of a batch cannot go on independently in this model; `None` if they can. The first call probes
     the model with two short rows, which must get the logits that they get alone."""
     config = vars(model.config.get_text_config(decoder=True))  # kind of attention, windows, positions
-    is_odd = model.training and any(getattr(m, name, 0) for m in model.modules() for name in TRAINING_ATTRIBUTES)
-    state = is_odd, model.dtype, model.device, repr(config)
+    trains = _trains_without_cache(model)
+    state = trains, model.dtype, model.device, repr(config)
     known_state, why = _batch_hindrances.get(model, (None, None))
     if known_state != state:
         try:
-            why = "it trains with gradient checkpointing or without some layers" if is_odd else _unsupported(model)
+            why = WITHOUT_CACHE if trains else _unsupported(model)
             with evaluating(model):  # with dropout, no two forwards are equal
                 why = why or ("its logits depend on where the tokens of a row are" if _rows_differ(model) else None)
         except Exception as error:  # noqa: BLE001 - models of any kind; tried again for the next batch
             return f"its forward fails: {first_line(error)}"
         _batch_hindrances[model] = state, why
     return why
+
+
+def _trains_without_cache(model: PreTrainedModel) -> bool:
+    return model.training and any(getattr(m, name, 0) for m in model.modules() for name in TRAINING_ATTRIBUTES)
 
 
 def _unsupported(model: PreTrainedModel) -> str | None:

@@ -110,6 +110,11 @@ class TargetForward:
         self._num_cached, self._count = num_cached or 0, 0
         self.kwargs["past_key_values"].activate_past_recording()
 
+    @property
+    def cache(self) -> Any:
+        """The cache that `generate` returns."""
+        return self.kwargs["past_key_values"]
+
     def verify(self, tokens: Tensor, is_proposed: Tensor) -> Tensor:
         """Return the logits at each candidate and behind the last one, `(1, k + 1, vocab)`."""
         self._count = count = tokens.shape[1]
@@ -131,6 +136,8 @@ class TargetForward:
         inputs = self.model.prepare_inputs_for_generation(
             ids, next_sequence_length=new_tokens, is_first_iteration=is_first, **kwargs
         )
+        if is_first and not self._num_cached:
+            inputs["past_key_values"] = self.cache  # Phi-3 drops an empty one behind a length
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count
         return self.model(**inputs, return_dict=True)
@@ -139,6 +146,7 @@ class TargetForward:
         """Keep the emitted tokens of the row, and remove the rejected candidates from the cache."""
         tokens = torch.tensor(emitted, device=self.ids.device)
         count = tokens.shape[1]
+        self.outputs.past_key_values.activate_past_recording()  # also where the model has made a new cache
         self.outputs.past_key_values.crop(-(self._count + 1 - count))
         self.kwargs = self.model._update_model_kwargs_for_generation(
             self.outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder, num_new_tokens=count

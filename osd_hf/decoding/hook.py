@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, WeakSet
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 _LOOP, _GENERATE = "_assisted_decoding", "generate"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 _answers: WeakKeyDictionary[Any, WeakMethod[Callable[..., Any]]] = WeakKeyDictionary()  # of models taken over
-_answering: WeakSet[Any] = WeakSet()  # those that are being asked
+_answering: ContextVar[tuple[Any, ...]] = ContextVar("osd_hf_answering", default=())  # those asked in this thread
 _num_listeners: Counter[tuple[type, str]] = Counter()
 _original_methods: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the methods that wrap them
 _lock = threading.RLock()  # a block may end when its last reference is dropped
@@ -142,13 +142,17 @@ def _wrapped_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
         found = _answers.get(self)
         answer = None if found is None else found()
         # A model's own `generate` may call that of its parent.
-        if answer is None or self in _answering or kwargs.get("assistant_model") is not None:
+        if (
+            answer is None
+            or any(model is self for model in _answering.get())
+            or kwargs.get("assistant_model") is not None
+        ):
             return generate(self, *args, **kwargs)
-        _answering.add(self)
+        before = _answering.set((*_answering.get(), self))
         try:
             return answer(functools.partial(generate, self), *args, **kwargs)
         finally:
-            _answering.discard(self)
+            _answering.reset(before)
 
     return wrapped
 
@@ -189,9 +193,9 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
 def bounded(config: GenerationConfig, criteria: StoppingCriteriaList, begins: int) -> GenerationConfig:
     """Return a copy of a request's generation config, because `max_length` changes from round to round."""
     config = copy.copy(config)
-    for criterion in criteria:
-        if type(criterion) is MaxLengthCriteria:  # the caller's replaces that of the config
-            config.max_length = max(int(criterion.max_length), begins + 1)
+    lengths = [int(criterion.max_length) for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    if lengths:  # the caller's criteria replace that of the config
+        config.max_length = max(min(lengths), begins + 1)
     return config
 
 
@@ -288,6 +292,9 @@ class Call:
             return "a part of the prompt, or all of it, is not given as token ids"
         if self.kwargs.get("synced_gpus"):
             return "several machines compute in step"
+        cache = self.kwargs.get("past_key_values")
+        if not all(hasattr(layer, "crop") for layer in getattr(cache, "self_attention_cache", cache).layers):
+            return f"tokens cannot be removed from a {type(cache).__name__}"
         # The hook replaces the method where it is defined.
         owner = next(cls for cls in type(self.model).__mro__ if "_assisted_decoding" in vars(cls))
         if owner is not GenerationMixin:

@@ -513,7 +513,7 @@ class _Returned:
         """Return the output of `generate`."""
         target = self.loop.target
         assert isinstance(target, TargetForward)
-        cache = self.loop.kwargs.get("past_key_values")
+        cache = target.cache
         common = {"sequences": sequences, "scores": self.scores, "logits": self.logits, "past_key_values": cache}
         if not self.is_encoder_decoder:
             return GenerateDecoderOnlyOutput(**common, attentions=self.attentions, hidden_states=self.hidden_states)

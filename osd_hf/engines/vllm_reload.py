@@ -74,8 +74,8 @@ class DraftReload:
     def load_draft(self: Any, path: str, digest: str | None = None) -> dict[str, Any]:
         """
         Load the weights of a draft with the same shape from the folder of a published version, or from the link to the
-        newest one. Nothing is done if weights with this digest were loaded last. Errors are returned, because vLLM would
-        drop their text.
+        newest one. Nothing is done if weights with this digest were loaded last. Errors are returned, because vLLM
+        would drop their text.
 
         Returns:
             `dict[str, Any]`: The folder's name as `draft`, the `digest` of what was loaded, whether it `is_new`, and
