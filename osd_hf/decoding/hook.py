@@ -293,7 +293,8 @@ class Call:
         if self.kwargs.get("synced_gpus"):
             return "several machines compute in step"
         cache = self.kwargs.get("past_key_values")
-        if not all(hasattr(layer, "crop") for layer in getattr(cache, "self_attention_cache", cache).layers):
+        layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+        if not all(hasattr(layer, "crop") for layer in layers):
             return f"tokens cannot be removed from a {type(cache).__name__}"
         # The hook replaces the method where it is defined.
         owner = next(cls for cls in type(self.model).__mro__ if "_assisted_decoding" in vars(cls))

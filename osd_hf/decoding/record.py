@@ -389,22 +389,12 @@ def record_traces(
     domain: str | None = None,
 ) -> Iterator[Trace]:
     """
-    Record the target's greedy answer to each prompt, as traces without rounds. Of the target's generation config, only
-    special tokens count.
+    Record the target's greedy answer to each prompt (token ids), as traces without rounds, in the order of the
+    prompts. Of the target's generation config, only special tokens count. Traces keep `num_logprobs` target entries
+    per position, or full rows with `None`, and the label `domain`.
 
     Prompts are answered in padded batches. In fp32, a batch may rarely break a tie of the top two logits in another
     way than a single prompt does.
-
-    Args:
-        target (`PreTrainedModel`): Decoder-only or encoder-decoder.
-        prompts (`Sequence[Sequence[int]]`): Token ids of each prompt.
-        max_new_tokens (`int`): Maximum length of each answer.
-        batch_size (`int`, *optional*, defaults to 32): Prompts per batch.
-        num_logprobs (`int`, *optional*, defaults to 64): Target entries stored per position; `None` stores full rows.
-        domain (`str`, *optional*): Label written into the traces.
-
-    Yields:
-        `Trace`: In the order of the prompts.
 
     Raises:
         ConfigError: A prompt is empty.
@@ -493,13 +483,9 @@ class _Recorder(LogitsProcessor):
 
 def rescore(target: PreTrainedModel, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
     """
-    Return traces with the rows of another target, by one forward over each prompt and answer. Drafts can learn from
-    them. The answers are those of the earlier target, so the traces have no rounds, and [`replay`] refuses them.
-
-    Args:
-        target (`PreTrainedModel`): A target with the vocabulary of the traces.
-        traces (`Sequence[Trace]`): Traces of any version. Those without rows are returned as they are.
-        batch_size (`int`, *optional*, defaults to 8): Maximum number of traces per forward.
+    Return traces with the rows of another target with the same vocabulary, by one forward over each prompt and answer.
+    Drafts can learn from them. The answers are those of the earlier target, so the traces have no rounds, and
+    [`replay`] refuses them. Traces without rows are returned as they are.
 
     Raises:
         VocabularyMismatchError: A trace has another vocabulary.

@@ -59,16 +59,11 @@ def collect(
     **settings: Any,
 ) -> CollectionReport:
     """
-    Send prompts to a server, `concurrency` at a time, and store the answers.
+    Send prompts with their token ids to a server, `concurrency` at a time, and store the answers. `settings` are
+    passed to [`~CompletionClient.complete`]. `report` is filled with counts, also if an error ends the collection.
 
     A prompt with an answer that is refused or cannot be learned from is counted and left out. The collection ends with
     the reason if that happens eight times in a row, or to all prompts, and when `stop` is set.
-
-    Args:
-        prompts (`Sequence[tuple[Prompt, list[int]]]`): Prompts with their token ids.
-        report (`CollectionReport`, *optional*): Filled with counts, also if an error ends the collection.
-        on_request (`Callable[[Trace], object]`, *optional*): Called for each stored trace.
-        max_new_tokens (`int`), settings (`Any`): Passed to [`~CompletionClient.complete`].
 
     Raises:
         ServerError, DataError, StoreError: the server, its answers, or the store fail. Earlier answers are stored.

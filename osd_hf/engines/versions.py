@@ -55,14 +55,10 @@ def folder_name(domain: str) -> str | None:
 
 class VersionFolder:
     """
-    Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one.
+    Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one. The newest `keep` are kept.
 
     Each version is written to a hidden folder, synced, and renamed; then the link is replaced. `v000000` is the
     original draft, for rollbacks. Other files in the folder stay unchanged. Methods may be called from any thread.
-
-    Args:
-        path (`Path`): Folder of the versions; it is created if it is missing.
-        keep (`int`, *optional*, defaults to 5): Number of the newest versions that are kept, at least 2.
 
     Raises:
         ConfigError: the folder cannot be written, another process publishes there, or `latest` is not a link.

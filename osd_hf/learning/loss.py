@@ -47,18 +47,12 @@ def divergence_sum(
     tail: SampledTail | None = None,
 ) -> Tensor:
     """
-    Sum a divergence over all completion positions of a batch, in nats: a scalar in float32.
+    Sum a divergence (a value of `osd_hf.losses.DIVERGENCES`) from the target's `rows` over the completion positions of
+    a batch, in the order of the traces, in nats: a scalar in float32. With `where`, bool, `(positions,)`, only these
+    positions count. With `tail`, tokens outside of the stored rows are sampled.
 
     The layers run over all of the batch. The output head runs over chunks of positions, and its logits are recomputed
     in the backward pass.
-
-    Args:
-        draft (`PreTrainedModel` or `PeftModel`), traces (`Sequence[Trace]`): The model that gets gradients; the batch.
-        rows (`TargetRows`): The target's rows at the positions, in the order of the traces.
-        divergence (`Callable`): A value of `osd_hf.losses.DIVERGENCES`.
-        where (`torch.Tensor` of shape `(positions,)`, bool, *optional*):
-            Positions that count, for which alone there are `rows`; all by default.
-        tail (`SampledTail`, *optional*): Samples tokens outside of the stored rows; by default all tokens count.
     """
     states, head = completion_states(draft, traces), output_head(draft)
     states = states if where is None else states[where.to(states.device)]

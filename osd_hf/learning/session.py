@@ -41,14 +41,9 @@ def save_session(
     Save the state of a learner that is not working.
 
     A state is written to a hidden folder, which then gets the next number, so that a kill or a power failure leaves
-    the old state or the new one. Processes that save to one folder take turns. Only the owner can read the files.
+    the old state or the new one. Processes that save to one folder take turns, and wait for `patience_seconds`. Only
+    the owner can read the files. `facts` are ready for JSON.
     Files that this function did not write are never deleted.
-
-    Args:
-        directory (`Path`): The folder of the session.
-        learner (`dict[str, Any]`), router (`dict[str, Any]`, *optional*): States of the learner and of the router.
-        facts (`dict[str, Any]`): Anything else, ready for JSON.
-        patience_seconds (`float`, *optional*): How long to wait for another process that saves.
 
     Raises:
         StateError: The folder cannot be written, or others save all the time. An earlier state in it stays intact.
