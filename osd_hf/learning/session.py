@@ -42,8 +42,7 @@ def save_session(
 
     A state is written to a hidden folder, which then gets the next number, so that a kill or a power failure leaves
     the old state or the new one. Processes that save to one folder take turns, and wait for `patience_seconds`. Only
-    the owner can read the files. `facts` are ready for JSON.
-    Files that this function did not write are never deleted.
+    the owner can read the files. `facts` are ready for JSON. Files that this function did not write are never deleted.
 
     Raises:
         StateError: The folder cannot be written, or others save all the time. An earlier state in it stays intact.
