@@ -244,9 +244,8 @@ class CompiledForward:
             return None
         options: dict[str, Any] = {"freezing": False}  # weights change
         if model.device.type == "cuda":
-            options["triton.cudagraphs"] = (
-                True  # launching the kernels of a small model takes longer than running them
-            )
+            # Launching the kernels of a small model takes longer than running them.
+            options["triton.cudagraphs"] = True
         started = time.perf_counter()
         what = f"the {self.role}'s forward for up to {size} tokens"
         logger.info("%s %s.", self.doing.capitalize(), what)

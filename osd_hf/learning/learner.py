@@ -109,9 +109,10 @@ class Learner:
 
     def due(self) -> DraftRequests | None:
         """Return the requests of the draft that should be updated now; `None` if no update is due."""
-        if self.is_paused or self.config.update_strategy == "manual":
-            return None
-        return self._fullest(lambda requests: requests.is_due)
+        return None if self.config.update_strategy == "manual" else self._due()
+
+    def _due(self) -> DraftRequests | None:
+        return None if self.is_paused else self._fullest(lambda requests: requests.is_due)
 
     def _with_arrived(self) -> DraftRequests | None:
         """Return requests that the idle thread has not compared yet."""
@@ -136,7 +137,7 @@ class Learner:
     def has_work(self) -> bool:
         """Whether an update is in progress or due, or requests wait to be compared."""
         return not self.is_paused and (
-            self._work is not None or self.due() is not None or self._with_arrived() is not None
+            self._work is not None or self._due() is not None or self._with_arrived() is not None
         )
 
     def rest(self, domain: str | None, num_requests: int) -> None:
