@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,14 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from osd_hf.decoding.draft_length import RoundPlan, RoundTime
+from osd_hf.decoding.draft_length import DraftLength, RoundPlan, RoundTime
+from osd_hf.decoding.exactness import Limits
 from osd_hf.decoding.forward import BatchTargetForward, TargetForward
 from osd_hf.decoding.record import Request, Round
 from osd_hf.decoding.sources import Candidates, DraftSource
 from osd_hf.decoding.text import Guess, RequestText
 from osd_hf.logits_processors import RowProcessors
 from osd_hf.models import vocab_size_of
-
-if TYPE_CHECKING:
-    from osd_hf.decoding.hook import Call
 
 logger = logging.getLogger(__name__)
 
@@ -105,13 +103,14 @@ class Row:
 class Loop:
     """Decode the rows of one call of `generate`, whose drafts are leased. Rows that have ended leave the batch."""
 
-    def __init__(self, call: Call) -> None:
-        assert call.length is not None
+    def __init__(self, call: Any) -> None:  # a `Call` of the hook
         self.call, self.model, self.kwargs, self.config = call, call.model, call.kwargs, call.config
-        self.length, self.clock, self.limits = call.length, call.clock, call.limits
+        self.length: DraftLength = call.length
+        self.limits: Limits = call.limits
+        self.clock: Callable[[], float] = call.clock
         self.input_ids, self.do_sample = call.input_ids, bool(call.config.do_sample)
         self.vocab_size = vocab_size_of(self.model)
-        self.max_new_tokens = int(self.config.max_length) - self.input_ids.shape[1]
+        self.max_new_tokens: int = int(self.config.max_length) - self.input_ids.shape[1]
         self.has_limits = not self.limits.allow_any(self.input_ids.shape[1], int(self.config.max_length) - 1)
         self.rows = self._make_rows()
         self.live = list(range(len(self.rows)))  # in the order of the target's cache
@@ -155,8 +154,9 @@ class Loop:
 
     def _make_target(self) -> TargetForward | BatchTargetForward:
         call = self.call
-        if call.compiled is not None:
-            return call.compiled
+        compiled: TargetForward | None = call.compiled
+        if compiled is not None:
+            return compiled
         if len(self.rows) == 1:
             return TargetForward(self.model, self.input_ids, self.kwargs, self.rows[0].request.num_cached)
         texts = [row.tokens for row in self.rows]
