@@ -100,8 +100,8 @@ class Binding:
 
 
 def sampling_settings(generation_config: GenerationConfig, *, padding: int = 0) -> dict[str, Any]:
-    """Return the settings of `SAMPLING_FIELDS` that do something, ready for JSON. `min_length` counts the `padding`
-    tokens before the prompt, which a trace does not have."""
+    """Return the settings of `SAMPLING_FIELDS` that do something, ready for JSON. Padding counts in `min_length`;
+    traces have none, so it is subtracted."""
     settings: dict[str, Any] = {}
     for name, neutral in SAMPLING_FIELDS.items():
         value = getattr(generation_config, name, None)
@@ -144,7 +144,7 @@ def _prompt_ids(
     source = kwargs.get("inputs_tensor") if is_encoder_decoder else input_ids
     foreign = foreign_arguments(kwargs)
     is_empty = source is None or source.is_floating_point() or source.shape[1] == 0
-    # If the encoder's outputs were given, negative ids replace the source.
+    # With given encoder outputs, source ids are negative placeholders.
     if source is None or is_empty or foreign or is_partial or (is_encoder_decoder and bool((source < 0).any())):
         what = ", ".join(foreign) or ("part of it is only in the cache" if is_partial else "embeddings or features")
         log_once(
@@ -203,8 +203,8 @@ class Rows:
     def stored(
         self, width: int | None, num_tokens: int, vocab_size: int
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return `top_logits`, `top_ids` and `tail_logprob` of a [`Trace`]. The target's own loop may have run for one
-        more step."""
+        """Return `top_logits`, `top_ids` and `tail_logprob` of a [`Trace`]. The target's own loop may leave one extra
+        row, which is cut off."""
         dtype = ids_dtype(vocab_size)
         if width == 0:
             nothing = np.zeros((num_tokens, 0), np.float16)
@@ -240,7 +240,7 @@ def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any
         examined = min(accepted + 1, len(ours), len(theirs))
         p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
         from_text = np.array(r.from_text, dtype=bool) if any(r.from_text) else None
-        if from_text is not None:  # a trace has no text of other requests
+        if from_text is not None:  # rejected text becomes -1: text of other requests is not stored
             ours = np.where(from_text & (np.arange(len(ours)) >= accepted), np.int32(-1), ours)
         found.append(DraftRound(ours, accepted, len(theirs), p, q, from_text))
     return emitted, tuple(found)
@@ -325,7 +325,7 @@ class Request:
         for r in self.rounds:
             if left >= r.num_emitted:
                 rounds.append(r)
-            elif left > 0:  # it ends at an accepted candidate
+            elif left > 0:  # the answer now ends inside this round
                 rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
             left -= min(left, r.num_emitted)
         self.rounds = rounds

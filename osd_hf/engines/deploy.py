@@ -33,7 +33,7 @@ WINDOW_REQUESTS = 10  # requests that are counted together, because the tokens o
 MIN_WINDOWS = 3  # with a version before it is judged
 MIN_WATCHED_REQUESTS = MIN_WINDOWS * WINDOW_REQUESTS
 HISTORY_FACTOR = 2  # a version is compared with about this many times the requests of a watch
-LIMIT_STANDARD_ERRORS = 2.6  # at the end of a watch, for many windows; see `compare_windows`
+LIMIT_STANDARD_ERRORS = 2.6  # limit when a watch is complete, with many windows; see `compare_windows`
 CONNECT_SECONDS = 10.0
 QUICK_SECONDS = 10.0  # timeout of requests that an engine answers immediately
 RESET_SECONDS = 30.0
@@ -199,7 +199,7 @@ class Engine:
         self._retry_at = -math.inf
         self._is_known = True  # the engine surely serves `digest`
         self._window_start: DraftCounts | None = None
-        self._has_own_history = True  # the counts since the engine's start are of what it serves
+        self._has_own_history = True  # all counts since the engine started belong to its current version
 
     def serves(self, version: PublishedVersion) -> bool:
         """Return whether the engine surely serves a version."""
@@ -449,7 +449,7 @@ class Deployer:
         start = versions.version(0)
         assert start is not None
         self.engines = [Engine(method, start, watch_requests, load_seconds, self.stop, clock) for method in methods]
-        self.candidate: PublishedVersion | None = None  # the version that is loaded or watched in its place
+        self.candidate: PublishedVersion | None = None  # the version being tried in place of the serving one
         self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
         self._unwritten_lines: list[str] = []  # of the journal

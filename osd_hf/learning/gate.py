@@ -24,7 +24,7 @@ CHOICE_MEMORY = 64  # requests
 CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
 
 MIN_EFFORT = 1 / 16  # share of the updates that are done once learning no longer pays
-GAIN_WINDOW = 128  # requests that are compared with the same number before
+GAIN_WINDOW = 128  # newest requests, compared with as many before them
 DECISION_INTERVAL = 64  # requests between two changes of the effort
 RECENT_REQUESTS = 12  # a change of traffic shows in these
 GAIN_FALL_ERRORS = 3.0  # standard errors of a fall of the gain
@@ -227,7 +227,8 @@ class Effort:
         saved_seconds: float | None = None,
         num_requests: int = 1,
     ) -> None:
-        """Add a compared request, which represents `num_requests`, with the scores of both drafts and the seconds that
+        """Add one comparison, which stands for `num_requests` requests, with the scores of both drafts and the seconds
+        that
         the learned one saved, if known; and adapt the share."""
         if original.examined == 0 or learned.examined == 0:
             return
