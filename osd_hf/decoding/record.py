@@ -203,8 +203,7 @@ class Rows:
     def stored(
         self, width: int | None, num_tokens: int, vocab_size: int
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return `top_logits`, `top_ids` and `tail_logprob` of a [`Trace`]. The target's own loop may leave one extra
-        row, which is cut off."""
+        """Return `top_logits`, `top_ids` and `tail_logprob` of a [`Trace`], without an extra row of the plain loop."""
         dtype = ids_dtype(vocab_size)
         if width == 0:
             nothing = np.zeros((num_tokens, 0), np.float16)
