@@ -1,11 +1,11 @@
-"""Settings of the calling thread: default device, autocast, number of threads, and random numbers."""
+"""Settings of the calling thread: default device, autocast, threads, and random numbers. Copies to a device."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,12 @@ def neutral_context() -> Iterator[None]:
         if torch.get_default_device() != torch.device("cpu"):
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    """Return a tensor of these numbers on a device. On CUDA, the calling thread does not wait for the device."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
