@@ -92,8 +92,12 @@ def _named_tensors(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str
 
 
 def _own_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    buffers = (item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set)
-    return ((name, tensor) for name, tensor in (*module._parameters.items(), *buffers) if tensor is not None)
+    both = (*module._parameters.items(), *_own_buffers(module))
+    return ((name, tensor) for name, tensor in both if tensor is not None)
+
+
+def _own_buffers(module: Any) -> list[tuple[str, Any]]:
+    return [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
 
 
 def _active_adapters(module: Any) -> list[str]:
@@ -172,12 +176,20 @@ class _ModelState:
     """What torch and PEFT count about a model: its tensors, their in-place changes, and the active adapters."""
 
     def __init__(self, model: Any) -> None:
+        found, modules, seen = list[Any](), [model], {None}
+        for module in modules:  # for every request; `model.modules()` takes longer
+            if module not in seen:
+                seen.add(module)
+                modules += module._modules.values()
+                found += module._parameters.values()
+                found += [tensor for _, tensor in _own_buffers(module)] if module._buffers else []
         # Weights that are removed from the model stay alive until the next call. Weak references would keep torch from
         # swapping their contents.
-        self.tensors = [tensor for module in model.modules() for _, tensor in _own_tensors(module)]
+        self.tensors: list[torch.Tensor] = [tensor for tensor in found if tensor is not None]
         self.changes = [0 if tensor.is_inference() else tensor._version for tensor in self.tensors]
         self.adapters: object = None
-        layer = next((m for m in model.modules() if getattr(m, "adapter_layer_names", None)), None)
+        adapted = tuple(kind for kind in {type(module) for module in modules} if hasattr(kind, "adapter_layer_names"))
+        layer = next((module for module in modules if isinstance(module, adapted)), None) if adapted else None
         if layer is not None:
             scaling = getattr(layer, "scaling", None)
             scales = dict(scaling) if isinstance(scaling, dict) else None

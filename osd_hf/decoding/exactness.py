@@ -15,9 +15,9 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -112,77 +112,64 @@ UNLIMITED = Limits()
 # --- known causes ---------------------------------------------------------------------------------------------------
 
 
-def _rope_parameters(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the RoPE settings of a model, one for each kind of layer."""
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
-
-
-def _original_length(model: PreTrainedModel, rope: dict[str, Any]) -> list[int]:
-    """Return the lengths that may be the one at which a model's frequencies change."""
-    config = model.config.get_text_config(decoder=True)
-    found = [rope.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)]
-    return [int(length) for length in found if length] or [int(config.max_position_embeddings)]
-
-
-def _dynamic_rope(model: PreTrainedModel) -> Limits:
+def known_limits(model: PreTrainedModel) -> Limits:
+    """Return the limits of a target by the known causes alone."""
     limits = UNLIMITED
-    for rope in _rope_parameters(model):
-        if "dynamic" in str(rope["rope_type"]):
-            positions = int(model.config.get_text_config(decoder=True).max_position_embeddings)
-            length = min(positions, *_original_length(model, rope))
-            reason = (
-                f"its rotary frequencies follow the longest position of a call beyond {length} tokens (dynamic RoPE)"
-            )
+    for found in _known_causes(model):
+        limits = limits.combined(found)
+    return limits
+
+
+def _known_causes(model: PreTrainedModel) -> Iterator[Limits]:
+    """Yield the limits by each known reason why a forward over several tokens may differ from single-token forwards.
+    docs/models.md describes them."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
+    for kind in ropes:  # one for each kind of layer
+        is_dynamic = "dynamic" in str(kind["rope_type"])
+        if not is_dynamic and kind["rope_type"] != "longrope":
+            continue
+        positions = int(config.max_position_embeddings)
+        given = [
+            kind.get("original_max_position_embeddings"),
+            config_value(config, "original_max_position_embeddings"),
+        ]
+        lengths = [int(length) for length in given if length] or [positions]
+        if is_dynamic:
             # Calls that end before the length also reset what a longer request has left behind.
-            limits = limits.combined(Limits(reason, max_length=length - 1))
-    return limits
-
-
-def _switched_rope(model: PreTrainedModel) -> Limits:
-    limits = UNLIMITED
-    for rope in _rope_parameters(model):
-        if rope["rope_type"] == "longrope":
-            lengths = _original_length(model, rope)
+            first = min(positions, *lengths)
+            reason = (
+                f"its rotary frequencies follow the longest position of a call beyond {first} tokens (dynamic RoPE)"
+            )
+            yield Limits(reason, max_length=first - 1)
+        else:
             reason = f"its rotary frequencies are others for sequences beyond {min(lengths)} tokens (longrope)"
-            limits = limits.combined(Limits(reason, max_length=min(lengths), min_prompt=max(lengths)))
-    return limits
-
-
-def _learned_positions(model: PreTrainedModel) -> Limits:
-    config = model.config.get_text_config(decoder=True)
-    length = num_positions(model.config)
-    if length is None or _rope_parameters(model) or config_value(config, "alibi"):
-        return UNLIMITED
-    return Limits(f"it has {length} positions", max_length=length)
-
-
-def _expert_capacity(model: PreTrainedModel) -> Limits:
-    config = model.config.get_text_config(decoder=True)
+            yield Limits(reason, max_length=min(lengths), min_prompt=max(lengths))
+    if not ropes and (positions := num_positions(config)) and not config_value(config, "alibi"):
+        yield Limits(f"it has {positions} positions", max_length=positions)
     capacity, share = (getattr(config, name, None) for name in ("expert_capacity", "moe_eval_capacity_token_fraction"))
-    if share is not None:  # of the tokens of a call, in place of a number
-        return UNLIMITED if share >= 1 else Limits("its experts take a limited share of the tokens of a call", 1)
-    if capacity is None:
-        return UNLIMITED
-    return Limits(f"each of its experts takes at most {capacity} tokens of a call", max_tokens=int(capacity))
-
-
-def _best_keys(model: PreTrainedModel) -> Limits:
-    length = getattr(model.config.get_text_config(decoder=True), "keep_window_size", None)
-    if length is None:
-        return UNLIMITED
-    return Limits(f"its attention keeps the {length} best keys, and ties depend on the call", max_length=int(length))
-
-
-def _skipped_padding(model: PreTrainedModel) -> Limits:
-    pad = config_value(model.config.get_text_config(decoder=True), "pad_token_id")
-    if pad is None or not _code_of(model).skips_padding:
-        return UNLIMITED
-    return Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
-
-
-def _own_cache(model: PreTrainedModel) -> Limits:
-    return Limits("it keeps keys in a cache of its own", max_tokens=1) if _code_of(model).has_own_cache else UNLIMITED
+    if share is not None and share < 1:  # of the tokens of a call, in place of a number
+        yield Limits("its experts take a limited share of the tokens of a call", max_tokens=1)
+    elif share is None and capacity is not None:
+        yield Limits(f"each of its experts takes at most {capacity} tokens of a call", max_tokens=int(capacity))
+    if (length := getattr(config, "keep_window_size", None)) is not None:
+        reason = f"its attention keeps the {length} best keys, and ties depend on the call"
+        yield Limits(reason, max_length=int(length))
+    skips_padding, has_own_cache = _code_of(model)
+    pad = config_value(config, "pad_token_id") if skips_padding else None
+    if pad is not None:
+        yield Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
+    if has_own_cache:
+        yield Limits("it keeps keys in a cache of its own", max_tokens=1)
+    if offsets := [offset for offset in _adapter_arguments(model).get("alora_offsets", ()) if offset is not None]:
+        # PEFT applies the adapter to the last tokens of every call.
+        reason = f"its adapter (aLoRA) is applied to the last {min(offsets)} tokens of a call"
+        yield Limits(reason, max_tokens=min(offsets), with_prompt=False)
+    if has_soft_prompt(getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)):
+        yield Limits(SOFT_PROMPT, max_tokens=1)
+    if _trains_without_cache(model):
+        yield Limits(WITHOUT_CACHE, max_tokens=1)
 
 
 def _module_of(layer: Any) -> Any:
@@ -190,60 +177,21 @@ def _module_of(layer: Any) -> Any:
     return sys.modules.get(type(layer).__module__)
 
 
-class _Code(NamedTuple):
-    """What the code of a model has."""
-
-    skips_padding: bool  # positions that do not count padding tokens
-    has_own_cache: bool  # classes of caches, or of their layers
+_code_by_model: WeakKeyDictionary[Any, tuple[bool, bool]] = WeakKeyDictionary()
 
 
-_code_by_model: WeakKeyDictionary[Any, _Code] = WeakKeyDictionary()
-
-
-def _code_of(model: PreTrainedModel) -> _Code:
-    """Return what the modules have in which the classes of a model's layers are defined."""
+def _code_of(model: PreTrainedModel) -> tuple[bool, bool]:
+    """Return whether the modules in which the classes of a model's layers are defined have positions that do not count
+    padding tokens, and whether they have classes of caches or of their layers."""
     if model not in _code_by_model:
         layers = list(model.modules())
         modules, name = set(map(_module_of, layers)) - {None}, "create_position_ids_from_input_ids"
         made = (value for module in modules for value in vars(module).values() if isinstance(value, type))
-        _code_by_model[model] = _Code(
+        _code_by_model[model] = (
             any(hasattr(x, name) for x in (*layers, *modules)),
             any(issubclass(c, Cache | CacheLayerMixin) and sys.modules.get(c.__module__) in modules for c in made),
         )
     return _code_by_model[model]
-
-
-def _activated_adapter(model: PreTrainedModel) -> Limits:
-    offsets = [offset for offset in _adapter_arguments(model).get("alora_offsets", ()) if offset is not None]
-    if not offsets:
-        return UNLIMITED
-    # PEFT applies the adapter to the last tokens of every call.
-    reason = f"its adapter (aLoRA) is applied to the last {min(offsets)} tokens of a call"
-    return Limits(reason, max_tokens=min(offsets), with_prompt=False)
-
-
-def _training(model: PreTrainedModel) -> Limits:
-    return Limits(WITHOUT_CACHE, max_tokens=1) if _trains_without_cache(model) else UNLIMITED
-
-
-def _soft_prompt(model: PreTrainedModel) -> Limits:
-    prepare = vars(model).get("prepare_inputs_for_generation")
-    return Limits(SOFT_PROMPT, 1) if has_soft_prompt(getattr(prepare, "__self__", None)) else UNLIMITED
-
-
-# Known reasons why a forward over several tokens may differ from single-token forwards. docs/models.md describes them.
-KNOWN_CAUSES: tuple[Callable[[Any], Limits], ...] = (
-    _dynamic_rope,
-    _switched_rope,
-    _learned_positions,
-    _expert_capacity,
-    _best_keys,
-    _skipped_padding,
-    _own_cache,
-    _activated_adapter,
-    _soft_prompt,
-    _training,
-)
 
 
 ADAPTER_ARGUMENTS = {"adapter_names", "alora_offsets"}
@@ -283,14 +231,6 @@ def has_adapter_per_row(model: PreTrainedModel) -> bool:
 
 # What probes found, by model: limits by the kind of request.
 _probed: WeakKeyDictionary[Any, dict[Any, Limits]] = WeakKeyDictionary()
-
-
-def known_limits(model: PreTrainedModel) -> Limits:
-    """Return the limits of a target by the known causes alone."""
-    limits = UNLIMITED
-    for find in KNOWN_CAUSES:
-        limits = limits.combined(find(model))
-    return limits
 
 
 def limits_of(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Limits:
