@@ -127,26 +127,22 @@ def _known_causes(model: PreTrainedModel) -> Iterator[Limits]:
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and "rope_type" in kind]
     for kind in ropes:  # one for each kind of layer
-        is_dynamic = "dynamic" in str(kind["rope_type"])
+        is_dynamic, name = "dynamic" in str(kind["rope_type"]), "original_max_position_embeddings"
         if not is_dynamic and kind["rope_type"] != "longrope":
             continue
-        positions = int(config.max_position_embeddings)
-        given = [
-            kind.get("original_max_position_embeddings"),
-            config_value(config, "original_max_position_embeddings"),
-        ]
-        lengths = [int(length) for length in given if length] or [positions]
+        longest = int(config.max_position_embeddings)
+        lengths = [int(length) for length in (kind.get(name), config_value(config, name)) if length] or [longest]
         if is_dynamic:
             # Calls that end before the length also reset what a longer request has left behind.
-            first = min(positions, *lengths)
-            reason = (
-                f"its rotary frequencies follow the longest position of a call beyond {first} tokens (dynamic RoPE)"
-            )
+            first = min(longest, *lengths)
+            reason = f"its rotary frequencies follow the longest position of a call beyond {first} "
+            reason += "tokens (dynamic RoPE)"
             yield Limits(reason, max_length=first - 1)
         else:
             reason = f"its rotary frequencies are others for sequences beyond {min(lengths)} tokens (longrope)"
             yield Limits(reason, max_length=min(lengths), min_prompt=max(lengths))
-    if not ropes and (positions := num_positions(config)) and not config_value(config, "alibi"):
+    positions = None if ropes or config_value(config, "alibi") else num_positions(config)
+    if positions is not None:
         yield Limits(f"it has {positions} positions", max_length=positions)
     capacity, share = (getattr(config, name, None) for name in ("expert_capacity", "moe_eval_capacity_token_fraction"))
     if share is not None and share < 1:  # of the tokens of a call, in place of a number
