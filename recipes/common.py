@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.acceptance import alpha_gain_interval
-from osd_hf.decoding.record import record_traces
 from osd_hf.evaluation.display import rolling_alpha
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.models import Pair
 from osd_hf.models import load_pair as load_models
+from osd_hf.recording import record_traces
 from osd_hf.simulate import SimulationReport
 from osd_hf.utils.report import provenance
 

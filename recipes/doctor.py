@@ -27,11 +27,11 @@ from transformers import PreTrainedModel
 
 from osd_hf import CorrectionStore, Trace, best_k, expected_block_efficiency, expected_speedup
 from osd_hf.acceptance import student_quantile
-from osd_hf.decoding.record import scored
 from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, vllm_counters
 from osd_hf.errors import DataError, OSDError, ServerError
 from osd_hf.models import eos_ids, load_config, load_eos_ids, load_model, load_tokenizer, vocab_size_of
 from osd_hf.prompts import PromptSource, encode_prompts, read_prompts
+from osd_hf.recording import scored
 from osd_hf.replay import redraft
 
 NUM_LOGPROBS = 20  # vLLM's limit without a flag

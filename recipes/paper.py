@@ -22,12 +22,12 @@ from datasets import load_dataset
 from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, replay
-from osd_hf.decoding.record import record_traces
 from osd_hf.distillation.data import SAMPLE_SOURCES
 from osd_hf.losses import DIVERGENCES
 from osd_hf.models import Pair, prompt_room
 from osd_hf.models import load_pair as load_models
 from osd_hf.prompts import Prompt, encode_prompts
+from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
 
 HELD_OUT = 0.2

@@ -17,7 +17,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.decoding.record import record_traces, rescore
 from osd_hf.distillation.data import read_traces
 from osd_hf.errors import DataError, LearnerError, VocabularyMismatchError
 from osd_hf.learning import learner as learner_module
@@ -25,6 +24,7 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
+from osd_hf.recording import record_traces, rescore
 from osd_hf.replay import completion_logits
 from osd_hf.target_version import fingerprint, target_version
 from osd_hf.trace import bare_trace

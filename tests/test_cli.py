@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore, OnlineConfig, replay
 from osd_hf.cli.main import main, parse
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import LearnerError
 from osd_hf.prompts import encode_turn
+from osd_hf.recording import record_traces
 from osd_hf.utils.report import json_text
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import CorrectionStore
 from osd_hf.cli import learn, settings
 from osd_hf.cli.main import COMMANDS, command_module, main, parse
-from osd_hf.decoding.record import record_traces
 from osd_hf.prompts import PromptSource, encode_turn, read_prompts
+from osd_hf.recording import record_traces
 
 ROOT = Path(__file__).parents[1]
 NEEDED = {  # arguments without which a command cannot start

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from osd_hf import AcceptanceStats, compare, replay
 from osd_hf.acceptance import Comparison, alpha_gain_interval
 from osd_hf.cli.main import main
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.evaluation.compare import DraftComparison
 from osd_hf.hub import EvaluationSet
 from osd_hf.models import load_draft
 from osd_hf.prompts import Prompt, encode_turn
+from osd_hf.recording import record_traces
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency, expected_block_efficiency
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # peft reads it
@@ -139,7 +139,7 @@ def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
 def test_the_command_compares_folders_and_adapters(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("osd_hf.decoding.timing.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("osd_hf.timing.TIMED_SECONDS", 0.0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text, "kind": text[-1]}) + "\n" for text in TEXTS))
     drafts = [str(pair / name) for name in ("draft", "adapter", "nested/draft")]

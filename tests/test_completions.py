@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from osd_hf import Trace, replay
-from osd_hf.decoding.record import record_traces
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors
+from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
 
 KEPT = 8

@@ -16,8 +16,8 @@ from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore
-from osd_hf.decoding.record import record_traces
 from osd_hf.prompts import encode_turn
+from osd_hf.recording import record_traces
 
 REQUESTS = 16
 NOISES = {"v000001": 0.05, "v000002": 0.015}

@@ -16,16 +16,15 @@ from saved_pair import save_pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
-from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay
+from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay, timing
 from osd_hf.cli.main import main
-from osd_hf.decoding import timing
 from osd_hf.decoding.forward import DraftForward
-from osd_hf.decoding.record import record_traces
 from osd_hf.distillation import make_draft as making
 from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.learning.updater import Updater
+from osd_hf.recording import record_traces
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace

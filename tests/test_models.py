@@ -16,10 +16,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.decoding.record import record_traces
 from osd_hf.distillation.make_draft import copy_layers, num_layers_of
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import load_model, load_pair, quantization_config
+from osd_hf.recording import record_traces
 
 SIZES: dict[str, Any] = {
     "vocab_size": models.VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,

@@ -21,13 +21,13 @@ from trl.experimental.gkd import GKDTrainer
 
 from osd_hf import AcceptanceStats, CorrectionStore, replay
 from osd_hf import models as pairs
-from osd_hf.decoding.record import record_traces
 from osd_hf.distillation import data as offline_data
 from osd_hf.distillation.data import SAMPLE_SOURCES, completed, unanswered
 from osd_hf.distillation.trainer import DistillConfig, distill
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.learning import loss as offline_loss
 from osd_hf.losses import DIVERGENCES
+from osd_hf.recording import record_traces
 from osd_hf.replay import check_head, completion_logits
 
 peft_warns = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

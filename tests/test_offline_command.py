@@ -15,9 +15,9 @@ import osd_hf
 from osd_hf import CorrectionStore, replay
 from osd_hf.cli.distill import distill_command, make_parser
 from osd_hf.cli.main import main
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.prompts import encode_turn
+from osd_hf.recording import record_traces
 
 SMALL = ["--max-steps", "2", "--per-device-train-batch-size", "2", "--max-new-tokens", "5", "--save-strategy", "no"]
 SMALL += ["--report-to", "none", "--learning-rate", "1e-3"]

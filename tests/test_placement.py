@@ -11,13 +11,13 @@ from peft import LoraConfig
 from transformers import AttentionInterface
 
 from osd_hf import OnlineConfig, Trace
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import Snapshot, learns_in_bf16, with_fp32_attention
+from osd_hf.recording import record_traces
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 

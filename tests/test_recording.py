@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from osd_hf import Trace, capture_traces
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
+from osd_hf.recording import record_traces
 
 
 def recorded(target: Any, prompts: list[list[int]], **settings: Any) -> list[Trace]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import StoppingCriteria
 
 from osd_hf import AcceptanceStats, Trace, capture_traces, replay
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError, VocabularyMismatchError
+from osd_hf.recording import record_traces
 from osd_hf.replay import redraft, replay_each, rounds_of
 from osd_hf.trace import bare_trace
 

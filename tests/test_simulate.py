@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, simulate
-from osd_hf.decoding.record import record_traces
+from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
 
 # Without the gate each update is a version.

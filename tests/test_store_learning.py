@@ -29,7 +29,6 @@ from osd_hf import CorrectionStore, LabelRouter, OnlineConfig, Trace, replay, si
 from osd_hf.cli import learn as learn_command
 from osd_hf.cli.main import main
 from osd_hf.cli.settings import lora_config
-from osd_hf.decoding.record import record_traces, rescore
 from osd_hf.engines import deploy
 from osd_hf.engines import learn as module
 from osd_hf.engines.completions import ResponseReader
@@ -41,6 +40,7 @@ from osd_hf.errors import ConfigError, StateError, VocabularyMismatchError
 from osd_hf.learning import session as session_module
 from osd_hf.learning.gate import GateDecision
 from osd_hf.prompts import encode_turn
+from osd_hf.recording import record_traces, rescore
 from osd_hf.replay import replay_each
 from osd_hf.store.folder import StoreFollower
 from osd_hf.target_version import fingerprint

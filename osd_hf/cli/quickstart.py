@@ -16,13 +16,13 @@ from osd_hf.bundled import DOMAINS, Example, bundled_prompts
 from osd_hf.cli import FAILED
 from osd_hf.cli.settings import PLACEMENT, THREADS, CommandParser, Loading, Reporting, flag
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.record import record_traces
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, answer_traced, benchmark
 from osd_hf.evaluation.display import figure, ratio_text, text_table
 from osd_hf.models import Pair, load_pair
 from osd_hf.prompts import encode_turn
+from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
 from osd_hf.trace import Trace
 from osd_hf.utils.context import choose_threads

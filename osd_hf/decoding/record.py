@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     WatermarkingConfig,
 )
@@ -27,13 +23,11 @@ from osd_hf.decoding.checks import foreign_arguments, log_once
 from osd_hf.decoding.compiled import CompiledTarget
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.text import TextIndex
-from osd_hf.errors import ConfigError, UnsupportedGenerationError, VocabularyMismatchError
-from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
-from osd_hf.replay import padded, raw_rows
+from osd_hf.errors import UnsupportedGenerationError
+from osd_hf.models import vocab_size_of
 from osd_hf.target_version import target_version
 from osd_hf.trace import DraftRound, Trace, ids_dtype, num_accepted
 from osd_hf.utils.context import neutral_context
-from osd_hf.utils.kernels import fast_kernels
 from osd_hf.utils.report import plain
 
 logger = logging.getLogger(__name__)
@@ -55,12 +49,6 @@ SAMPLING_FIELDS: dict[str, Any] = {
     "min_length": 0, "min_new_tokens": 0, "forced_bos_token_id": None, "forced_eos_token_id": None,
     "suppress_tokens": None, "begin_suppress_tokens": None, "exponential_decay_length_penalty": None,
     "remove_invalid_values": False, "renormalize_logits": False, "watermarking_config": None, "eos_token_id": None,
-}  # fmt: skip
-
-# Settings that stay when a target answers without the settings of its config: special tokens, and caches.
-_BASIC_SETTINGS = {
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
-    "cache_config", "max_cache_len", "compile_config", "disable_compile", "transformers_version",
 }  # fmt: skip
 
 
@@ -372,149 +360,3 @@ def hand_over(requests: Sequence[Request]) -> None:
     for i, binding in enumerate(requests[0].bindings):
         if kept := [trace for each in traces if (trace := each[i]) is not None]:
             binding.sink(kept)
-
-
-# --- recordings of the target's own answers -------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def record_traces(
-    target: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int = 32,
-    num_logprobs: int | None = 64,
-    domain: str | None = None,
-) -> Iterator[Trace]:
-    """
-    Record the target's greedy answer to each prompt (token ids), as traces without rounds, in the order of the
-    prompts. Of the target's generation config, only special tokens count. Traces keep `num_logprobs` target entries
-    per position, or full rows with `None`, and the label `domain`.
-
-    Prompts are answered in padded batches. In fp32, a batch may rarely break a tie of the top two logits in another
-    way than a single prompt does.
-
-    Raises:
-        ConfigError: A prompt is empty.
-    """
-    for i, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
-    is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
-    sampling = {"max_new_tokens": max_new_tokens, "processors": []}
-    sampling["eos_token_id"] = target.generation_config.eos_token_id
-    for first in range(0, len(prompts), batch_size):
-        batch, version = prompts[first : first + batch_size], target_version(target)
-        ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
-        recorder = _Recorder(num_logprobs)
-        with fast_kernels(unwrap(target)), own_choice(target):
-            output = target.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                logits_processor=LogitsProcessorList([recorder]),
-            )
-        sequences = output.cpu().numpy().astype(np.int32)
-        start = sequences.shape[1] - len(recorder.steps)
-        rows = recorder.rows(size)
-        for row, prompt in enumerate(batch):
-            answer = until_end(sequences[row, start:], target.generation_config)
-            top_logits, top_ids, tail = (part[row, : len(answer)].copy() for part in rows)
-            yield Trace(
-                prompt_ids=np.asarray(prompt, dtype=np.int32),
-                decoder_prompt_ids=sequences[row, :start] if is_encoder_decoder else None,
-                completion_ids=answer,
-                rounds=(),
-                top_logits=top_logits,
-                top_ids=top_ids,
-                tail_logprob=tail,
-                vocab_size=size,
-                domain=domain,
-                sampling=sampling,
-                created_at_seconds=time.time(),
-                target=version,
-            )
-
-
-@contextlib.contextmanager
-def own_choice(target: Any) -> Iterator[None]:
-    """Inside the block, the target's generation config has special tokens and cache settings only. A draft learns the
-    target's raw rows; other settings apply to target and draft alike when they serve."""
-    inner = unwrap(target)
-    before = inner.generation_config
-    inner.generation_config = copy.deepcopy(before)
-    for name, default in vars(GenerationConfig()).items():
-        if name not in _BASIC_SETTINGS and not name.startswith("_"):
-            setattr(inner.generation_config, name, default)
-    ignored = sampling_settings(before).keys() - {"do_sample", "eos_token_id", *NO_WARPING}
-    ignored |= {name for name in ("stop_strings", "guidance_scale") if getattr(before, name) is not None}
-    if ignored:
-        log_once(
-            inner,
-            f"The target answers without {', '.join(f'`{name}`' for name in sorted(ignored))} of its generation "
-            "config: a draft learns from its raw rows, and is judged by them.",
-        )
-    try:
-        yield
-    finally:
-        inner.generation_config = before
-
-
-class _Recorder(LogitsProcessor):
-    """Compress the raw rows of a batch at each step, because all of them would be gigabytes."""
-
-    def __init__(self, num_logprobs: int | None) -> None:
-        self.num_logprobs = num_logprobs
-        self.steps: list[tuple[torch.Tensor, ...]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.steps.append(compress_rows(scores, self.num_logprobs))
-        return scores
-
-    @neutral_context()
-    def rows(self, vocab_size: int) -> tuple[NDArray[Any], ...]:
-        """Return `top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
-        top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
-        return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
-
-
-def rescore(target: PreTrainedModel, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
-    """
-    Return traces with the rows of another target with the same vocabulary, by one forward over each prompt and answer.
-    Drafts can learn from them. The answers are those of the earlier target, so the traces have no rounds, and
-    [`replay`] refuses them. Traces without rows are returned as they are.
-
-    Raises:
-        VocabularyMismatchError: A trace has another vocabulary.
-    """
-    size, version = vocab_size_of(target), target_version(target)
-    if odd := next((trace for trace in traces if trace.vocab_size != size), None):
-        raise VocabularyMismatchError(
-            f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
-        )
-    known = [trace for trace in traces if trace.num_kept]
-    widths = [trace.top_ids.shape[1] or None for trace in known]
-    rescored = dict(zip(known, scored(target, known, widths, batch_size), strict=True))
-    for trace, new in rescored.items():
-        sampling = {**trace.sampling, "rescored": True}
-        rescored[trace] = replace(new, rounds=(), target=version, draft_version=0, sampling=sampling)
-    return [rescored.get(trace, trace) for trace in traces]
-
-
-@torch.inference_mode()
-def scored(
-    target: PreTrainedModel, traces: Sequence[Trace], widths: Sequence[int | None], batch_size: int
-) -> list[Trace]:
-    """Return traces with the rows of a target, by one forward over each. `widths` are the entries stored per row."""
-    found = list(traces)
-    for i, first, part in raw_rows(target, traces, batch_size):
-        trace, width = traces[i], widths[i]
-        if first == 0:
-            rows = Rows({width})
-        rows.add(part)
-        if first + len(part) == len(trace):
-            top_logits, top_ids, tail = rows.stored(width, len(trace), trace.vocab_size)
-            found[i] = replace(trace, top_logits=top_logits, top_ids=top_ids, tail_logprob=tail)
-    return found

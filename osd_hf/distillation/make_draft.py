@@ -20,8 +20,6 @@ from transformers.initialization import no_init_weights
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.compiled import compiles_draft
-from osd_hf.decoding.record import record_traces, scored
-from osd_hf.decoding.timing import measured_costs
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.updater import Updater
@@ -37,9 +35,11 @@ from osd_hf.models import (
     unwrap,
     vocab_size_of,
 )
+from osd_hf.recording import record_traces, scored
 from osd_hf.replay import replay
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
+from osd_hf.timing import measured_costs
 from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,6 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
 from osd_hf.config import setting
-from osd_hf.decoding.record import record_traces
 from osd_hf.distillation.data import SAMPLE_SOURCES, Data, completed, read_data
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub import refuse_public
@@ -37,6 +36,7 @@ from osd_hf.models import (
     merged,
     uncompiled,
 )
+from osd_hf.recording import record_traces
 from osd_hf.replay import check_head, padded, replay
 from osd_hf.trace import Trace
 

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.record import rescore
 from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
 from osd_hf.hub import DraftFacts, check_written, push_folder, save_draft
@@ -30,6 +29,7 @@ from osd_hf.learning.session import has_session, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, finish, log_update, make_accelerator
 from osd_hf.learning.weights import Snapshot
 from osd_hf.models import vocab_size_of
+from osd_hf.recording import rescore
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.folder import StoreFollower

@@ -17,11 +17,11 @@ from transformers.generation.streamers import BaseStreamer
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.timing import measured_costs
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.display import progress
 from osd_hf.models import device_clock, eos_ids, input_device, set_fixed_k, unwrap
 from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
+from osd_hf.timing import measured_costs
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels
 

@@ -15,8 +15,6 @@ import torch
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.compiled import compiles_draft
-from osd_hf.decoding.record import record_traces
-from osd_hf.decoding.timing import measured_costs
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.evaluation.display import progress
@@ -32,9 +30,11 @@ from osd_hf.models import (
     unwrap,
 )
 from osd_hf.prompts import Prompt, encode_prompts
+from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency
 from osd_hf.target_version import target_version
+from osd_hf.timing import measured_costs
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
