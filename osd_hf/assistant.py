@@ -27,11 +27,11 @@ from osd_hf.decoding.checks import (
     needed_tokenizer,
     setting,
 )
-from osd_hf.decoding.compiled import CompiledTarget
 from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.exactness import drop_adapter_hooks
 from osd_hf.decoding.hook import bind
 from osd_hf.decoding.sources import Drafting
+from osd_hf.decoding.static import static_target
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -135,7 +135,7 @@ class OnlineAssistant:
         self.drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain)
         self.config = self.drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
-        self.compiled_target = CompiledTarget(unwrap(self.target)) if self.config.compile_target else None
+        self.static_target = static_target(unwrap(self.target), self.config)
         # Threads must not keep the assistant alive, nor may `on_update`, which may refer to it: it is held here alone.
         self._on_update = None if on_update is None else functools.partial(on_update)
         self._live = LiveLearning(
@@ -144,7 +144,7 @@ class OnlineAssistant:
             self.router,
             self.tokenizer,
             None if autosave is None else Path(autosave),
-            self.compiled_target,
+            self.static_target,
             make_accelerator(report_to, self.config),
             self._on_update,
         )
@@ -481,8 +481,8 @@ class OnlineAssistant:
         """Compile the configured forwards now, for sequences of at most `max_length` tokens."""
         with self.drafts.lease() as draft:
             draft.drafting.prepare(max_length)
-        if self.compiled_target is not None:
-            self.compiled_target.prepare(unwrap(self.target), max_length)
+        if self.static_target is not None:
+            self.static_target.prepare(unwrap(self.target), max_length)
 
     @property
     def version(self) -> int:

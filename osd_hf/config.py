@@ -33,11 +33,13 @@ class OnlineConfig:
             (earlier requests of the same owner) or `"domain"` (also earlier answers of the domain to any owner). The
             text stays in memory. Requests with `learn=False` are not kept.
         compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
-            Compile the draft's forward, which takes up to a minute for each doubling of the longest sequence. `"auto"`
-            captures CUDA graphs on CUDA devices, compiles on other accelerators and does nothing on a CPU.
-        compile_target (`bool`, *optional*, defaults to `False`):
-            Compile the target's verification over a static cache, about 20 seconds for each doubling of the longest
-            sequence. Where compilation is impossible, the target runs eagerly and a warning is logged.
+            Run the draft over a static cache: captured as CUDA graphs on CUDA devices, compiled elsewhere, up to a
+            minute for each doubling of the longest sequence. `"auto"` captures or compiles on accelerators and does
+            nothing on a CPU.
+        compile_target (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
+            Run the target over a static cache: captured as CUDA graphs on CUDA devices, compiled elsewhere, about 20
+            seconds for each doubling of the longest sequence. Where that is impossible, the target runs eagerly and a
+            warning is logged. `"auto"` captures on CUDA devices and does nothing elsewhere.
         divergence (`str`, *optional*, defaults to `"forward_kl"`): A key of `osd_hf.losses.DIVERGENCES`.
         learn_from (`str`, *optional*, defaults to `"verified"`):
             `"verified"`: every emitted position; `"corrections"`: positions where the target rejected a token.
@@ -77,7 +79,7 @@ class OnlineConfig:
         "owner", "earlier text that is searched for candidates: none, the owner's, or all answers of the domain"
     )
     compile_draft: bool | Literal["auto"] = setting("auto", "compile the draft's forward; auto = on accelerators")
-    compile_target: bool = setting(False, "compile the target's verification")
+    compile_target: bool | Literal["auto"] = setting("auto", "static target; auto = captured on CUDA devices")
     divergence: str = setting("forward_kl", "loss between target and draft: " + ", ".join(DIVERGENCES))
     learn_from: Literal["verified", "corrections"] = setting("verified", "positions to learn from")
     num_logprobs: int | None = setting(64, "target log-probabilities stored per position; none = whole rows")
@@ -112,10 +114,10 @@ class OnlineConfig:
         choices = {n: get_args(hint) for n, hint in get_type_hints(type(self)).items() if get_origin(hint) is Literal}
         for name, allowed in {**choices, "divergence": tuple(DIVERGENCES)}.items():
             must(name, getattr(self, name) in allowed, f"one of {', '.join(allowed)}")
-        for name in ("compile_target", "gate"):
-            must(name, isinstance(getattr(self, name), bool), "True or False")
-        compiles = self.compile_draft
-        must("compile_draft", compiles == "auto" or isinstance(compiles, bool), 'True, False, or "auto"')
+        must("gate", isinstance(self.gate, bool), "True or False")
+        for name in ("compile_draft", "compile_target"):
+            value = getattr(self, name)
+            must(name, value == "auto" or isinstance(value, bool), 'True, False, or "auto"')
         k, kept = self.num_assistant_tokens, self.num_logprobs
         must("num_assistant_tokens", k in (None, "auto") or is_int(k), 'an integer of at least 1, "auto", or None')
         must("num_logprobs", kept is None or is_int(kept), "an integer of at least 1, or None")

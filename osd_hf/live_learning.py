@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats, Tally
-from osd_hf.decoding.compiled import CompiledTarget
 from osd_hf.decoding.record import Binding, Lease
+from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES, EarlierText
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.learning import session
@@ -164,7 +164,7 @@ class LiveLearning:
         router: Router | None,
         tokenizer: Any,
         autosave: Path | None,
-        compiled: CompiledTarget | None,
+        static: StaticForward | None,
         accelerator: Accelerator,
         on_update: Callable[[GateDecision], object] | None,
     ) -> None:
@@ -175,7 +175,7 @@ class LiveLearning:
         self.router = router
         self.tokenizer = tokenizer
         self.autosave = autosave
-        self.compiled = compiled
+        self.static = static
         self.accelerator = accelerator  # its trackers log the updates
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
         self.traffic = Traffic()
@@ -245,7 +245,7 @@ class LiveLearning:
             owner=self,
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             num_assistant_tokens=k,
-            compiled=self.compiled,
+            static=self.static,
         )
 
     def take_in_finished(self) -> None:

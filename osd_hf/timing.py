@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from osd_hf.decoding import vocabulary
-from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.sources import DraftForward
 from osd_hf.errors import UnsupportedModelError
 from osd_hf.models import unwrap, vocab_size_of
 from osd_hf.speedup import ForwardSeconds

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from osd_hf.acceptance import UNTIMED
 from osd_hf.decoding.text import Guess
 from osd_hf.speedup import expected_block_efficiency
@@ -402,28 +400,24 @@ class Pacer:
 
 
 class StopRule:
-    """Stop drafting for a row by the draft's confidence, on the device: after a token that is less probable than the
-    threshold. With [`Acceptance.tables`], the threshold is the number of accepted tokens that the next candidate must
-    add."""
+    """Stop drafting for a row by the draft's confidence: after a token that is less probable than the threshold. With
+    [`Acceptance.tables`], the threshold is the number of accepted tokens that the next candidate must add."""
 
     def __init__(self, threshold: float = 0.0, tables: tuple[list[float], list[float]] | None = None) -> None:
         self.threshold = threshold
         self.tables = tables
 
-    def begin(self, rows: int, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Begin a round. The returned function takes the confidence in each row's next token, `(rows,)`, and returns
-        whether the row continues, `(rows,)`."""
+    def begin(self, rows: int) -> Callable[[Sequence[float]], list[bool]]:
+        """Begin a round. The returned function takes the confidence in the next token of each row, and returns whether
+        the row continues."""
         if self.tables is None:
-            return lambda confidence: confidence >= self.threshold
-        edges = torch.tensor(CONFIDENCE_EDGES, dtype=torch.float32, device=device)
-        is_accepted, is_next_accepted = torch.tensor(self.tables, dtype=torch.float32, device=device)
-        chance = torch.ones(rows, dtype=torch.float32, device=device)
+            return lambda confidences: [confidence >= self.threshold for confidence in confidences]
+        (is_accepted, is_next_accepted), chances = self.tables, [1.0] * rows
 
-        def continues(confidence: torch.Tensor) -> torch.Tensor:
-            bucket = torch.bucketize(confidence, edges)
-            chance.mul_(is_accepted[bucket])
-            is_worth_it: torch.Tensor = chance * is_next_accepted[bucket] > self.threshold
-            return is_worth_it
+        def continues(confidences: Sequence[float]) -> list[bool]:
+            buckets = [bisect_left(CONFIDENCE_EDGES, confidence) for confidence in confidences]
+            chances[:] = [chance * is_accepted[at] for chance, at in zip(chances, buckets, strict=True)]
+            return [c * is_next_accepted[at] > self.threshold for c, at in zip(chances, buckets, strict=True)]
 
         return continues
 

@@ -26,7 +26,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.decoding.checks import ASSISTED_ONLY, SOFT_PROMPT, foreign_arguments, given_arguments, of_row
-from osd_hf.decoding.forward import FULL, MASKED_ATTENTION, SLIDING, Ragged, TargetForward, read_padded
+from osd_hf.decoding.forward import TargetForward
+from osd_hf.decoding.ragged import FULL, MASKED_ATTENTION, SLIDING, Ragged, read_padded
 from osd_hf.errors import first_line
 from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, vocab_size_of
 from osd_hf.utils.context import neutral_context
@@ -458,7 +459,7 @@ def batch_hindrance(model: PreTrainedModel) -> str | None:
     known_state, why = _batch_hindrances.get(model, (None, None))
     if known_state != state:
         try:
-            why = WITHOUT_CACHE if trains else _unsupported(model)
+            why = WITHOUT_CACHE if trains else unsupported(model)
             with evaluating(model):  # with dropout, no two forwards are equal
                 why = why or ("its logits depend on where the tokens of a row are" if _rows_differ(model) else None)
         except Exception as error:  # noqa: BLE001 - models of any kind; tried again for the next batch
@@ -471,7 +472,8 @@ def _trains_without_cache(model: PreTrainedModel) -> bool:
     return model.training and any(getattr(m, name, 0) for m in model.modules() for name in TRAINING_ATTRIBUTES)
 
 
-def _unsupported(model: PreTrainedModel) -> str | None:
+def unsupported(model: PreTrainedModel) -> str | None:
+    """Return why, by its configuration, rows of a model cannot go on independently; `None` if they can."""
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "an encoder-decoder's positions are those of the batch, not of the row"
@@ -501,7 +503,9 @@ def _rows_differ(model: PreTrainedModel) -> bool:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     read_padded(model, prompts, [0, long - short], cache)
     behind = batch.sequences[:, long : long + count]
-    ragged = Ragged(model, cache, [0, long - short]).feed(behind, [long, short]).float()
+    ragged = Ragged(model, 2, long + count)
+    ragged.load(cache, [0, long - short])
+    found_batch = ragged.feed(behind, [long, short]).float()
     alone = model(input_ids=torch.cat([prompts[1:, -short:], behind[1:]], 1)).logits[:, -count:].float()
-    pairs = ((list(ragged.unbind(1)), batch.logits[1:]), (list(ragged[1]), list(alone[0])))
+    pairs = ((list(found_batch.unbind(1)), batch.logits[1:]), (list(found_batch[1]), list(alone[0])))
     return any(difference(model, found, expected) is not None for found, expected in pairs)

@@ -38,10 +38,8 @@ from osd_hf.decoding.checks import (
     of_row,
     undrafted,
 )
-from osd_hf.decoding.compiled import CompiledTargetForward
 from osd_hf.decoding.draft_length import DraftLength, RoundTime
 from osd_hf.decoding.exactness import Limits, batch_hindrance, has_adapter_per_row, limits_of
-from osd_hf.decoding.forward import BatchDraftForward, DraftForward
 from osd_hf.decoding.loop import Loop
 from osd_hf.decoding.record import (
     Binding,
@@ -51,6 +49,7 @@ from osd_hf.decoding.record import (
     Sink,
     hand_over,
 )
+from osd_hf.decoding.rows import BatchTargetForward
 from osd_hf.decoding.sources import Drafting, DraftSource
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.logits_processors import ReplayedProcessor
@@ -217,7 +216,8 @@ class Call:
         self.draftings: list[Drafting] = []  # of each row
         self.length: DraftLength | None = None
         self.limits = Limits()
-        self.compiled: CompiledTargetForward | None = None
+        self.target: BatchTargetForward | None = None  # over a static cache
+        self._undrafted: str | None = None  # why no draft may help
         self.clock: Callable[[], float] = time.perf_counter
         self._loop: Loop | None = None
 
@@ -237,7 +237,7 @@ class Call:
             yield
 
     def _find_limits(self) -> None:
-        why = undrafted(self.model, self.config, self.kwargs["logits_processor"])
+        why = self._undrafted = undrafted(self.model, self.config, self.kwargs["logits_processor"])
         if why and not self.is_served and len(self.requests) == 1:
             raise not_watched(why)
         self.limits = Limits(why, max_tokens=1) if why else limits_of(self.model, self.input_ids, self.kwargs)
@@ -264,10 +264,6 @@ class Call:
         drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
         if drafts:
             stack.enter_context(fast_kernels(self.model, *drafts.values(), is_request=True))
-        compiled = next((b.compiled for b in reversed(self.bindings) if b.compiled is not None), None)
-        prompt_tokens, most = self.input_ids.shape[1], self.config.max_length
-        if len(self.requests) == 1 and compiled is not None and self.limits.allow_any(prompt_tokens, most - 1):
-            self.compiled = compiled.forward(self.model, self.input_ids, self.kwargs, most, self.limits.max_length)
 
     def decode(self) -> Any:
         """Return the answers as `generate` returns them. Calls that cannot have candidates are decoded by the target
@@ -281,10 +277,24 @@ class Call:
             log_once(self.model, f"{what} without a draft: {why}.")
             return self.decode_alone(is_usual=False)
         assert self.length is not None
-        if self.length.is_plain and self.compiled is None:
+        self.target = self._static_target()
+        if self.length.is_plain and self.target is None:
             return self.decode_alone()
         self._loop = Loop(self)
         return self._loop.decode()
+
+    def _static_target(self) -> BatchTargetForward | None:
+        """Return forwards of the target over a static cache; `None` if it runs eagerly."""
+        static = next((b.static for b in reversed(self.bindings) if b.static is not None), None)
+        has_states = self.config.output_attentions or self.config.output_hidden_states
+        if static is None or has_states or self._rows_hindrance():
+            return None
+        rows, mask = self.input_ids.tolist(), self.kwargs.get("attention_mask")
+        if mask is not None:
+            rows = [row[len(row) - shown :] for row, shown in zip(rows, mask.sum(1).tolist(), strict=True)]
+        more = int(self.config.max_length) - self.input_ids.shape[1]
+        made = BatchTargetForward(self.model, self.input_ids, self.kwargs, rows, more, static)
+        return made if made.is_static else None
 
     def _hindrance(self) -> str | None:
         """Return why our loop cannot decode the call; `None` if it can."""
@@ -310,14 +320,30 @@ class Call:
 
     def _batch_hindrance(self) -> str | None:
         """Return why the rows of a batch cannot be decoded independently; `None` if they can."""
-        config, cache, processors = self.config, self.kwargs.get("past_key_values"), self.kwargs["logits_processor"]
-        if why := undrafted(self.model, config, processors):
-            return why
-        drafts = list({id(drafting.draft): drafting for drafting in self.draftings}.values())
+        processors = self.kwargs["logits_processor"]
+        if self._undrafted is not None:
+            return self._undrafted
         if self.kwargs.get("streamer") is not None:
             return "a batch is streamed"
-        if config.return_dict_in_generate:
+        if self.config.return_dict_in_generate:
             return "more than tokens is asked for (`return_dict_in_generate`)"
+        if any(type(p) is ReplayedProcessor for p in processors):
+            return "a processor is replayed"
+        if not all(map(takes_any_token, processors)):
+            return "a processor may not take rows that are shorter than others"
+        if not all(request.prompts for request in self.requests):
+            return "prompts are not token ids alone"
+        if why := self._rows_hindrance():
+            return why
+        drafts = {id(drafting.draft): drafting.draft for drafting in self.draftings}
+        for name, model in (("the target", self.model), *(("the draft", draft) for draft in drafts.values())):
+            if why := batch_hindrance(model):
+                return f"{name} cannot hold rows that continue independently: {why}"
+        return None
+
+    def _rows_hindrance(self) -> str | None:
+        """Return why this call's rows cannot be in a cache where each token is at the column of its position."""
+        cache, limits, most = self.kwargs.get("past_key_values"), self.limits, self.config.max_length
         if self.kwargs.get("mm_encoder_outputs") is not None:
             return "a multimodal model numbers the positions of a batch by itself"
         if others := list(given_arguments(self.kwargs)):
@@ -326,22 +352,13 @@ class Call:
             return (
                 "PEFT uses an adapter for each row (`adapter_names`, or aLoRA), and rows leave the batch as they end"
             )
-        if any(type(p) is ReplayedProcessor for p in processors):
-            return "a processor is replayed"
-        if not all(map(takes_any_token, processors)):
-            return "a processor may not take rows that are shorter than others"
         if not isinstance(cache, DynamicCache) or cache.offloading or cache.get_seq_length():
             return "the cache is not one of the request's own"
-        is_padded = _is_padded_left(self.kwargs, self.input_ids)
-        if not (all(request.prompts for request in self.requests) and is_padded):
+        if not _is_padded_left(self.kwargs, self.input_ids):
             return "prompts are not token ids behind padding"
-        limits, most = self.limits, config.max_length
-        # Our batch forwards do not read the prompt again, so batches that may cross such a length are refused.
+        # These forwards do not read the prompt again, so requests that may cross such a length are excluded.
         if not limits.allow_any(self.input_ids.shape[1], most - 1) or most > limits.max_length + 1:
             return f"of {type(self.model).__name__}, {limits.reason}"
-        for name, model in (("the target", self.model), *(("the draft", drafting.draft) for drafting in drafts)):
-            if why := batch_hindrance(model):
-                return f"{name} cannot hold rows that continue independently: {why}"
         return None
 
     # --- drafts ---
@@ -363,12 +380,8 @@ class Call:
         return sources
 
     def _draft_source(self, loop: Loop, drafting: Drafting, rows: list[int]) -> DraftSource | None:
-        model, token_ids = drafting.model()
-        forward: DraftForward | BatchDraftForward | None
-        if len(self.requests) == 1:
-            forward = drafting.forward(self.kwargs, len(loop.rows[0].tokens), int(self.config.max_length))
-        else:
-            forward = BatchDraftForward(model, len(rows), drafting.max_positions)
+        texts = [loop.rows[number].tokens for number in rows]
+        forward = drafting.forward(self.kwargs, texts, int(self.config.max_length))
         if forward is None:
             return None
         return DraftSource(
@@ -377,8 +390,8 @@ class Call:
             loop.processors,
             vocab_size=loop.vocab_size,
             do_sample=loop.do_sample,
-            eos=loop.eos,
-            token_ids=token_ids,
+            ends_with=loop.ends_with,
+            token_ids=drafting.model()[1],
             max_positions=drafting.max_positions,
             clock=self.clock,
         )
@@ -432,10 +445,9 @@ class Call:
     def close(self) -> None:
         """Release caches, whether the call ended well or not."""
         for source in (self._loop.sources or ()) if self._loop is not None else ():
-            if isinstance(source.forward, DraftForward):
-                source.forward.close()
-        if self.compiled is not None:
-            self.compiled.close()
+            source.forward.close()
+        if self.target is not None:
+            self.target.close()
 
     def finish(self) -> None:
         """Deliver the traces to the listeners after the call has ended well."""

@@ -15,12 +15,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from osd_hf.decoding.draft_length import DraftLength, RoundPlan, RoundTime
 from osd_hf.decoding.exactness import Limits
-from osd_hf.decoding.forward import BatchTargetForward, TargetForward
+from osd_hf.decoding.forward import TargetForward
 from osd_hf.decoding.record import Request, Round
+from osd_hf.decoding.rows import BatchTargetForward
 from osd_hf.decoding.sources import Candidates, DraftSource
 from osd_hf.decoding.text import Guess, RequestText
 from osd_hf.logits_processors import RowProcessors
 from osd_hf.models import vocab_size_of
+from osd_hf.utils.context import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +142,8 @@ class Loop:
     def _read_criteria(self) -> None:
         """Sort the stopping criteria: those that are checked here, and others, which see one token at a time."""
         criteria = self.kwargs["stopping_criteria"]
-        eos = [c.eos_token_id.flatten().cpu() for c in criteria if type(c) is EosTokenCriteria]
-        self.eos = torch.cat(eos) if eos else None
-        self.ends_with = set(() if self.eos is None else self.eos.tolist())
+        eos = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
+        self.ends_with = {token for tokens in eos for token in tokens}
         self.strings = [c for c in criteria if type(c) is StopStringCriteria]
         known = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
         self.others = StoppingCriteriaList([c for c in criteria if type(c) not in known])
@@ -153,10 +154,9 @@ class Loop:
         self.pad_id = 0 if pad is None else int(pad.reshape(-1)[0])
 
     def _make_target(self) -> TargetForward | BatchTargetForward:
-        call = self.call
-        compiled: TargetForward | None = call.compiled
-        if compiled is not None:
-            return compiled
+        if self.call.target is not None:
+            static: BatchTargetForward = self.call.target
+            return static
         if len(self.rows) == 1:
             return TargetForward(self.model, self.input_ids, self.kwargs, self.rows[0].request.num_cached)
         texts = [row.tokens for row in self.rows]
@@ -223,6 +223,11 @@ class Loop:
         device = self.input_ids.device
         if len(parts) == 1 and parts[0][0].rows == self.live and not guessed:
             return self._exact(parts[0][1])
+        if len(self.live) == 1 and not parts:
+            ids = to_device([[guess.token for guess in guessed.get(self.live[0], ())]], device)
+            if self.processors is not None:
+                self.processors.write(self.live, [self.rows[self.live[0]].length], ids)
+            return self._exact(Candidates(ids, torch.ones_like(ids, dtype=torch.bool)))
         k = max([part.tokens.shape[1] for _, part in parts] + [len(guesses) for guesses in guessed.values()] + [0])
         tokens = torch.zeros(len(self.live), k, dtype=torch.long, device=device)
         is_proposed, place = tokens.bool(), {number: i for i, number in enumerate(self.live)}
@@ -239,13 +244,13 @@ class Loop:
             if confidence is not None and part.confidence is not None:
                 confidence[at, :width] = part.confidence
         for number, guesses in guessed.items():
-            ids = torch.tensor([guess.token for guess in guesses], device=device)
+            ids = to_device([guess.token for guess in guesses], device)
             tokens[place[number], : len(ids)] = ids
             is_proposed[place[number]] = torch.arange(k, device=device) < len(ids)
             if self.processors is not None:
                 self.processors.write([number], [self.rows[number].length], ids[None])
         if guessed:
-            from_text = torch.tensor([[number in guessed] for number in self.live], device=device)
+            from_text = to_device([[number in guessed] for number in self.live], device, torch.bool)
         return self._exact(Candidates(tokens, is_proposed, q, from_text, confidence))
 
     def _draft(self, plan: RoundPlan) -> list[tuple[DraftSource, Candidates]]:
@@ -307,21 +312,19 @@ class Loop:
 
     def _take(self, plan: RoundPlan, candidates: Candidates, logits: Tensor, scores: Tensor, verdict: Verdict) -> None:
         """Extend each row by what was accepted. The results of the round are copied to the host once."""
-        k, parts = candidates.tokens.shape[1], [candidates.tokens, candidates.is_proposed.sum(1)[:, None]]
-        parts += [verdict.accepted[:, None], verdict.token[:, None]]
-        if candidates.confidence is not None:
-            parts.append(candidates.confidence)
-        facts = torch.cat([part.float() for part in parts], 1).tolist()  # float32 has all ids below 2^24
+        k, count = candidates.tokens.shape[1], candidates.is_proposed.sum(1)
+        facts = torch.cat([candidates.tokens, torch.stack([count, verdict.accepted, verdict.token], 1)], 1).tolist()
+        confidence = None if candidates.confidence is None else candidates.confidence.tolist()  # on a CPU
         emitted_by_row = []
         for i, (number, fact) in enumerate(zip(self.live, facts, strict=True)):
-            row, count = self.rows[number], int(fact[k])
-            drafted, known = [int(token) for token in fact[:count]], len(row.tokens)
-            emitted = [*drafted[: int(fact[k + 1])], int(fact[k + 2])]
+            row, (num_proposed, num_accepted, newest) = self.rows[number], fact[k:]
+            drafted, known = fact[:num_proposed], len(row.tokens)
+            emitted = [*drafted[:num_accepted], newest]
             emitted, drafted, is_over = self._ended(row, drafted, emitted)
             is_text = number in plan.text_rows or not plan.drafts
             if row.end is None:
-                confidences = fact[k + 3 :] if candidates.confidence is not None else None
-                accepted = min(int(fact[k + 1]), len(drafted), len(emitted))
+                confidences = None if confidence is None else confidence[i]
+                accepted = min(num_accepted, len(drafted), len(emitted))
                 if not is_text:
                     self._count(row, accepted, min(accepted + 1, len(drafted), len(emitted)), confidences)
                 self._record(i, row, drafted, emitted, logits[i], verdict, is_text)
@@ -332,7 +335,7 @@ class Loop:
             if row.source is not None:  # the last token is still to be read, even if it was drafted
                 row.source.keep(number, known if is_text else len(row.tokens) - 1)
             if self.processors is not None:
-                ids = self.input_ids.new_tensor([emitted], dtype=torch.long)
+                ids = to_device([emitted], self.input_ids.device)
                 self.processors.write([number], [row.length - len(emitted)], ids)
                 self.processors.lengths[number] = row.length
             if is_over and row.end is None:
@@ -392,7 +395,7 @@ class Loop:
         tokens = torch.tensor(drafted, dtype=torch.long, device="cpu")
         row.request.rounds.append(Round(tokens, len(emitted), from_text, p, q))
         if row.request.rows.parts:
-            row.request.rows.add(logits[: len(emitted)].clone())
+            row.request.rows.add(logits[: len(emitted)])
 
     # --- where answers end ---
 
@@ -494,9 +497,7 @@ class _Returned:
 
     def add(self, count: int, logits: Tensor, scores: Tensor) -> None:
         """Add the emitted tokens of a round."""
-        target = self.loop.target
-        assert isinstance(target, TargetForward)
-        outputs = target.outputs
+        outputs = getattr(self.loop.target, "outputs", None)  # static forwards keep no states
         if self.scores is not None:
             self.scores += tuple(scores[:, i] for i in range(count))
         if self.logits is not None:
@@ -511,9 +512,7 @@ class _Returned:
 
     def output(self, sequences: Tensor) -> Any:
         """Return the output of `generate`."""
-        target = self.loop.target
-        assert isinstance(target, TargetForward)
-        cache = target.cache
+        cache = self.loop.target.cache
         common = {"sequences": sequences, "scores": self.scores, "logits": self.logits, "past_key_values": cache}
         if not self.is_encoder_decoder:
             return GenerateDecoderOnlyOutput(**common, attentions=self.attentions, hidden_states=self.hidden_states)

@@ -20,8 +20,8 @@ from transformers import (
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from osd_hf.decoding.checks import foreign_arguments, log_once
-from osd_hf.decoding.compiled import CompiledTarget
 from osd_hf.decoding.sources import Drafting
+from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.text import TextIndex
 from osd_hf.errors import UnsupportedGenerationError
 from osd_hf.models import vocab_size_of
@@ -74,7 +74,7 @@ class Binding:
     owner: object  # of several bindings of one owner, only the innermost one listens
     num_logprobs: int | None = 64  # target entries stored per position; `None` stores full rows
     num_assistant_tokens: int | str | None = None  # k of these requests, if it differs from the draft's
-    compiled: CompiledTarget | None = None  # verifies the candidates
+    static: StaticForward | None = None  # verifies the candidates
     target: PreTrainedModel | None = field(default=None, init=False)
 
     def end(self) -> None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from osd_hf.decoding.checks import log_once
-from osd_hf.decoding.compiled import CompiledDraft
 from osd_hf.decoding.draft_length import DraftLength, Pacer, StopRule
-from osd_hf.decoding.forward import BatchDraftForward, DraftForward
+from osd_hf.decoding.rows import BatchDraftForward
+from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
-from osd_hf.logits_processors import IMPARTIAL, RowProcessors
+from osd_hf.logits_processors import IMPARTIAL, WITHOUT_CONTEXT, RowProcessors, is_capturable, sample
 from osd_hf.models import has_soft_prompt, num_positions, unwrap
+from osd_hf.utils.context import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class Drafting:
     """
     Serve the requests of one draft, whose weights may change in place between requests. `num_assistant_tokens` is k,
     or `"auto"` with candidates from `sources` (`"draft"`, `"text"`, or `"both"`), or `None` to read the draft's
-    generation config at each request. Drafts of the same size share `compiled` forwards and a `pacer`.
+    generation config at each request. Drafts of the same size share `static` forwards and a `pacer`.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Drafting:
         num_assistant_tokens: int | str | None,
         *,
         sources: str = "both",
-        compiled: CompiledDraft | None = None,
+        static: StaticForward | None = None,
         pacer: Pacer | None = None,
     ) -> None:
         self.draft = draft
@@ -50,7 +52,7 @@ class Drafting:
         self.token_ids: NDArray[np.int64] | None = None  # the draft's vocabulary; `None`: all tokens
         self._restricted: dict[int, RestrictedDraft] = {}  # by the size of the vocabulary
         self._can_be_restricted = True
-        self._compiled = compiled
+        self._static = static
 
     def at(self, num_assistant_tokens: int | str) -> Drafting:
         """Return the same for requests with another k."""
@@ -107,18 +109,21 @@ class Drafting:
         """Number of positions of the draft."""
         return num_positions(self.draft.config)
 
-    def forward(self, kwargs: dict[str, Any], length: int, most: int) -> DraftForward | None:
-        """Return the forwards of one request with these loop arguments: a prompt of `length` tokens, and at most
-        `most` in the end. `None` if the source is longer than the draft's positions."""
+    def forward(
+        self, kwargs: dict[str, Any], texts: Sequence[Sequence[int]], most: int
+    ) -> DraftForward | BatchDraftForward | None:
+        """Return the forwards of rows with these tokens, and at most `most` in the end, of a request with these loop
+        arguments. `None` if the source is longer than the draft's positions."""
         model, limit = self.model()[0], self.max_positions
         if self.draft.config.is_encoder_decoder:
             source = kwargs["inputs_tensor"]
             if not source.is_floating_point() and limit is not None and source.shape[1] > limit:
                 return None
             return DraftForward(model, self._encode(source, kwargs.get("attention_mask")))
-        most = most if limit is None else min(most, limit)
-        if self._compiled is not None:
-            return self._compiled.forward(model, length, most)
+        if len(texts) > 1 or self._static is not None:
+            batch = BatchDraftForward(model, texts, most if limit is None else min(most, limit), limit, self._static)
+            if len(texts) > 1 or batch.is_static:
+                return batch
         return DraftForward(model)
 
     @torch.inference_mode()
@@ -133,9 +138,9 @@ class Drafting:
     # --- changes of the draft ---
 
     def prepare(self, tokens: int) -> None:
-        """Compile the draft with its whole head, if it is to be compiled, for sequences of at most so many tokens."""
-        if self._compiled is not None:
-            self._compiled.prepare(self.draft, tokens)
+        """Capture or compile the draft for sequences of at most so many tokens, if it is to be."""
+        if self._static is not None:
+            self._static.prepare(self.model()[0], tokens)
 
     def is_restricted_to(self, token_ids: NDArray[np.int64] | None) -> bool:
         """Whether [`~Drafting.restrict`] would change nothing."""
@@ -185,11 +190,59 @@ class Candidates(NamedTuple):
         )
 
 
+class DraftForward:
+    """Run a draft over one row. `source` are further arguments of each forward, such as an encoder's outputs."""
+
+    captures = False  # no graph drafts several tokens
+
+    def __init__(self, draft: PreTrainedModel, source: dict[str, Any] | None = None) -> None:
+        self.draft = draft
+        self.device = draft.device  # looked up once: a model searches its parameters for it
+        self.length = 0  # tokens in the cache
+        self._ids_name = "decoder_input_ids" if draft.config.is_encoder_decoder else "input_ids"
+        self._settings = {"use_cache": True, "return_dict": True, **(source or {})}
+        if draft._supports_logits_to_keep():
+            self._settings["logits_to_keep"] = 1
+        config = draft.config.get_text_config(decoder=True)
+        self.cache: Cache = DynamicCache(config=config)
+        if draft.config.is_encoder_decoder:
+            self.cache = EncoderDecoderCache(self.cache, DynamicCache(config=config))
+        self._settings["past_key_values"] = self.cache
+        self.cache.activate_past_recording()
+
+    def feed(self, ids: Tensor) -> Tensor:
+        """Append tokens, `(1, tokens)`; return the raw logits after the last one, `(1, vocab)`."""
+        logits: Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
+        self.length += ids.shape[1]
+        return logits
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens. Called every round: sliding windows keep removable tokens until then."""
+        self.cache.crop(length - self.length)
+        self.length = length
+
+    def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Feed the tokens that were not read yet, and return the logits after the last one, `(rows, vocab)`."""
+        return self.feed(to_device([texts[0][self.length :]], self.device))
+
+    def keep(self, row: int, length: int) -> None:
+        """Keep the first `length` tokens of a row, and at most those that were read."""
+        if self.length:  # sliding windows need this call after every round
+            self.crop(min(self.length, length))
+
+    def leave(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+
+    def close(self) -> None:
+        """End the request."""
+
+
 class DraftSource:
     """
     Propose candidates with a draft model for the rows of a request that share it. `rows` are their numbers in the
     request, in the order of the draft's cache. `token_ids` are the ids of the columns of the draft's logits, int64,
-    where the draft has a vocabulary of its own; by default, column i is token i. `eos` are tokens that end answers.
+    where the draft has a vocabulary of its own; by default, column i is token i. `ends_with` are tokens that end
+    answers.
     """
 
     def __init__(
@@ -200,19 +253,24 @@ class DraftSource:
         *,
         vocab_size: int,
         do_sample: bool,
-        eos: Tensor | None,
+        ends_with: Collection[int],
         token_ids: Tensor | None,
         max_positions: int | None,
         clock: Clock,
     ) -> None:
-        self.forward, self.rows, self.processors, self.clock = forward, list(rows), processors, clock
+        self.forward, self.rows, self.clock = forward, list(rows), clock
         self.vocab_size, self.do_sample, self.max_positions = vocab_size, do_sample, max_positions
-        self.eos = None if eos is None else eos.to(forward.device)
+        self.ends_with = ends_with
         self.token_ids = None if token_ids is None else token_ids.to(forward.device)
+        self.processors = processors
+        applied = [] if processors is None else processors.processors
         # Most processors depend only on the logits. They can run on the draft's own vocabulary.
-        self._is_reduced = token_ids is not None and (
-            processors is None or all(type(p) in IMPARTIAL for p in processors.processors)
-        )
+        self._is_reduced = token_ids is not None and all(type(p) in IMPARTIAL for p in applied)
+        self._reads_context = not all(type(p) in WITHOUT_CONTEXT for p in applied)
+        self._graph_key: Any = None  # equal for requests whose graphs are equal
+        if forward.captures and is_capturable(applied):
+            settings = [(type(p).__name__, sorted(vars(p).items())) for p in applied]
+            self._graph_key = repr((settings, do_sample, vocab_size)), None if token_ids is None else id(token_ids)
         self.times: list[float] = []  # seconds of each forward of the round
         self.reads_prompt = self._has_read_prompt = False  # in the round, and at all
         self.has_failed = False
@@ -236,79 +294,124 @@ class DraftSource:
         k, self.times = min(k, max(rooms)), []
         if k <= 0:
             return None
-        device = self.forward.device
-        places, continues = torch.tensor(rooms, device=device), stop.begin(len(rooms), device) if stop else None
-        tokens, proposed, q, confidences = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-        is_open, self.reads_prompt, self._has_read_prompt = places > 0, not self._has_read_prompt, True
+        self.reads_prompt, self._has_read_prompt = not self._has_read_prompt, True
+        began, drafted = self.clock(), None
+        if self._graph_key is not None and stop is None:
+            assert isinstance(self.forward, BatchDraftForward)
+            choose = self._choose_by_noise
+            drafted = self.forward.draft(texts, k, self._graph_key, choose)
+        if drafted is None:
+            return self._draft(k, texts, lengths, rooms, stop)
+        self.times = [(self.clock() - began) / k] * k
+        tokens, is_possible, *q = drafted
+        return Candidates(tokens, self._is_proposed(tokens, is_possible, rooms), q[0] if q else None)
+
+    def _draft(
+        self,
+        k: int,
+        texts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        rooms: Sequence[int],
+        stop: StopRule | None,
+    ) -> Candidates:
+        """Draft token by token. On a CPU, this ends where no row continues; elsewhere, reading that takes time."""
+        on_cpu, continues = self.forward.device.type == "cpu", None if stop is None else stop.begin(len(rooms))
+        found, counts = list[tuple[Tensor, ...]](), [0] * len(rooms)  # candidates of each row
+        is_open = [True] * len(rooms)
         for j in range(k):
             began = self.clock()
             with torch.inference_mode():
-                raw = self.forward.read(texts, max(rooms)) if j == 0 else self.forward.feed(tokens[-1][:, None])
-            chosen, probs, is_possible, confidence = self._choose(raw, lengths, j, reads_confidence=stop is not None)
+                raw = self.forward.read(texts) if j == 0 else self.forward.feed(found[-1][0][:, None])
+            found.append(self._choose(raw, [n + j for n in lengths], reads_confidence=stop is not None))
             self.times.append(self.clock() - began)
-            is_open = is_open & (places > j) & is_possible
-            tokens.append(chosen)
-            proposed.append(is_open)
-            q += [] if probs is None else [probs]
-            if self.processors is not None:
-                self.processors.write(self.rows, [n + j for n in lengths], chosen[:, None])
-            if self.eos is not None:
-                is_open = is_open & ~torch.isin(chosen, self.eos)
-            if confidence is not None and continues is not None:
-                confidences.append(confidence)
-                is_open = is_open & continues(confidence)
-            if device.type == "cpu" and not bool(is_open.any()):  # on an accelerator, reading this would wait for it
+            token, is_possible = found[-1][:2]
+            if self._reads_context and self.processors is not None:
+                self.processors.write(self.rows, [n + j for n in lengths], token[:, None])
+            if not on_cpu:
+                continue
+            goes_on = [True] * len(rooms) if continues is None else continues(found[-1][-1].tolist())
+            for i, (one, can) in enumerate(zip(token.tolist(), is_possible.tolist(), strict=True)):
+                if is_open[i]:
+                    is_candidate = can and j < rooms[i]
+                    counts[i] += is_candidate
+                    is_open[i] = is_candidate and one not in self.ends_with and goes_on[i]
+            if not any(is_open):
                 break
-        return Candidates(
-            torch.stack(tokens, 1),
-            torch.stack(proposed, 1),
-            torch.stack(q, 1) if q else None,
-            None,
-            torch.stack(confidences, 1) if confidences else None,
-        )
+        tokens, is_possible, *others = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+        confidence = None if stop is None else others.pop()
+        if on_cpu:
+            is_proposed = torch.arange(tokens.shape[1]) < to_device(counts, tokens.device)[:, None]
+        else:
+            is_proposed = self._is_proposed(tokens, is_possible, rooms, confidence, stop)
+        return Candidates(tokens, is_proposed, others[0] if others else None, None, confidence)
+
+    def _is_proposed(
+        self,
+        tokens: Tensor,
+        is_possible: Tensor,
+        rooms: Sequence[int],
+        confidence: Tensor | None = None,
+        stop: StopRule | None = None,
+    ) -> Tensor:
+        """Return which tokens, `(rows, k)`, are candidates: those up to the end of an answer, where a row has no room
+        or allows no token, or where the draft's confidence ends the round."""
+        is_open = is_possible
+        if min(rooms) < tokens.shape[1]:
+            columns = torch.arange(tokens.shape[1], device=tokens.device)
+            is_open = is_open & (columns < to_device(rooms, tokens.device)[:, None])
+        is_last = torch.zeros_like(is_open)
+        if self.ends_with:
+            is_last = torch.isin(tokens, to_device(sorted(self.ends_with), tokens.device))
+        if stop is not None and confidence is not None:
+            is_last = is_last | (confidence < stop.threshold)
+        return (is_open & ~torch.nn.functional.pad(is_last[:, :-1], (1, 0))).cumprod(1).bool()
+
+    def _choose_by_noise(self, raw: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        return self._choose(raw, [], noise=noise)
 
     def _choose(
-        self, raw: Tensor, lengths: Sequence[int], j: int, *, reads_confidence: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return the j-th candidate of each row, `(rows,)`; with sampling its distribution, `(rows, vocab)`; whether
-        the row allows any token; and the token's probability where it is asked for."""
-        ids, is_processed = self.token_ids, self.do_sample or self.processors is not None
-        if not is_processed:
+        self, raw: Tensor, lengths: Sequence[int], *, reads_confidence: bool = False, noise: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Return the next token of each row, `(rows,)`; whether the row allows any token; with sampling the token's
+        distribution, `(rows, vocab)`; and its probability where it is asked for. `noise` is uniform, `(rows,)`."""
+        ids = self.token_ids
+        if not self.do_sample and self.processors is None:
             highest, column = raw.max(-1)
-            confidence = None
-            if reads_confidence:
-                confidence = raw.softmax(-1, dtype=torch.float32).gather(-1, column[:, None])[:, 0]
-            return column if ids is None else ids[column], None, highest.isfinite(), confidence
+            token = column if ids is None else ids[column]
+            if not reads_confidence:
+                return token, highest.isfinite()
+            return token, highest.isfinite(), (highest.float() - raw.float().logsumexp(-1)).exp()
         # A copy outside of inference mode, which processors may write into and keep.
         logits = raw.to(dtype=torch.float32, copy=True)
         if not self._is_reduced:
             logits = self._whole(logits)
-        if self.processors is not None:
-            logits = self.processors(logits.to(self.processors.tokens.device), self.rows, [n + j for n in lengths])
+        if self.processors is not None and self._reads_context:
+            logits = self.processors(logits.to(self.processors.tokens.device), self.rows, lengths).to(raw.device)
+        elif self.processors is not None:
+            for processor in self.processors.processors:
+                logits = processor(self.processors.tokens, logits)
         highest, column = logits.max(-1)
         is_possible = highest.isfinite()  # no token can be drawn from NaN, or where all are forbidden
         if not (self.do_sample or reads_confidence):
-            return self._id(column), None, is_possible.to(raw.device), None
+            return self._id(column), is_possible
         probs = logits.softmax(-1)
         if self.do_sample:
-            column = torch.multinomial(probs.where(is_possible[:, None], 1.0), 1)[:, 0]
-        confidence = probs.gather(-1, column[:, None])[:, 0].to(raw.device) if reads_confidence else None
-        token = self._id(column).to(raw.device)
-        if not self.do_sample:
-            return token, None, is_possible.to(raw.device), confidence
-        return token, self._whole(probs, 0.0) if self._is_reduced else probs, is_possible.to(raw.device), confidence
+            allowed = probs.where(is_possible[:, None], 1.0)
+            column = torch.multinomial(allowed, 1)[:, 0] if noise is None else sample(allowed, noise)
+        found = [self._id(column), is_possible]
+        if self.do_sample:
+            found.append(self._whole(probs, 0.0) if self._is_reduced else probs)
+        return (*found, probs.gather(-1, column[:, None])[:, 0]) if reads_confidence else tuple(found)
 
     def _id(self, column: Tensor) -> Tensor:
         """Return the token of a column of the processed logits."""
-        if self.token_ids is None or not self._is_reduced:
-            return column
-        return self.token_ids[column.to(self.token_ids.device)]
+        return self.token_ids[column] if self.token_ids is not None and self._is_reduced else column
 
-    def _whole(self, rows: Tensor, missing: float = -torch.inf) -> Tensor:
+    def _whole(self, rows: Tensor, missing: float = -math.inf) -> Tensor:
         """Spread rows over the target's vocabulary."""
         if self.token_ids is not None:
             whole = rows.new_full((len(rows), self.vocab_size), missing)
-            return whole.index_copy_(1, self.token_ids.to(rows.device), rows)
+            return whole.index_copy_(1, self.token_ids, rows)
         width = self.vocab_size - rows.shape[-1]  # embeddings that are padded otherwise than the target's
         return torch.nn.functional.pad(rows, (0, width), value=missing) if width else rows
 

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
-from osd_hf.decoding.compiled import compiles_draft
+from osd_hf.decoding.static import compiles_draft
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.updater import Updater

@@ -263,7 +263,7 @@ def benchmark(
                 answers[request.dataset][name].append(replace(answer, outcome=outcome))
     own = unwrap(target).get_memory_footprint()
     weights = {w.system.name: own + (0 if w.draft is None else w.draft.get_memory_footprint()) for w in ways}
-    eager = [w.system.name for w in ways if w.assistant and (c := w.assistant.compiled_target) and c.is_eager]
+    eager = [w.system.name for w in ways if w.assistant and (c := w.assistant.static_target) and c.is_eager]
     facts = {
         "device": str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
         "dtype": str(unwrap(target).dtype).removeprefix("torch."),

@@ -14,7 +14,7 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.compiled import compiles_draft
+from osd_hf.decoding.static import compiles_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.evaluation.display import progress

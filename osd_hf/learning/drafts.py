@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.compiled import static_draft
 from osd_hf.decoding.draft_length import Pacer
 from osd_hf.decoding.sources import Drafting
+from osd_hf.decoding.static import static_draft
 from osd_hf.errors import StateError
 from osd_hf.learning.gate import MIN_EFFORT
 from osd_hf.learning.requests import DraftRequests, ReadableTraces
@@ -120,10 +120,10 @@ class DomainDrafts:
         self._pace: dict[str, Any] = {}
         self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: self._new_draft(None)}
         self._has_refused = False
-        self._compiled = static_draft(base, self.config)
+        self._static = static_draft(base, self.config)
         # Copies share memory with their versions, unless a graph has captured addresses, or only parts learn.
         is_part = getattr(base, "_hf_peft_config_loaded", False)
-        self._shares_weights = not is_part and self._compiled is None
+        self._shares_weights = not is_part and self._static is None
         self._base = ServingDraft(base, self._drafting(base))  # serves as well, always unchanged
         self.held: list[ServingDraft] = []  # models with learned versions; overlapping requests may need several
         self.models: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
@@ -294,7 +294,7 @@ class DomainDrafts:
 
     def _drafting(self, model: PreTrainedModel) -> Drafting:
         k, sources = self.config.num_assistant_tokens, self.config.candidates
-        return Drafting(model, k, sources=sources, compiled=self._compiled, pacer=self.pacer)
+        return Drafting(model, k, sources=sources, static=self._static, pacer=self.pacer)
 
     def promote(self, domain: str | None, version: int, snapshot: Snapshot, target_version: str | None = None) -> None:
         """Serve a version, which learned from this version of the target, from the next request on. Running requests
