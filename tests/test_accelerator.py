@@ -19,7 +19,7 @@ from test_batches import divergences, padded
 from test_lossless import transitions_fit
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.decoding.compiled import CapturedDraft, capture
+from osd_hf.decoding.static import capture
 from osd_hf.errors import LearnerError
 from osd_hf.evaluation.benchmark import compare_outputs
 from osd_hf.learning.updater import Updater
@@ -110,7 +110,7 @@ def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns() 
 
 
 @pytest.mark.parametrize(
-    "what", [{"compile_draft": "auto"}, {"compile_draft": True}, {"compile_target": True}], ids=str
+    "what", [{"compile_target": False}, {"compile_draft": False}, {}], ids=str
 )
 def test_what_is_compiled_answers_and_counts_as_the_eager_one(
     what: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -120,7 +120,11 @@ def test_what_is_compiled_answers_and_counts_as_the_eager_one(
     with assistant_of(target, draft, update_strategy="manual", **what) as compiled:
         for _ in range(2):  # the second time with weights that were written where the first ones lay
             with assistant_of(
-                target, draft if learned is None else learned, update_strategy="manual", compile_draft=False
+                target,
+                draft if learned is None else learned,
+                update_strategy="manual",
+                compile_draft=False,
+                compile_target=False,
             ) as eager:
                 compiled.reset_stats()
                 for ids in prompts:
@@ -131,11 +135,9 @@ def test_what_is_compiled_answers_and_counts_as_the_eager_one(
     assert "eagerly" not in caplog.text
 
 
-def test_a_default_draft_is_captured_where_there_is_an_accelerator() -> None:
+def test_a_default_target_is_captured_where_there_is_an_accelerator() -> None:
     with assistant_of(*pair()) as assistant:
-        drafting = assistant.drafting
-        assert drafting is not None
-        assert isinstance(drafting._compiled, CapturedDraft) == IS_CUDA
+        assert (assistant.static_target is not None) == IS_CUDA
 
 
 def test_graphs_follow_weights_that_move(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,14 +169,14 @@ CAPTURES = pytest.mark.skipif(
 @CAPTURES
 def test_a_capture_that_fails_leaves_the_stream_and_other_captures_as_they_were() -> None:
     some = torch.ones(4, device=DEVICE)
-    stream, doubled = torch.cuda.current_stream(), capture(lambda given: given * 2, some)
+    stream, doubled = torch.cuda.current_stream(), capture(lambda given: (given * 2,), (some,))
     for number in range(2, 5):
         with pytest.raises(RuntimeError, match="captur"):
-            capture(lambda given: given * float(given.sum()), some)  # reads what is not computed yet
+            capture(lambda given: (given * float(given.sum()),), (some,))  # reads what is not computed yet
         assert torch.cuda.current_stream() == stream
-        later = capture(lambda given, number=number: given * number, some)
-        assert later(some + 1).tolist() == [2.0 * number] * 4
-        assert doubled(some + number).tolist() == [2.0 * (1 + number)] * 4
+        later = capture(lambda given, number=number: (given * number,), (some,))
+        assert later(some + 1)[0].tolist() == [2.0 * number] * 4
+        assert doubled(some + number)[0].tolist() == [2.0 * (1 + number)] * 4
 
 
 @CAPTURES
@@ -191,7 +193,7 @@ def test_others_sample_while_a_thread_captures() -> None:
     thread = threading.Thread(target=sample)
     thread.start()
     try:
-        found = [capture(lambda given: given.softmax(0), some)(some).sum().item() for _ in range(50)]
+        found = [capture(lambda x: (x.softmax(0),), (some,))(some)[0].sum().item() for _ in range(50)]
     finally:
         stop.set()
         thread.join(60)

@@ -12,18 +12,13 @@ import models
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache, StaticCache, TextStreamer
+from transformers import DynamicCache, TextStreamer
 from waiting import LONG
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.decoding import compiled as forwards
-from osd_hf.decoding.compiled import (
-    SMALLEST_STATIC_CACHE,
-    CapturedDraft,
-    CompiledDraft,
-    CompiledTargetForward,
-    static_draft,
-)
+from osd_hf import assistant as assistant_module
+from osd_hf.decoding import static as forwards
+from osd_hf.decoding.static import SMALLEST_SIZE, StaticForward, static_draft, static_target
 from osd_hf.learning import drafts as drafts_module
 
 COMPILABLE = ("llama", "gpt2")
@@ -61,14 +56,13 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each round that did not go through the target's own forward."""
     counts: list[int] = []
-    forward = CompiledTargetForward.forward
+    step = StaticForward.step
 
-    def seen(self: CompiledTargetForward, ids: torch.Tensor, count: int, **kwargs: Any) -> Any:
-        outputs = forward(self, ids, count, **kwargs)
-        counts.extend([count] * isinstance(outputs.past_key_values, StaticCache))
-        return outputs
+    def seen(self: StaticForward, cache: Any, ids: torch.Tensor, *args: Any) -> Any:
+        counts.extend([ids.shape[1]] * (self.role == "target"))
+        return step(self, cache, ids, *args)
 
-    monkeypatch.setattr(CompiledTargetForward, "forward", seen)
+    monkeypatch.setattr(StaticForward, "step", seen)
     return counts
 
 
@@ -122,22 +116,23 @@ def served_together(assistant: OnlineAssistant, prompts: list[torch.Tensor]) -> 
 
 
 @functools.cache
-def served_eagerly(architecture: str) -> tuple[Any, Any, Requests, list[list[int]], Any]:
+def served_eagerly(architecture: str, sampled: bool) -> tuple[Any, Any, Requests, list[list[int]], Any]:
     """A pair, some requests, and the answers and statistics of an eager draft."""
-    target, draft = models.pair(architecture, noise=0.06, **models.SHALLOW[architecture])
+    target, draft = models.pair(architecture, noise=0.06, **models.SHALLOW.get(architecture, {}))
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), models.prompt(5)], dim=1)
     requests: Requests = [
         (models.prompt(3), {}),
         (padded, {"attention_mask": (torch.arange(9) >= 4).long()[None]}),
-        (models.prompt(), {"do_sample": True, "top_k": 20}),
         (models.prompt(), {"eos_token_id": list(range(3, 12))}),
     ]
+    if sampled:
+        requests.append((models.prompt(), {"do_sample": True, "top_k": 20}))
     eager = models.assistant_of(target, draft, compile_draft=False)
     return target, draft, requests, served(eager, requests), eager.stats
 
 
-def serves_as_eagerly(architecture: str = "llama") -> None:
-    target, draft, requests, answers, eager = served_eagerly(architecture)
+def serves_as_eagerly(architecture: str = "llama", *, sampled: bool = True) -> None:
+    target, draft, requests, answers, eager = served_eagerly(architecture, sampled)
     assistant = models.assistant_of(target, draft, compile_draft=True)
     assert served(assistant, requests) == answers
     assert assistant.stats == eager
@@ -182,7 +177,7 @@ def test_another_dtype_is_compiled_again_and_autocast_runs_eagerly(untraced: Non
         assert answer(assistant.generate, ids, learn=False) == alone
 
 
-# --- captured drafts, without an accelerator ------------------------------------------------------------------------
+# --- captured, without an accelerator -------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -192,17 +187,20 @@ class Recorder:
         self.graphs = 0
         self.replays = 0
         self.failures: list[Exception] = []
+        self.added = 0.0  # to what is replayed
 
-    def __call__(self, run: forwards.Replay, example: torch.Tensor) -> forwards.Replay:
+    def __call__(self, run: forwards.Replay, inputs: forwards.Tensors) -> forwards.Replay:
         if self.failures:
             raise self.failures.pop()
         self.graphs += 1
-        read = example.clone()
+        read = [each.clone() for each in inputs]
 
-        def replay(given: torch.Tensor) -> torch.Tensor:
+        def replay(*given: torch.Tensor) -> forwards.Tensors:
             self.replays += 1
-            read.copy_(given)
-            return run(read)
+            for place, value in zip(read, given, strict=True):
+                place.copy_(value)
+            first, *others = run(*read)
+            return first + self.added * torch.arange(first.shape[-1]) if self.added else first, *others
 
         return replay
 
@@ -211,42 +209,116 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
     monkeypatch.setattr(forwards, "capture", made)
-    monkeypatch.setattr(drafts_module, "static_draft", lambda base, config: CapturedDraft(base))
+    for module, role in ((drafts_module, "draft"), (assistant_module, "target")):
+        monkeypatch.setattr(
+            module,
+            f"static_{role}",
+            lambda model, config, role=role: (
+                StaticForward(model, role, is_captured=True) if getattr(config, f"compile_{role}") else None
+            ),
+        )
     return made
 
 
-@pytest.mark.parametrize("architecture", COMPILABLE)
-def test_captured_drafts_are_the_eager_ones(
-    architecture: str, recorder: Recorder, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma3"])
+def test_captured_models_answer_as_eager_ones(
+    architecture: str, recorder: Recorder, fed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    serves_as_eagerly(architecture)
-    assert recorder.replays > 3 * recorder.graphs > 0
+    serves_as_eagerly(architecture, sampled=False)
+    assert recorder.replays > recorder.graphs > 0
+    assert len(set(fed)) > 1
     assert "eagerly" not in caplog.text
 
 
-@pytest.mark.parametrize(("fails", "is_given_up"), [(1, False), (forwards.MAX_CAPTURE_FAILURES, True)])
+def test_captured_drafts_of_sampled_requests_propose_from_their_distribution(recorder: Recorder) -> None:
+    target = models.double(models.build(num_hidden_layers=1))
+    assistant = models.assistant_of(target, copy.deepcopy(target))
+    for settings in ({"top_k": 5, "temperature": 0.7}, {"top_k": 3, "temperature": 0.7}, {"top_p": 0.8}):
+        torch.manual_seed(0)
+        answer(assistant.generate, models.prompt(), do_sample=True, **settings)
+    assert assistant.stats.alpha == 1.0  # a copy of the target is always accepted
+    assert recorder.replays > 6
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_rows_of_a_captured_batch_go_on_independently(rows: int, recorder: Recorder, fed: list[int]) -> None:
+    target, draft = small()
+    assistant = models.assistant_of(target, draft)
+    ids = torch.cat([models.prompt(9, seed) for seed in range(rows)])
+    mask = (torch.arange(9) >= torch.arange(rows)[:, None]).long()
+    for settings in ({}, {"eos_token_id": list(range(3, 12))}, {"repetition_penalty": 1.3}):
+        given = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 25, "pad_token_id": 0, **settings}
+        assert assistant.generate(ids, **given).tolist() == target.generate(ids, **given).tolist()
+    assert recorder.replays > 20
+    assert len(fed) > 10
+
+
+def test_plain_decoding_is_captured(recorder: Recorder, fed: list[int]) -> None:
+    assistant = models.assistant_of(*small(), num_assistant_tokens="auto", candidates="draft")
+    same_as_alone(assistant, models.prompt(), num_assistant_tokens=0)
+    assert fed == [1] * (len(fed))
+    assert len(fed) > 15
+
+
+@pytest.mark.parametrize(("fails", "is_given_up"), [(1, False), (2 * forwards.MAX_CAPTURE_FAILURES, True)])
 def test_what_cannot_be_captured_runs_eagerly(
     fails: int, is_given_up: bool, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder.failures += [RuntimeError("operation not permitted when stream is capturing")] * fails
-    serves_as_eagerly()
-    told = "The draft is not captured and runs eagerly: capturing failed with RuntimeError"
-    assert caplog.text.count(told) == is_given_up
+    serves_as_eagerly(sampled=False)
+    for role in ("draft", "target"):
+        told = f"The {role} is not captured and runs eagerly: capturing failed with RuntimeError"
+        assert caplog.text.count(told) == is_given_up
     assert (recorder.replays > 0) != is_given_up
     assert not recorder.failures
 
 
-def test_by_default_a_draft_on_cuda_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = {"auto": OnlineConfig(), True: OnlineConfig(compile_draft=True), False: OnlineConfig(compile_draft=False)}
+def test_a_target_that_computes_otherwise_when_captured_runs_eagerly(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.added = 1e-2
+    assistant = models.assistant_of(*small(), compile_draft=False)
+    same_as_alone(assistant, models.prompt())
+    assert "The target is not captured and runs eagerly" in caplog.text
+    assert "its logits differ" in caplog.text
 
-    def made(device: str) -> list[Any]:
+
+def test_graphs_are_dropped_when_a_model_changes_otherwise_than_in_place(recorder: Recorder) -> None:
+    assistant, seen = models.assistant_of(*small()), set()
+    layer = assistant.target.model.layers[0]
+
+    def graphs_made() -> int:
+        before = recorder.graphs
+        for ids in models.prompts(4):
+            seen.add(tuple(same_as_alone(assistant, ids, num_assistant_tokens=1)))
+        return recorder.graphs - before
+
+    assert graphs_made() > 0
+    assert graphs_made() == 0
+    with torch.no_grad():
+        layer.mlp.up_proj.weight.mul_(-2)
+    assert graphs_made() == 0
+    layer.mlp.up_proj.weight = torch.nn.Parameter(-layer.mlp.up_proj.weight.detach())
+    assert graphs_made() > 0
+    hook = layer.mlp.register_forward_hook(lambda module, args, output: output * -0.7)
+    assert graphs_made() > 0
+    hook.remove()
+    assert graphs_made() > 0
+    assert len(seen) > 12
+
+
+def test_by_default_models_on_cuda_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(device: str, make: Callable[..., Any], name: str) -> list[Any]:
         monkeypatch.setattr(type(model), "device", torch.device(device))
-        return [type(static_draft(model, config)) for config in ways.values()]
+        found = [make(model, OnlineConfig(**{name: way})) for way in ("auto", True, False)]
+        return [None if one is None else one.is_captured for one in found]
 
     model = models.build(num_hidden_layers=1)
-    assert made("cuda") == [CapturedDraft, CompiledDraft, type(None)]
-    assert made("xpu") == [CompiledDraft, CompiledDraft, type(None)]
-    assert made("cpu") == [type(None), CompiledDraft, type(None)]
+    assert made("cuda", static_draft, "compile_draft") == [True, True, None]
+    assert made("xpu", static_draft, "compile_draft") == [False, False, None]
+    assert made("cpu", static_draft, "compile_draft") == [None, False, None]
+    assert made("cuda", static_target, "compile_target") == [True, True, None]
+    assert made("cpu", static_target, "compile_target") == [None, False, None]
 
 
 # --- draft and target: what is not compiled -------------------------------------------------------------------------
@@ -275,7 +347,7 @@ def test_without_a_compiler_both_run_eagerly(
     assert "RuntimeError: no C++ compiler" in caplog.text
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "t5", "bart"])
+@pytest.mark.parametrize("architecture", ["t5", "bart"])
 def test_what_static_caches_cannot_serve_runs_eagerly(
     architecture: str, untraced: None, fed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,7 +358,6 @@ def test_what_static_caches_cannot_serve_runs_eagerly(
     assert assistant.stats == eager.stats
     assert fed == []
     assert caplog.text.count("runs eagerly") == 2
-    assert ("sliding windows" in caplog.text) != target.config.is_encoder_decoder
 
 
 def test_requests_of_two_threads_do_not_meet(untraced: None, fed: list[int]) -> None:
@@ -303,20 +374,18 @@ def test_requests_of_two_threads_do_not_meet(untraced: None, fed: list[int]) -> 
 
 @pytest.mark.parametrize("k", [1, 5])
 def test_a_sequence_moves_to_larger_caches_and_then_to_dynamic_ones(
-    k: int, untraced: None, fed: list[int], monkeypatch: pytest.MonkeyPatch
+    k: int, untraced: None, fed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, tokens in {"SMALLEST_STATIC_CACHE": 16, "LARGEST_STATIC_CACHE": 32, "AHEAD": 4}.items():
+    for name, tokens in {"SMALLEST_SIZE": 16, "LARGEST_COMPILED_SIZE": 128, "AHEAD": 4}.items():
         monkeypatch.setattr(forwards, name, tokens)
     target, draft = small()
     assistant, plain = models.assistant_of(target, draft, **BOTH), models.assistant_of(target, draft)
-    for start in (6, 14, 30, 31, 40):
+    for start, length in ((6, 110), (27, 20), (31, 80), (95, 20), (110, 20)):
         ids = models.prompt(start)
         settings = {"num_assistant_tokens": k, "return_dict_in_generate": True}
-        with models.ForwardCounter(target) as eager:
-            output = assistant.generate(ids, max_new_tokens=40, do_sample=False, **settings)
-        assert output.sequences[0].tolist() == answer(target.generate, ids, 40)
-        assert eager.count > 4  # what comes behind the largest cache
-        answer(plain.generate, ids, 40, num_assistant_tokens=k)
+        output = assistant.generate(ids, max_new_tokens=length, do_sample=False, **settings)
+        assert output.sequences[0].tolist() == answer(target.generate, ids, length)
+        answer(plain.generate, ids, length, num_assistant_tokens=k)
         assert assistant.stats == plain.stats
         cache = output.past_key_values
         assert type(cache) is DynamicCache
@@ -324,6 +393,7 @@ def test_a_sequence_moves_to_larger_caches_and_then_to_dynamic_ones(
         theirs = target(output.sequences[:, :end]).past_key_values
         torch.testing.assert_close(cache.layers[0].keys, theirs.layers[0].keys, atol=1e-10, rtol=0)
     assert len(fed) > 8
+    assert "longer than 128 tokens" in caplog.text
 
 
 # --- the target -----------------------------------------------------------------------------------------------------
@@ -487,9 +557,7 @@ def test_requests_of_other_kinds_go_through_the_targets_own_forward(
 ) -> None:
     assistant = compiled(*small(architecture))
     ids = models.prompt(9)
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), models.prompt(5)], dim=1)
     requests: Requests = [
-        (padded, {"attention_mask": (torch.arange(9) >= 4).long()[None]}),
         (ids, {"attention_mask": (torch.arange(9) != 4).long()[None]}),
         (ids, {"position_ids": torch.arange(9)[None] + 3}),
         (ids, {"output_hidden_states": True, "return_dict_in_generate": True}),
@@ -555,8 +623,8 @@ def test_a_target_that_computes_otherwise_when_compiled_runs_eagerly(
     target, draft = small()
     forward = type(target).forward
 
-    def odd(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = forward(self, *args, **kwargs)
+    def odd(self: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        output = forward(self, *args, position_ids=position_ids, **kwargs)
         if torch.compiler.is_compiling():
             output.logits = output.logits.roll(1, -1)
         return output
@@ -586,8 +654,8 @@ def test_models_by_a_real_compiler_answer_and_count_as_eager_ones(
         for ids in prompts:
             same_as_alone(assistant, ids, num_assistant_tokens=k)
             answer(eager.generate, ids, num_assistant_tokens=k)
-    same_as_alone(assistant, models.prompt(), SMALLEST_STATIC_CACHE + 20)
-    answer(eager.generate, models.prompt(), SMALLEST_STATIC_CACHE + 20)
+    same_as_alone(assistant, models.prompt(), SMALLEST_SIZE + 20)
+    answer(eager.generate, models.prompt(), SMALLEST_SIZE + 20)
     assert assistant.stats == eager.stats
     assert {1, 2, 4, 6} <= set(fed)
     alone = [answer(target.generate, ids) for ids in prompts]

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import CorrectionStore, OnlineConfig, Trace, make_draft, replay, timing
 from osd_hf.cli.main import main
-from osd_hf.decoding.forward import DraftForward
+from osd_hf.decoding.sources import DraftForward
 from osd_hf.distillation import make_draft as making
 from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError

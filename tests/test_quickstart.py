@@ -97,7 +97,7 @@ def test_a_target_that_is_not_compiled_and_outputs_that_differ_are_told(pair, tm
     def without_a_compiler(*args, **kwargs):
         raise RuntimeError("no working C++ compiler")
 
-    monkeypatch.setattr("osd_hf.decoding.compiled.CompiledTarget.compile_step", without_a_compiler)
+    monkeypatch.setattr(torch, "compile", without_a_compiler)
     monkeypatch.setattr("osd_hf.evaluation.benchmark.compare_outputs", lambda *args: "differing")
     assert main([*arguments(pair, tmp_path / "out", **SMALLER), "--compile-target"]) == 1
     shown = capsys.readouterr().out

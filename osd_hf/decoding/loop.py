@@ -497,7 +497,7 @@ class _Returned:
 
     def add(self, count: int, logits: Tensor, scores: Tensor) -> None:
         """Add the emitted tokens of a round."""
-        outputs = getattr(self.loop.target, "outputs", None)  # static forwards keep no states
+        outputs: Any = getattr(self.loop.target, "outputs", None)  # static forwards keep no states
         if self.scores is not None:
             self.scores += tuple(scores[:, i] for i in range(count))
         if self.logits is not None:

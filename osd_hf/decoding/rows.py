@@ -93,8 +93,13 @@ class BatchDraftForward:
         self._fed = 0  # candidates of the round that were fed
 
     @property
+    def is_static(self) -> bool:
+        """Whether forwards are static."""
+        return self._forward.cache is not None
+
+    @property
     def captures(self) -> bool:
-        """Whether [`~BatchDraftForward.draft`] can be used."""
+        """Whether [`~BatchDraftForward.draft_tokens`] can be used."""
         return (
             self._forward.cache is not None and self._forward.static is not None and self._forward.static.is_captured
         )
@@ -140,7 +145,7 @@ class BatchDraftForward:
             last = torch.full_like(ids[:, :1], self._limit - 1)
         return self._forward.feed(ids, starts, last, **self._settings)[:, -1]
 
-    def draft(
+    def draft_tokens(
         self, texts: Sequence[Sequence[int]], k: int, key: Any, choose: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...] | None:
         """
@@ -215,6 +220,11 @@ class BatchTargetForward:
         self._max_new_tokens, longest = max_new_tokens, max(self._known)
         self._kept = 0  # tokens of the first row in the cache
         self._forward = _RaggedForward(model, static, len(texts), longest, longest + max_new_tokens)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether forwards are static."""
+        return self._forward.cache is not None
 
     @property
     def cache(self) -> Any:

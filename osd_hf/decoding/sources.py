@@ -299,7 +299,7 @@ class DraftSource:
         if self._graph_key is not None and stop is None:
             assert isinstance(self.forward, BatchDraftForward)
             choose = self._choose_by_noise
-            drafted = self.forward.draft(texts, k, self._graph_key, choose)
+            drafted = self.forward.draft_tokens(texts, k, self._graph_key, choose)
         if drafted is None:
             return self._draft(k, texts, lengths, rooms, stop)
         self.times = [(self.clock() - began) / k] * k
@@ -340,7 +340,7 @@ class DraftSource:
         tokens, is_possible, *others = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
         confidence = None if stop is None else others.pop()
         if on_cpu:
-            is_proposed = torch.arange(tokens.shape[1]) < to_device(counts, tokens.device)[:, None]
+            is_proposed = torch.arange(len(found), device=tokens.device) < to_device(counts, tokens.device)[:, None]
         else:
             is_proposed = self._is_proposed(tokens, is_possible, rooms, confidence, stop)
         return Candidates(tokens, is_proposed, others[0] if others else None, None, confidence)

@@ -90,8 +90,9 @@ class StaticForward:
     compiled runs eagerly, and the log says why, once.
     """
 
-    def __init__(self, model: PreTrainedModel, role: str) -> None:
-        self.role, self.is_captured = role, model.device.type == "cuda"
+    def __init__(self, model: PreTrainedModel, role: str, *, is_captured: bool | None = None) -> None:
+        self.role = role
+        self.is_captured = model.device.type == "cuda" if is_captured is None else is_captured
         self._free: dict[tuple[Any, ...], list[StaticCache]] = {}
         self._steps: dict[tuple[Any, ...], Any] = {}  # compiled; `None` if compiling failed or is under way
         self._signatures: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -237,7 +238,8 @@ class StaticForward:
 
     def _compiled_step(self, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Tensor:
         with self._running, self._mode():
-            ids, last = ids.clone(), last.clone()  # not a view, nor a tensor of inference mode
+            # No views, nor tensors of inference mode.
+            ids, starts, last = (each.clone(memory_format=torch.contiguous_format) for each in (ids, starts, last))
             if ids.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(ids, 1)
             try:
@@ -252,9 +254,11 @@ class StaticForward:
                 logits = _step(cache.model, cache, ids, starts, last)
         return logits
 
-    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _mode(self) -> Iterator[None]:
         # Hooks change what a target's forward does.
-        return torch._dynamo.config.patch(skip_nnmodule_hook_guards=self.role == "draft")
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=self.role == "draft"):
+            yield
 
     def _compile(self, cache: StaticCache) -> Any:
         """Compile the forward for one token, and for any number of several; return it, or `None`."""
@@ -275,18 +279,20 @@ class StaticForward:
         try:
             _load_token(cache)
             one = torch.ones(1, 1, dtype=torch.long, device=model.device)
-            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            with self._mode(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 for count in (1, 3) if self.role == "draft" else (3,):
                     # The compiler caches by code object, and each size needs its own code.
                     own = types.FunctionType(_step.__code__.replace(), globals())
                     steps[count > 1] = torch.compile(own, fullgraph=True, options=options)
                     ids = one.repeat(1, count)
                     if count > 1:
-                        torch._dynamo.mark_dynamic(ids, 1)
+                        mark = torch._dynamo.mark_dynamic if self.role == "draft" else torch._dynamo.maybe_mark_dynamic
+                        mark(ids, 1)
                     for _ in range(3):
                         step(model, cache, ids, one, one + (count - 1))
             if self.role == "target":
-                _check(step, cache)
+                with self._mode():
+                    _check(step, cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the eager forward does the same
             self._warn_failed(error)
             return None
@@ -331,7 +337,7 @@ def _check(step: Any, cache: StaticCache) -> None:
         read = DynamicCache(config=model.config.get_text_config(decoder=True))
         read_padded(model, prompt, [0], read)
         cache.load(read, [0])
-        at = torch.full_like(prompt[:, :1], begins)
+        at = torch.tensor([[begins]], device=model.device)
         if ours:
             torch._dynamo.maybe_mark_dynamic(behind, 1)
             compiled = step(model, cache, behind, at, at + count - 1)[0]
