@@ -38,10 +38,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.decoding import forward
-from osd_hf.decoding.compiled import CapturedDraft
-from osd_hf.decoding.forward import DraftForward
-from osd_hf.decoding.sources import Drafting
+from osd_hf.decoding import static
+from osd_hf.decoding.sources import DraftForward, Drafting
 from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, benchmark, compare_outputs
 from osd_hf.models import load_pair
@@ -328,14 +326,10 @@ def speed(device: str, sizes: Sizes) -> Found:
 def vocabulary(device: str, sizes: Sizes) -> Found:
     draft, _ = random_pair(sizes.large[1], sizes.large[1], device=device, dtype=sizes.dtype)
     drafts = {draft.config.vocab_size: draft} | {n: RestrictedDraft(draft, np.arange(n)).model for n in sizes.heads}
-    captured = CapturedDraft(draft) if sizes.compiles else None
     context = torch.tensor(prompts(1, draft.config.vocab_size), device=device)
     found: Found = {}
-    for way in ("eager", "captured") if captured is not None else ("eager",):
-        forwards = {
-            size: DraftForward(d) if way == "eager" or captured is None else captured.forward(d, PROMPT, PROMPT + 8)
-            for size, d in drafts.items()
-        }
+    for way in ("eager",):
+        forwards = {size: DraftForward(d) for size, d in drafts.items()}
         times: dict[int, list[float]] = {size: [] for size in forwards}
         for one in forwards.values():
             one.feed(context)
@@ -386,7 +380,7 @@ class Said(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING or record.name == forward.__name__:
+        if record.levelno >= logging.WARNING or record.name == static.__name__:
             self.said.append(record.getMessage())
 
 
