@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as known
 
 from osd_hf.losses import overlap
 from osd_hf.trace import Trace
+from osd_hf.utils.context import to_device
 
 logger = logging.getLogger(__name__)
 _warn_once = lru_cache(256)(logger.warning)
@@ -24,14 +26,38 @@ _warn_once = lru_cache(256)(logger.warning)
 ROOM_TOKENS = 256  # that a buffer grows by
 TIED_TOKENS = 14  # beyond those of top-k, which also keeps tokens that are tied with the last one
 
-# Processors that treat tokens by their logits alone; a token at `-inf` changes nothing.
-IMPARTIAL = (
-    known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper, known.TopHLogitsWarper,
-    known.MinPLogitsWarper, known.TypicalLogitsWarper, known.EpsilonLogitsWarper, known.EtaLogitsWarper,
-    known.LogitNormalization,
+# Processors that a CUDA graph may contain: their operations depend neither on values nor on the ids.
+CAPTURABLE = (
+    known.TemperatureLogitsWarper, known.TopKLogitsWarper, known.TopPLogitsWarper, known.MinPLogitsWarper,
+    known.TypicalLogitsWarper, known.EpsilonLogitsWarper, known.LogitNormalization,
 )  # fmt: skip
+# Processors that treat tokens by their logits alone; a token at `-inf` changes nothing. The last two validate values.
+IMPARTIAL = (*CAPTURABLE, known.TopHLogitsWarper, known.EtaLogitsWarper)
 # Processors that do not depend on the ids.
 WITHOUT_CONTEXT = (*IMPARTIAL, known.InfNanRemoveLogitsProcessor, known.SuppressTokensLogitsProcessor)
+# The lengths at which processors change anything.
+ACTIVE_LENGTHS: dict[type, Callable[[Any], range]] = {
+    known.MinLengthLogitsProcessor: lambda p: range(p.min_length),
+    known.MinNewTokensLengthLogitsProcessor: lambda p: range(p.prompt_length_to_skip + p.min_new_tokens),
+    known.SuppressTokensAtBeginLogitsProcessor: lambda p: range(p.begin_index, p.begin_index + 1),
+    known.ForcedBOSTokenLogitsProcessor: lambda p: range(1, 2),
+    known.ForcedEOSTokenLogitsProcessor: lambda p: range(p.max_length - 1, p.max_length),
+    known.ExponentialDecayLengthPenalty: lambda p: range(p.regulation_start + 1, sys.maxsize),
+}
+
+
+def is_capturable(processors: Iterable[Any]) -> bool:
+    """Return whether a CUDA graph may contain all of these processors."""
+    return all(type(processor) in CAPTURABLE for processor in processors)
+
+
+def sample(probs: Tensor, noise: Tensor) -> Tensor:
+    """Draw the token of each row, `(rows,)`, int64, by inverting the distribution function at `noise`, `(rows,)`,
+    uniform in [0, 1). A CUDA graph may contain it. `probs`, `(rows, vocab)`, need not sum to 1, and tokens with
+    probability 0 are never drawn, unless a row has no others: its token is 0."""
+    # In parallel sums, rounding may raise the value at a token with probability 0: such tokens are left out.
+    cumulative = probs.double().cumsum(-1).masked_fill_(probs == 0, 0.0)
+    return (cumulative > noise.double()[:, None] * cumulative.amax(-1, keepdim=True)).byte().argmax(-1)
 
 
 # --- of a recorded request ------------------------------------------------------------------------------------------
@@ -63,15 +89,8 @@ class Processors:
         return torch.full_like(rows, -torch.inf).scatter_(-1, ids, kept)
 
     def _processed(self, processors: Sequence[Any], rows: Tensor, first: int) -> Tensor:
-        rows = rows.float()
-        ids = self.ids[None, : self.start + first + len(rows)].to(rows.device)
-        for processor in processors:
-            if type(processor) in WITHOUT_CONTEXT:
-                rows = processor(ids, rows)
-            else:
-                ends = range(ids.shape[1] - len(rows), ids.shape[1])
-                rows = torch.cat([processor(ids[:, :end], row[None]) for end, row in zip(ends, rows, strict=True)])
-        return rows
+        at = RowProcessors(processors, self.ids[None].to(rows.device), pad_id=0)
+        return at(rows.float(), [0] * len(rows), range(self.start + first, self.start + first + len(rows)))
 
     def acceptance(self, rows: Tensor, first: int) -> NDArray[np.float64]:
         """Return the expected acceptance at positions of a sampled request, `(positions,)`, from the draft's raw
@@ -125,9 +144,10 @@ def _rebuilt(model: PreTrainedModel, trace: Trace, prompt_tokens: int) -> Sequen
 class RowProcessors:
     """Apply the processors of a batch at positions that differ from row to row. Each processor is called as in the
     target's own loop, for all rows of the batch at one length, where rows that are shorter or have ended are padded
-    with `pad_id`. Those that do not depend on the ids are called for all positions together."""
+    with `pad_id`. Repetition penalties and those that do not depend on the ids are called for all positions together.
+    All tensors are on the device of `input_ids`, which the calling thread does not wait for."""
 
-    def __init__(self, processors: LogitsProcessorList, input_ids: Tensor, pad_id: int) -> None:
+    def __init__(self, processors: Sequence[Any], input_ids: Tensor, pad_id: int) -> None:
         self.processors = list(processors)
         self.pad_id = pad_id
         self.tokens = input_ids.long()
@@ -145,34 +165,53 @@ class RowProcessors:
         """Write tokens, `(rows, tokens)`, into these rows, from these lengths on."""
         if not self.processors or not tokens.shape[1]:
             return
-        self._make_room(max(starts) + tokens.shape[1])
-        device = self.tokens.device
-        columns = torch.tensor(starts, device=device)[:, None] + torch.arange(tokens.shape[1], device=device)
-        self.tokens[torch.tensor(rows, device=device)[:, None], columns] = tokens.to(device)
+        width, tokens = tokens.shape[1], tokens.to(self.tokens.device)
+        self._make_room(max(starts) + width)
+        if len(rows) == 1:
+            self.tokens[rows[0], starts[0] : starts[0] + width] = tokens[0]
+            return
+        at = to_device([rows, starts], tokens.device)[..., None]
+        self.tokens[at[0], at[1] + torch.arange(width, device=tokens.device)] = tokens
 
     def __call__(self, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Process the logits of the next token of rows at these lengths, float32, `(positions, vocab)`, in place."""
-        if not self.processors:
-            return logits
-        self._make_room(max(lengths))
-        tokens = self.tokens.to(logits.device)
+        """Process logits, `(positions, vocab)`, of the next token of rows at these lengths, and may overwrite them."""
+        self._make_room(max(lengths, default=0))
         for processor in self.processors:
+            active = ACTIVE_LENGTHS.get(type(processor))
             if type(processor) in WITHOUT_CONTEXT:
-                logits = processor(tokens, logits)
-                continue
-            for length in sorted(set(lengths)):
-                here = [i for i, each in enumerate(lengths) if each == length]
-                logits[here] = self._at_length(processor, logits[here], [rows[i] for i in here], length, tokens)
+                logits = processor(self.tokens, logits)
+            elif type(processor) is known.RepetitionPenaltyLogitsProcessor and _allows_repeats(processor, lengths):
+                logits = processor(self._contexts(rows, lengths), logits)
+            elif active is None or any(length in active(processor) for length in lengths):
+                logits = self._by_length(processor, logits, rows, lengths)
         return logits
 
-    def _at_length(self, processor: Any, logits: Tensor, rows: list[int], length: int, tokens: Tensor) -> Tensor:
-        held = torch.tensor([length if i in rows else n for i, n in enumerate(self.lengths)], device=tokens.device)
-        columns = torch.arange(length, device=tokens.device)
-        ids = tokens[:, :length].where(columns < held[:, None], self.pad_id)
-        scores = logits.new_zeros(len(ids), logits.shape[-1])
-        scores[rows] = logits
-        processed: Tensor = processor(ids, scores).to(scores)
-        return processed[rows]
+    def _contexts(self, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """Return the ids of positions, `(positions, longest)`; behind its length, each repeats its last token."""
+        at = to_device([rows, [length - 1 for length in lengths]], self.tokens.device)[..., None]
+        return self.tokens[at[0], torch.arange(max(lengths), device=at.device).minimum(at[1])]
+
+    def _by_length(self, processor: Any, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        if len(self.tokens) == 1:
+            each = zip(lengths, logits, strict=True)
+            return torch.cat([processor(self.tokens[:, :length].clone(), row[None]).to(row) for length, row in each])
+        for length in sorted(set(lengths)):
+            here = [i for i, each in enumerate(lengths) if each == length]
+            those = [rows[i] for i in here]
+            held = [length if i in those else n for i, n in enumerate(self.lengths)]
+            at = to_device([here, those], logits.device)
+            columns = torch.arange(length, device=logits.device)
+            ids = self.tokens[:, :length].where(columns < to_device(held, logits.device)[:, None], self.pad_id)
+            scores = logits.new_zeros(len(ids), logits.shape[-1])
+            scores[at[1]] = logits[at[0]]
+            logits[at[0]] = processor(ids, scores).to(scores)[at[1]]
+        return logits
+
+
+def _allows_repeats(penalty: known.RepetitionPenaltyLogitsProcessor, lengths: Sequence[int]) -> bool:
+    """Return whether a repeated last token does not change the result of a repetition penalty."""
+    ignored = penalty.prompt_ignore_length
+    return ignored is None or (isinstance(ignored, int) and ignored < min(lengths))
 
 
 # --- of a request with a memory -------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""The processors of a recorded request over many positions at once, against transformers' own one by one."""
+"""Processors over many positions of recorded requests and batches, against transformers' own one by one."""
 
+import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 
 from osd_hf import Trace, logits_processors
 from osd_hf.decoding.record import compress_rows
-from osd_hf.logits_processors import Processors
+from osd_hf.logits_processors import IMPARTIAL, Processors, RowProcessors, is_capturable, sample
 from osd_hf.losses import overlap
 from osd_hf.trace import bare_trace
 
@@ -61,15 +62,15 @@ def rebuilt(trace: Trace, asked: dict[str, Any], of: Any = None) -> Trace:
     return replace(trace, sampling={**trace.sampling, "processors": names})
 
 
-def one_by_one(processors: Processors, rows: torch.Tensor) -> torch.Tensor:
-    """What `generate` does: at each position the processors in their order."""
-    done = []
-    for t in range(len(rows)):
-        row = rows[t : t + 1].float()
-        for processor in processors.processors:
-            row = processor(processors.ids[None, : processors.start + t], row)
-        done.append(row)
-    return torch.cat(done)
+def alone(processors: list[Any], ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What `generate` does at one length."""
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores
+
+
+def one_by_one(of: Processors, rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([alone(of.processors, of.ids[None, : of.start + t], row[None]) for t, row in enumerate(rows)])
 
 
 def drawn_rows(data: st.DataObject, count: int, vocab_size: int = VOCAB) -> torch.Tensor:
@@ -98,16 +99,23 @@ def test_many_positions_are_processed_as_one_by_one(name: str, data: st.DataObje
     parts, cut = Processors(model(architecture), trace), data.draw(st.integers(0, len(trace)))
     found = [parts(part, first) for first, part in ((0, rows[:cut]), (cut, rows[cut:])) if len(part)]
     torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=0, equal_nan=True)
+    check_batch(lambda rows: parts.processors, parts.start, data)
 
 
-class Remembering(LogitsProcessor):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        assert len(scores) == 1
-        self.seen.append(input_ids.shape[1])
-        return scores + len(self.seen) * input_ids.shape[1]
+def check_batch(make: Callable[[int], Any], prompt: int, data: st.DataObject) -> None:
+    """Compare positions of rows, which begin with padding, with calls for each position alone."""
+    count, dtype = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([torch.float32, torch.float64]))
+    ids = torch.tensor(data.draw(st.lists(st.integers(3, 7), min_size=30, max_size=30))).view(3, 10)[:count]
+    ids = torch.cat([torch.zeros(count, prompt, dtype=torch.long), ids], dim=1)
+    places = st.tuples(st.integers(0, count - 1), st.integers(prompt + 2, prompt + 8))
+    at = data.draw(st.lists(places, min_size=1, max_size=12, unique=True))
+    processors, raw = make(count), drawn_rows(data, len(at)).to(dtype)
+    batch, starts = RowProcessors(processors, ids[:, : prompt + 4], pad_id=0), range(prompt + 2, prompt + 2 + count)
+    batch.write(range(count), starts, torch.stack([row[n : n + 6] for row, n in zip(ids, starts, strict=True)]))
+    found = batch(raw.clone(), *zip(*at, strict=True))
+    for row, length, scores, result in zip(*zip(*at, strict=True), raw, found, strict=True):
+        expected = alone(processors, ids[row, :length].repeat(count, 1), scores.repeat(count, 1))
+        torch.testing.assert_close(result, expected[row], rtol=0, atol=0, equal_nan=True)
 
 
 class Colder(TemperatureLogitsWarper):  # type: ignore[misc]
@@ -115,17 +123,53 @@ class Colder(TemperatureLogitsWarper):  # type: ignore[misc]
         return scores / self.temperature / input_ids.shape[1]
 
 
-@pytest.mark.parametrize(
-    "make", [Remembering, lambda: Colder(0.7), lambda: RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=2)]
-)
-def test_what_is_not_known_sees_one_position_after_the_other(make: Any) -> None:
-    trace, rows = bare_trace([3, 4, 5], [5, 3, 6, 4], VOCAB), torch.randn(4, VOCAB)
-    found, expected = (Processors(model("llama"), trace) for _ in range(2))
-    for processors in (found, expected):
-        processors.processors = [TemperatureLogitsWarper(0.5), make()]
-    assert torch.equal(torch.cat([found(rows[:3]), found(rows[3:], 3)]), one_by_one(expected, rows))
-    if make is Remembering:
-        assert found.processors[1].seen == [3, 4, 5, 6]
+@pytest.mark.parametrize("ignored", [None, 0, 4, 8, 40, torch.tensor([5, 2, 40])])
+@settings(max_examples=25)
+@given(st.data(), st.integers(0, 3))
+def test_processors_see_each_position_at_its_length(ignored: Any, data: st.DataObject, prompt: int) -> None:
+    def make(rows: int) -> list[Any]:
+        of_rows = ignored[:rows] if isinstance(ignored, torch.Tensor) else ignored
+        return [Colder(0.7), RepetitionPenaltyLogitsProcessor(1.3, of_rows)]
+
+    check_batch(make, prompt, data)
+
+
+def test_what_a_graph_may_contain_reads_no_values() -> None:
+    asked = {"do_sample": True, "temperature": 0.7, "top_k": 9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}
+    asked |= {"top_p": 0.5, "min_p": 0.5, "typical_p": 0.5, "top_h": 0.5, "renormalize_logits": True}
+    made = Processors(model("llama"), rebuilt(bare_trace([3], [4], VOCAB), asked)).processors
+    assert set(map(type, made)) == set(IMPARTIAL)
+    scores, probs = torch.empty(3, VOCAB, device="meta"), torch.empty(3, device="meta")
+    for processor in made:
+        with contextlib.nullcontext() if is_capturable([processor]) else pytest.raises(RuntimeError, match="item"):
+            processor(None, scores)
+    assert sample(scores, probs).shape == (3,)
+    assert not is_capturable([made[0], RepetitionPenaltyLogitsProcessor(1.3)])
+
+
+# --- drawing from probabilities -------------------------------------------------------------------------------------
+
+
+def test_samples_have_the_probabilities_of_their_tokens() -> None:
+    weights = torch.tensor([[0, 3, 1e-3, 0, 5, 2, 0], [1, 0, 0, 1e-4, 0, 0, 0]])
+    generator, count = torch.Generator().manual_seed(3), 40_000
+    for row, scale in zip(weights, (1.0, 1e-3), strict=True):
+        noise = torch.rand(count, generator=generator)
+        found = torch.bincount(sample(scale * row.expand(count, -1), noise), minlength=7)[row > 0]
+        expected = count * row[row > 0] / row.sum()
+        assert ((found - expected) ** 2 / expected).sum() < 20  # far in the tail of chi-square with 1 to 3 degrees
+
+
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 60))
+def test_tokens_without_probability_are_never_drawn(data: st.DataObject, vocab: int) -> None:
+    values = st.sampled_from([0.0, 0.0, 0.0, 1e-45, 1e-30, 1e-8, 0.1, 1 / 3, 1.0])
+    probs = torch.tensor([data.draw(st.lists(values, min_size=vocab, max_size=vocab).filter(any))])
+    noise = torch.tensor([0.0, 1e-45, 1e-9, 0.25, 0.5, 1 - 2**-24])
+    tokens = sample(probs.expand(len(noise), -1), noise)
+    assert (probs[0, tokens] > 0).all()
+    assert tokens[0] == (probs[0] > 0).nonzero()[0]
+    assert (tokens.diff() >= 0).all()
 
 
 # --- sampled: what is accepted --------------------------------------------------------------------------------------

@@ -1,15 +1,16 @@
 """Processors and criteria: which are served with a draft, which by the target alone, and how a memory is replayed."""
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import models
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor
 
 from osd_hf import OnlineAssistant, OnlineConfig, ReplayedProcessor, capture_traces
 from osd_hf.errors import UnsupportedGenerationError
@@ -31,32 +32,29 @@ class Remembering(LogitsProcessor):  # type: ignore[misc]
         return pushed
 
 
-class Forgetting(LogitsProcessor):  # type: ignore[misc]
-    """Forbids one token."""
-
-    is_stateless = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, 5] = -torch.inf
-        return scores
+def allowed(batch: int, ids: torch.Tensor) -> list[int]:
+    return [token for token in range(3, models.VOCAB) if token % 3 == len(ids) % 3]
 
 
-def allowed_function(*, is_stateless: bool) -> Callable[[int, torch.Tensor], list[int]]:
-    def allowed(batch: int, ids: torch.Tensor) -> list[int]:
-        return [token for token in range(3, models.VOCAB) if token % 3 == len(ids) % 3]
+def stateless(function: Any) -> Any:
+    function.is_stateless = True
+    return function
 
-    allowed.is_stateless = is_stateless  # type: ignore[attr-defined]
-    return allowed
+
+@stateless
+def forbids_a_token(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    scores[:, 5] = -torch.inf
+    return scores
 
 
 UNKNOWN: dict[str, Callable[[], dict[str, Any]]] = {
     "Remembering": lambda: {"logits_processor": [Remembering()]},
     "<lambda>": lambda: {"logits_processor": [lambda ids, scores: scores.roll(1, -1)]},
-    "allowed": lambda: {"prefix_allowed_tokens_fn": allowed_function(is_stateless=False)},
+    "allowed": lambda: {"prefix_allowed_tokens_fn": allowed},
 }
-STATELESS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a processor": lambda: {"logits_processor": [Forgetting()]},
-    "a function": lambda: {"prefix_allowed_tokens_fn": allowed_function(is_stateless=True)},
+STATELESS: dict[str, dict[str, Any]] = {
+    "a processor": {"logits_processor": [forbids_a_token]},
+    "a function": {"prefix_allowed_tokens_fn": stateless(functools.partial(allowed))},
 }
 
 
@@ -88,39 +86,28 @@ def test_an_unknown_processor_is_served_without_speculation(
     assert caplog.text.count(f"`{name}` may keep state between calls") == 1
     assert "is_stateless = True" in caplog.text
     assert "ReplayedProcessor" in caplog.text
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_processor_is_refused_where_a_draft_of_the_callers_is_captured(
-    name: str, pair: tuple[Any, Any]
-) -> None:
-    target, draft = pair
-    with models.ForwardCounter(target, draft) as forwards, capture_traces(target, print):
-        with pytest.raises(UnsupportedGenerationError, match=f"`{name}` may keep state.*is_stateless.*Replayed"):
-            answer(target.generate, assistant_model=draft, **UNKNOWN[name]())
-        assert forwards.count == 0
+    # A draft of the caller's is refused where it is captured.
+    refused = pytest.raises(UnsupportedGenerationError, match=f"`{name}` may keep state.*is_stateless.*Replayed")
+    with models.ForwardCounter(target, draft) as forwards, capture_traces(target, print), refused:
+        asked(target.generate, assistant_model=draft)
+    assert forwards.count == 0
 
 
 @pytest.mark.parametrize("name", STATELESS)
 def test_what_is_declared_stateless_is_served_with_the_draft(name: str, pair: tuple[Any, Any]) -> None:
     target, draft = pair
     assistant = OnlineAssistant(target, draft, config=FROZEN)
-    alone = answer(target.generate, **STATELESS[name]())
+    alone = answer(target.generate, **STATELESS[name])
     for _ in range(2):
-        assert answer(assistant.generate, **STATELESS[name]()) == alone
+        assert answer(assistant.generate, **STATELESS[name]) == alone
     assert assistant.stats.drafted > 0
 
 
 # --- stopping criteria ----------------------------------------------------------------------------------------------
 
 
-class AtTheTenthCall(StoppingCriteria):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls += 1
-        return torch.full((input_ids.shape[0],), self.calls >= 10)
+def at_the_tenth_call(calls: Iterator[int]) -> Callable[..., torch.Tensor]:
+    return lambda input_ids, scores, **kwargs: torch.full((input_ids.shape[0],), next(calls) >= 10)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"streamer": models.Streamer()}], ids=["tokens", "streamed"])
@@ -129,20 +116,16 @@ def test_a_criterion_that_remembers_stops_where_it_stops_the_target(
 ) -> None:
     target, draft = pair
     assistant = OnlineAssistant(target, draft, config=FROZEN)
-    alone = answer(target.generate, stopping_criteria=StoppingCriteriaList([AtTheTenthCall()]))
+    alone = answer(target.generate, stopping_criteria=[at_the_tenth_call(itertools.count(1))])
     assert len(alone) == 10
-    criterion = AtTheTenthCall()
-    assert answer(assistant.generate, stopping_criteria=StoppingCriteriaList([criterion]), **kwargs) == alone
-    assert criterion.calls == 10
+    calls = itertools.count(1)
+    assert answer(assistant.generate, stopping_criteria=[at_the_tenth_call(calls)], **kwargs) == alone
+    assert next(calls) == 11
     assert assistant.stats.drafted > 0
 
 
-class Unsure(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer at the first token that is not likely."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        assert len(scores) > 0
-        return scores[-1].softmax(-1).amax(-1) < 0.1
+def is_unsure(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    return scores[-1].softmax(-1).amax(-1) < 0.1
 
 
 def test_a_criterion_reads_the_scores_of_the_newest_token(pair: tuple[Any, Any]) -> None:
@@ -150,42 +133,32 @@ def test_a_criterion_reads_the_scores_of_the_newest_token(pair: tuple[Any, Any])
     assistant = OnlineAssistant(target, draft, config=FROZEN)
     settings = {"return_dict_in_generate": True, "output_scores": True}
     found, expected = (
-        generate(models.prompt(), do_sample=False, max_new_tokens=40, stopping_criteria=[Unsure()], **settings)
+        generate(models.prompt(), do_sample=False, max_new_tokens=40, stopping_criteria=[is_unsure], **settings)
         for generate in (assistant.generate, target.generate)
     )
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert len(found.scores) == len(expected.scores) < 40
 
 
-class Stop(StoppingCriteria):  # type: ignore[misc]
-    """Ends an answer when somebody else says so."""
-
-    is_stateless = True
-
-    def __init__(self) -> None:
-        self.is_stopped = False
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self.is_stopped)
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_an_answer_that_its_caller_ends_has_ended(streams: bool, pair: tuple[Any, Any]) -> None:
     target, draft = pair
-    assistant = OnlineAssistant(target, draft, config=FROZEN)
-    stop = Stop()
+    assistant, is_stopped = OnlineAssistant(target, draft, config=FROZEN), threading.Event()
 
-    class Ending(LogitsProcessor):  # type: ignore[misc]
-        is_stateless = True
+    @stateless
+    def stops(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), is_stopped.is_set())
 
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            stop.is_stopped |= input_ids.shape[1] > IDS.shape[1] + 6
-            return scores
+    @stateless
+    def ends(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > IDS.shape[1] + 6:
+            is_stopped.set()
+        return scores
 
-    streamer = models.Streamer(lambda count: setattr(stop, "is_stopped", count > 2))  # the prompt, and two rounds
-    how: dict[str, Any] = {"streamer": streamer} if streams else {"logits_processor": [Ending()]}
-    told = answer(assistant.generate, max_new_tokens=48, stopping_criteria=StoppingCriteriaList([stop]), **how)
-    assert stop.is_stopped
+    streamer = models.Streamer(lambda count: is_stopped.set() if count > 2 else None)  # the prompt, and two rounds
+    how: dict[str, Any] = {"streamer": streamer} if streams else {"logits_processor": [ends]}
+    told = answer(assistant.generate, max_new_tokens=48, stopping_criteria=[stops], **how)
+    assert is_stopped.is_set()
     assert 0 < len(told) < 48
     assert told == answer(target.generate, max_new_tokens=48)[: len(told)]
 
@@ -254,36 +227,26 @@ def test_a_processor_with_a_memory_is_served_exactly_while_the_draft_learns(take
     assert assistant.version >= 3
 
 
-@pytest.mark.parametrize("takes_back", [True, False])
-def test_a_processor_with_a_memory_serves_the_target_alone_too(takes_back: bool, pair: tuple[Any, Any]) -> None:
-    processor = opted_in(takes_back)
-    for _ in range(2):
-        assert answer(pair[0].generate, logits_processor=[processor]) == answer(
-            pair[0].generate, logits_processor=[Matcher()]
-        )
-
-
-def test_taking_back_spares_making_processors_anew(pair: tuple[Any, Any]) -> None:
-    assistant = OnlineAssistant(*pair, config=FROZEN)
-    made = {}
+def test_a_memory_serves_the_target_alone_and_taking_back_spares_new_processors(pair: tuple[Any, Any]) -> None:
+    made, assistant = {}, OnlineAssistant(*pair, config=FROZEN)
+    alone = answer(pair[0].generate, logits_processor=[Matcher()])
     for takes_back in (True, False):
+        processor = opted_in(takes_back)
+        assert [answer(pair[0].generate, logits_processor=[processor]) for _ in range(2)] == [alone] * 2
         Matcher.made.clear()
-        answer(assistant.generate, logits_processor=[opted_in(takes_back)])
+        assert answer(assistant.generate, logits_processor=[processor]) == alone
         made[takes_back] = len(Matcher.made)
     assert made[True] <= 3 < made[False]
 
 
 def test_requests_at_once_share_no_memory(pair: tuple[Any, Any]) -> None:
-    processor = opted_in(True)
+    processor, expected, scores = opted_in(True), Matcher(), torch.zeros(1, models.VOCAB)
     one, other = processor.begin(6), processor.begin(6)
-    scores = torch.zeros(1, models.VOCAB)
     longer = torch.cat([IDS, torch.tensor([[3]])], dim=1)
-    expected = Matcher()
     first, second = expected(IDS, scores), expected(longer, scores)
-    assert torch.equal(one(IDS, scores), first)
-    assert torch.equal(other(IDS, scores), first)
-    assert torch.equal(one(longer, scores), second)
-    assert torch.equal(other(longer, scores), second)
+    for ids, result in ((IDS, first), (longer, second)):
+        assert torch.equal(one(ids, scores), result)
+        assert torch.equal(other(ids, scores), result)
     assert torch.equal(one(IDS, scores), first)
 
 
