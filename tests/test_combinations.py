@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_lossless import greedy_divergences
-from test_processors import Forgetting, Remembering, allowed_function, opted_in
+from test_processors import Remembering, allowed, forbids_a_token, opted_in, stateless
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
 from osd_hf import OnlineAssistant, OnlineConfig
@@ -61,11 +61,9 @@ def made_assistant() -> OnlineAssistant:
 
 
 FOREIGN: dict[str, Callable[[], Any]] = {
-    "stateless": Forgetting, "opted in": lambda: opted_in(True), "unknown": Remembering,
+    "stateless": lambda: forbids_a_token, "opted in": lambda: opted_in(True), "unknown": Remembering,
 }  # fmt: skip
-FUNCTIONS = {
-    "stateless": lambda: allowed_function(is_stateless=True), "unknown": lambda: allowed_function(is_stateless=False),
-}  # fmt: skip
+FUNCTIONS = {"stateless": stateless(functools.partial(allowed)), "unknown": allowed}
 
 
 @st.composite
@@ -97,7 +95,7 @@ def test_a_greedy_answer_is_the_targets_own(drawn: Any, number: int) -> None:
 
     def asked() -> dict[str, Any]:
         kwargs = {"logits_processor": [FOREIGN[name]() for name in foreign], **fitting(chosen, ids.shape[1], 14)}
-        return kwargs if function is None else kwargs | {"prefix_allowed_tokens_fn": FUNCTIONS[function]()}
+        return kwargs if function is None else kwargs | {"prefix_allowed_tokens_fn": FUNCTIONS[function]}
 
     try:
         answer = assistant.generate(ids, attention_mask=torch.ones_like(ids), **asked())
