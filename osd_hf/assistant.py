@@ -37,6 +37,7 @@ from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import UpdateReport, make_accelerator
+from osd_hf.learning.weights import shared_ends
 from osd_hf.live_learning import LiveLearning
 from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.models import (
@@ -81,7 +82,8 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers: a model, a `PeftModel`, a compiled model, a Hub id or a folder.
         draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model. Of a `PeftModel`, only the adapter learns. [`align_vocab`] aligns padded vocabularies.
+            A smaller model. Of a `PeftModel`, only the adapter learns. Of a draft made by [`make_draft`], embeddings
+            and output head are shared with the target and do not learn. [`align_vocab`] aligns padded vocabularies.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both, saved with the draft; by default loaded from where the models came from.
         config (`OnlineConfig`, *optional*): How to draft and learn.
@@ -132,7 +134,8 @@ class OnlineAssistant:
         per_domain = self.router is not None
         has_adapter = is_peft(source) and not per_domain
         self._peft_config = peft_config or (source.active_peft_config if has_adapter else None)
-        self.drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain)
+        given: dict[str, Any] = {"shared": shared_ends(source, self.target), "tokenizer": self.tokenizer}
+        self.drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain, **given)
         self.config = self.drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         self.static_target = static_target(unwrap(self.target), self.config)

@@ -264,8 +264,7 @@ class LiveLearning:
         with self.failures.kept(TAKING_IN):
             with self._taking_in:
                 self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
-                if learn:
-                    self.learner.observe(trace.domain, trace)
+                self.learner.observe(trace.domain, trace, learn=learn)
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":

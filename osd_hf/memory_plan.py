@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES
+from osd_hf.decoding.vocabulary import vocabulary_sizes
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.loss import ActivationMemory
-from osd_hf.learning.updater import BATCH_POSITIONS, MAX_LEARN_TOKENS, hidden_matrices, trainable_parameters
-from osd_hf.learning.weights import adapted
+from osd_hf.learning.updater import BATCH_POSITIONS, MAX_LEARN_TOKENS, trainable_parameters
+from osd_hf.learning.weights import SHARED_SETTING, adapted, ends_of, hidden_matrices
 from osd_hf.models import config_value, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 
@@ -83,7 +84,8 @@ def memory_plan(
     """
     Plan the memory of a pair from its configurations, for requests of `rows` prompts and `drafts` domains that have a
     draft of their own. No weights are loaded. The dtype `"auto"` is that of the configuration. A target in
-    `target_bytes` need not be estimated, as one with a `quantization_config` is.
+    `target_bytes` need not be estimated, as one with a `quantization_config` is. Embeddings and output head that a
+    draft shares with the target that it was made from are counted once.
 
     Raises UnsupportedModelError if a model cannot be built from its configuration, or the adapters do not fit.
     """
@@ -93,19 +95,24 @@ def memory_plan(
         draft.get_text_config().vocab_size = vocab_size_of(target)
     large, small = empty_model(target, target_dtype), empty_model(draft, draft_dtype)
     learner = small if peft_config is None else adapted(empty_model(draft, draft_dtype), peft_config, 0)
-    learned, count = trainable_parameters(learner), _numel(small.parameters())
+    is_sharing = getattr(draft, SHARED_SETTING, False) and large.dtype == small.dtype
+    shared = dict(ends_of(small) if is_sharing else ())
+    learned, count = trainable_parameters(learner, shared), _numel(small.parameters())
     learns = _numel(learned.values())
     in_muon = _numel(hidden_matrices(learner, learned)) if config.optimizer == "muon" else 0
     is_whole, on_cpu = peft_config is None, device_type == "cpu"
     place: Any = "device"
     if config.learner_device is not None:
         place = "host" if torch.device(config.learner_device).type == "cpu" else "learner"
-    served = compute_module_sizes(small)[""]
+    num_shared = _numel(shared.values())
+    shared_bytes = num_shared * small.dtype.itemsize
+    served = compute_module_sizes(small)[""] - shared_bytes
     is_half = small.dtype in (torch.float16, torch.bfloat16)
     adapter = 0 if is_whole else learns * FP32_BYTES
     version = learns * small.dtype.itemsize if is_whole else adapter
     # An fp32 base of adapters is shared with the draft that serves.
     frozen = 0 if is_whole or (not is_half and place == "device") else count * FP32_BYTES
+    frozen += shared_bytes if is_whole and place != "device" else 0
     previous_place: Any = "device" if on_cpu or not is_whole else "host"
 
     activations = ActivationMemory.of(learner)
@@ -119,6 +126,8 @@ def memory_plan(
         per_token = activations.per_input + per_token // activations.layers
     row = 2 * vocab if kept is None or kept >= vocab else kept * (4 if vocab <= 1 << 16 else 6)
     stored = new_tokens * (row + 8) + prompt_tokens * 4
+    head_rows = max(vocabulary_sizes(vocab), default=0) * (config.num_assistant_tokens == "auto")
+    head = head_rows * config_value(draft.get_text_config(decoder=True), "hidden_size") * small.dtype.itemsize
     cached = prompt_tokens + new_tokens
     draft_cached = cached if on_cpu else 1 << (cached - 1).bit_length()  # static caches
     parts = [
@@ -128,12 +137,13 @@ def memory_plan(
         Part("draft: as it came", served),
         Part("draft: as it was", served + drafts * adapter),
         Part("draft: serving", drafts * (served if is_whole else version + served)),
+        Part("draft: heads of its vocabulary", (1 + drafts) * head),
         Part("draft: version before", drafts * version, place=previous_place),
         Part("learner: master", drafts * (learns * FP32_BYTES) + frozen + adapter),
         Part("learner: average", drafts * learns * FP32_BYTES * (config.weight_average > 0)),
         Part("learner: optimizer", drafts * (in_muon + 2 * (learns - in_muon)) * FP32_BYTES),
         Part("learner: gradients", learns * FP32_BYTES, "step"),
-        Part("learner: weights in bf16", count * 2 * (is_half and place != "host"), "step"),
+        Part("learner: weights in bf16", (count - num_shared) * 2 * (is_half and place != "host"), "step"),
         Part("learner: activations", requests * length * per_token, "step"),
         Part("learner: logits", min(requests * answer * vocab, CHUNK_LOGITS) * FP32_BYTES * LOGITS_COPIES, "step"),
         Part("gate: version tried", (version if is_whole else version + served) * config.gate, "trial"),

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from osd_hf.acceptance import AcceptanceStats
@@ -357,11 +358,11 @@ def output_head(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Call
 
     if ids is not None:
         bias = None if bias is None else bias[..., ids]
-        weights = head.weight[ids], None if head.bias is None else head.bias[ids]
+        weight, head_bias = head.weight[ids], None if head.bias is None else head.bias[ids]
 
     def logits_of(states: torch.Tensor) -> torch.Tensor:
         with fast_kernels(head):
-            logits: torch.Tensor = head(states) if ids is None else torch.nn.functional.linear(states, *weights)
+            logits: torch.Tensor = head(states) if ids is None else linear(states, weight.to(states), head_bias)
         if scale != 1:
             logits = logits * scale
         if cap is not None:

@@ -7,7 +7,9 @@ import models
 import pytest
 import torch
 from models import VOCAB
+from saved_pair import save_pair
 from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, sampled_answers, small_pair
+from transformers import AutoTokenizer
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
@@ -124,15 +126,43 @@ def test_a_session_knows_the_tokens_in_use(tmp_path: Path) -> None:
     target = models.build()
     draft = models.draft_of(target)
     assistant = assistant_of(target, draft)
-    size = served(assistant)[-1]
-    assert size is not None
+    served(assistant)
     assistant.save_state(tmp_path)
     again = assistant_of(target, draft)
     again.load_state(tmp_path)
-    sizes = []
-    for one in (again, assistant_of(target, draft)):
-        for ids in models.prompts(3):
-            one.generate(ids, max_new_tokens=12, do_sample=False)
-        sizes.append(one.drafting_plan().vocab_size)  # type: ignore[union-attr]
-    assert sizes[0] is not None
-    assert sizes[1] is None
+    known, loaded, new = (set(one.drafting.token_ids) for one in (assistant, again, assistant_of(target, draft)))
+    assert known <= loaded
+    assert not known <= new
+
+
+def test_the_first_request_has_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "USUAL_WEIGHT", 0.1)
+    target, half, ids = models.build(), VOCAB // 2, models.prompt()
+    draft = models.draft_of(target, noise=0.05)
+    expected = target.generate(ids, max_new_tokens=12, do_sample=False)
+    for first, learn in (([*range(half)], True), ([*range(half - 1), VOCAB - 1], False)):
+        assistant = assistant_of(target, draft, update_strategy="manual")
+        rows = whole_heads(assistant)
+        assert assistant.drafting.token_ids.tolist() == first
+        assert torch.equal(assistant.generate(ids, max_new_tokens=12, do_sample=False, learn=learn), expected)
+        assert assistant.stats.drafted > 0 and rows == []
+        draft.config.osd_hf_vocabulary = f"{VOCAB - 1} nothing {VOCAB} 99999999"  # one of them is a token
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_a_vocabulary_that_traffic_does_not_use_is_replaced_or_given_up(learn: bool) -> None:
+    target, emitted = models.build(), set[int]()
+    with torch.no_grad():
+        target.lm_head.weight[: VOCAB // 2] = 0
+    assistant = assistant_of(target, models.draft_of(target), update_strategy="manual")
+    for ids in models.prompts(4):
+        answer = assistant.generate(ids, max_new_tokens=12, do_sample=False, learn=learn)
+        emitted.update(answer[0, ids.shape[1] :].tolist())
+    assert min(emitted) >= VOCAB // 2
+    assert assistant.drafting.token_ids is None or (learn and emitted <= set(assistant.drafting.token_ids))
+
+
+def test_characters_and_added_tokens_are_usual(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(save_pair(tmp_path) / "target")
+    usual = set(vocabulary.usual_tokens(models.build(), tokenizer))
+    assert usual >= {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")}

@@ -13,6 +13,7 @@ from peft import IA3Config, LoHaConfig, LoraConfig
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import main
+from osd_hf.distillation.make_draft import copy_layers
 from osd_hf.learning import learner as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
@@ -109,6 +110,7 @@ def test_adapters_are_merged_as_peft_does_and_the_base_stays(kind: str, dtype: t
 # Named as the assistant holds them between requests; caches and rows of requests are not there, or no tensors.
 HELD = ("draft: as it was", "draft: serving", "draft: version before", "learner: master", "learner: average",
         "learner: optimizer")  # fmt: skip
+CUT = {"num_hidden_layers": 2}  # the draft is made from the target
 TIED = {"tie_word_embeddings": True}
 
 
@@ -120,12 +122,16 @@ TIED = {"tie_word_embeddings": True}
         ("llama", torch.float32, 2, WIDE),
         ("qwen3", torch.bfloat16, 2, WIDE | TIED),
         ("t5", torch.float32, None, {"d_model": 96, "d_ff": 256, "vocab_size": 128}),
+        ("llama", torch.float32, None, WIDE | CUT),
+        ("qwen3", torch.bfloat16, None, WIDE | TIED | CUT),
     ],
 )
 def test_a_plan_is_what_is_held(
     architecture: str, dtype: torch.dtype, rank: int | None, changes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, draft = models.pair(architecture, **changes)
+    if changes.items() >= CUT.items():
+        draft = copy_layers(target.to(dtype), (0,))
     peft_config = None if rank is None else LoraConfig(r=rank, target_modules="all-linear")
     assistant, most = learned(draft.to(dtype), target, peft_config, monkeypatch)
     with assistant:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from osd_hf.errors import UnsupportedModelError
+from osd_hf.models import vocab_size_of
 from osd_hf.replay import completion_logits
 from osd_hf.trace import Trace, bare_trace
 from osd_hf.utils.context import neutral_context
@@ -25,7 +27,16 @@ MIN_EMITTED_TOKENS = 256  # that the loss is measured on
 MAX_EMITTED_TOKENS = 1024  # beyond which old ones are forgotten
 PRIOR_MISSING, PRIOR_RIGHT = 4, 1  # missing tokens, and those that the draft had right
 KEPT_MASS = 0.5 ** (RANK_EVERY / 512)  # of a token per ranking: half after 512 requests
-PROMPT_WEIGHT = 0.1  # of a token in a prompt, compared with an emitted one
+FIRST_RANKINGS = (1, 2, 4)  # requests, before there are enough for `RANK_EVERY`
+VOCABULARY_SETTING = "osd_hf_vocabulary"  # in a draft's configuration: ids of tokens that its target uses
+USUAL_PER_POSITION = 4  # of the tokens that a trace keeps, the likeliest first
+LAST_CHARACTER = "\u2600"  # of the usual ones: letters, digits, punctuation, and the space of SentencePiece
+PROMPT_WEIGHT = USUAL_WEIGHT = 0.1  # of a token in a prompt or of the usual ones, compared with an emitted one
+
+
+def vocabulary_sizes(vocab_size: int) -> list[int]:
+    """Return the sizes that the vocabulary of a draft may have, ascending."""
+    return [size for size in SIZES if 2 * size <= vocab_size and vocab_size >= MIN_VOCAB_SIZE]
 
 
 class TrafficVocabulary:
@@ -35,49 +46,52 @@ class TrafficVocabulary:
     A token counts by the target's probability at each position, so likely tokens are ranked before they are first
     emitted. Tokens that never occurred rank by their ids, because tokenizers number frequent tokens first. The loss of
     a size is the share of emitted tokens that an earlier ranking misses, times the share of such tokens that the draft
-    had right while it could choose them.
+    had right while it could choose them. Until enough were emitted, the largest size is chosen, with `usual_tokens`.
+    Without a `vocab_size`, or for a small one, nothing is counted, and all tokens are chosen.
     """
 
-    def __init__(self) -> None:
-        self._begin(0)
+    def __init__(self, vocab_size: int = 0, usual_tokens: Sequence[int] = ()) -> None:
+        self._usual = np.array(usual_tokens, np.int64)
+        self._begin(vocab_size)
 
     def _begin(self, vocab_size: int) -> None:
-        sizes = [size for size in SIZES if 2 * size <= vocab_size and vocab_size >= MIN_VOCAB_SIZE]
         self.chosen: NDArray[np.int64] | None = None  # ascending; `None` means all tokens
         self._vocab_size = vocab_size
-        self._sizes = np.array(sizes, np.int64)
-        self._mass = np.zeros(vocab_size if sizes else 0, np.float32)
-        self._ranks: NDArray[np.int32] | None = None
+        self._sizes = sizes = np.array(vocabulary_sizes(vocab_size), np.int64)
+        self._mass = np.zeros(vocab_size if len(sizes) else 0, np.float32)
+        self._ranks = np.arange(vocab_size, dtype=np.int32)
         self._requests = 0
-        self._emitted = 0.0
-        self._missed = np.zeros(len(sizes))  # emitted tokens, by size
+        self._emitted = np.zeros(len(sizes))  # tokens, by size
+        self._missed = np.zeros(len(sizes))
         # While the draft has all tokens: examined tokens that each size misses, and those that were accepted.
         self._missing_examined = np.zeros(len(sizes))
         self._missing_accepted = np.zeros(len(sizes))
+        self._mass[self._usual[self._usual < len(self._mass)]] = USUAL_WEIGHT
+        self._rank()
 
-    def add(self, trace: Trace) -> None:
-        """Add a new request."""
-        if trace.vocab_size != self._vocab_size:
-            self._begin(trace.vocab_size)
-        if self._ranks is not None:
-            self._emitted += len(trace)
-            is_missing = self._ranks[trace.completion_ids] >= self._sizes[:, None]
-            self._missed += is_missing.sum(axis=1)
-            if self.chosen is None:
-                examined, accepted = _drafted_positions(trace)
-                self._missing_examined += (is_missing & examined).sum(axis=1)
-                self._missing_accepted += (is_missing & accepted).sum(axis=1)
-        self._count(trace)
+    def add(self, trace: Trace, *, may_count: bool = True) -> None:
+        """Add a new request. Its tokens change the ranking only if they `may_count`."""
+        if not len(self._sizes) or trace.vocab_size != self._vocab_size:
+            return
+        # The first rankings know few tokens, which would count against the smaller sizes.
+        is_measured = (self._requests >= RANK_EVERY) | (self._sizes == self._sizes[-1])
+        is_missing = is_measured[:, None] & (self._ranks[trace.completion_ids] >= self._sizes[:, None])
+        self._emitted += is_measured * len(trace)
+        self._missed += is_missing.sum(axis=1)
+        if self.chosen is None:
+            examined, accepted = _drafted_positions(trace)
+            self._missing_examined += (is_missing & examined).sum(axis=1)
+            self._missing_accepted += (is_missing & accepted).sum(axis=1)
+        if may_count:
+            self._count(trace)
         self._requests += 1
-        if self._requests % RANK_EVERY == 0:
+        if self._requests % RANK_EVERY == 0 or self._requests in FIRST_RANKINGS:
             self._rank()
 
     def restore(self, traces: Iterable[Trace]) -> None:
         """Begin again with earlier requests, oldest first. The loss is measured on new ones."""
-        self._begin(0)
+        self._begin(self._vocab_size)
         for trace in traces:
-            if trace.vocab_size != self._vocab_size:
-                self._begin(trace.vocab_size)
             self._count(trace)
         self._rank()
 
@@ -97,18 +111,37 @@ class TrafficVocabulary:
         now = None if self.chosen is None else len(self.chosen)
         bounds = np.where(self._sizes == now, 2 * MAX_LOSS, MAX_LOSS) * self._emitted
         right = (self._missing_accepted + PRIOR_RIGHT) / (self._missing_examined + PRIOR_MISSING)
-        is_enough = self._missed * right <= bounds
-        enough = self._sizes[is_enough].tolist() if self._emitted >= MIN_EMITTED_TOKENS else []
-        chosen = np.sort(order[: enough[0]]) if enough else None
+        is_enough = (self._missed * right <= bounds) & (self._emitted >= MIN_EMITTED_TOKENS)
+        is_enough[-1] |= self._emitted[-1] < MIN_EMITTED_TOKENS
+        enough = self._sizes[is_enough]
+        chosen = np.sort(order[: enough[0]]) if len(enough) else None
         if chosen is None or self.chosen is None or not np.array_equal(chosen, self.chosen):
             self.chosen = chosen
-        self._ranks = np.empty(len(order), np.int32)
         self._ranks[order] = np.arange(len(order), dtype=np.int32)
-        if self._emitted > MAX_EMITTED_TOKENS:
-            self._emitted, self._missed = self._emitted / 2, self._missed / 2
+        kept = np.where(self._emitted > MAX_EMITTED_TOKENS, 0.5, 1.0)
+        self._emitted *= kept
+        self._missed *= kept
         if self.chosen is None and self._missing_examined.max() > MAX_EMITTED_TOKENS:
             self._missing_examined, self._missing_accepted = self._missing_examined / 2, self._missing_accepted / 2
         self._mass *= KEPT_MASS
+
+
+def usual_tokens(draft: PreTrainedModel, tokenizer: Any = None) -> list[int]:
+    """Return the ids of tokens that any first vocabulary of a draft should have: those in its configuration, or
+    characters and added tokens of the tokenizer, whose ids may be high."""
+    if isinstance(saved := getattr(draft.config, VOCABULARY_SETTING, None), str):
+        return [int(token) for token in re.findall(r"\b\d{1,7}\b", saved)]
+    if not hasattr(tokenizer, "get_added_vocab") or vocab_size_of(draft) < MIN_VOCAB_SIZE:
+        return []
+    characters = (i for token, i in tokenizer.get_vocab().items() if len(token) == 1 and token < LAST_CHARACTER)
+    return [*tokenizer.get_added_vocab().values(), *characters]
+
+
+def write_usual_tokens(draft: PreTrainedModel, traces: Iterable[Trace]) -> None:
+    """Write the tokens that a target is likely to use, by its traces, into a draft's configuration."""
+    if vocabulary_sizes(vocab_size_of(draft)):
+        ids = {int(token) for t in traces for token in (*t.completion_ids, *t.top_ids[:, :USUAL_PER_POSITION].flat)}
+        setattr(draft.config, VOCABULARY_SETTING, " ".join(map(str, sorted(ids))))
 
 
 def _drafted_positions(trace: Trace) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

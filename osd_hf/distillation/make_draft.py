@@ -20,10 +20,11 @@ from transformers.initialization import no_init_weights
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.static import compiles_draft
+from osd_hf.decoding.vocabulary import write_usual_tokens
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.updater import Updater
-from osd_hf.learning.weights import write_snapshot
+from osd_hf.learning.weights import SHARED_SETTING, copy_with, ends_of, shared_ends, write_snapshot
 from osd_hf.models import (
     check_pair,
     device_clock,
@@ -121,7 +122,8 @@ def make_draft(
 ) -> PreTrainedModel:
     """
     Make a draft from a target: copy some of its layers into a smaller model and train it on the target's answers. The
-    embeddings and the output head stay frozen.
+    embeddings and the output head are the target's own, frozen, in the same memory if dtype and device allow it. A
+    saved draft has copies of them. To train all weights, use a `copy.deepcopy` of the draft.
 
     The layers are chosen by measurement. Several drafts are timed with eager forwards and trained for a short time on
     the same requests. The draft with the best expected speed-up is trained to the end. For a large vocabulary a draft
@@ -190,6 +192,7 @@ def train_draft(
     draft = best.draft
     write_snapshot(best.best_weights, draft, share=True)
     set_fixed_k(draft.generation_config, k)
+    write_usual_tokens(draft, [*held_out, *training])
     draft.generation_config.stop_strings = None  # transformers' assisted generation passes a draft no tokenizer
     made = MadeDraft(
         draft=draft,
@@ -340,12 +343,11 @@ class LayerDraft:
         config = OnlineConfig(
             num_assistant_tokens=K, gate=False, update_strategy="manual", buffer_size=len(training), seed=seed
         )
-        ends = {id(self.draft.get_input_embeddings().weight), id(self.draft.get_output_embeddings().weight)}
-        matrices = [p for p in self.draft.parameters() if p.ndim == 2 and id(p) not in ends]
+        frozen = {name for name, _ in ends_of(self.draft)}
+        matrices = [p for name, p in self.draft.named_parameters() if p.ndim == 2 and name not in frozen]
         sizes = [float(m.detach().float().square().mean().sqrt()) for m in matrices]
         factor = float(np.clip(np.median(sizes) / USUAL_WEIGHT, 1.0, MAX_RATE_FACTOR)) if sizes else 1.0
         config = replace(config, learning_rate=config.learning_rate * factor)
-        frozen = {name for name, p in self.draft.named_parameters() if id(p) in ends}
         self.updater = Updater(self.draft, config, frozen=frozen)
         self.updater.buffer.extend(training)
         self.evaluate(held_out)
@@ -382,11 +384,7 @@ def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list
             f"A draft needs fewer layers than its target, and at least one with attention. {type(inner).__name__} has "
             f"{count} layers."
         )
-    drafts = [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
-    for other in drafts[1:]:  # frozen and large: shared
-        other.draft.set_input_embeddings(drafts[0].draft.get_input_embeddings())
-        other.draft.set_output_embeddings(drafts[0].draft.get_output_embeddings())
-    return drafts
+    return [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
 
 
 def _worthwhile(
@@ -509,8 +507,8 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     """
     Return a model of the target's kind with some of its decoder layers, in ascending order, and its embeddings, norms
     and output head, in evaluation mode. All encoder layers are copied. Of a multimodal target only the text part is
-    copied. The target is not changed: adapters are merged and layers dequantized in the copy. Raises
-    UnsupportedModelError if the layers cannot be copied.
+    copied. Embeddings and head share the target's memory if they can. The target is not changed: adapters are merged
+    and layers dequantized in the copy. Raises UnsupportedModelError if the layers cannot be copied.
     """
     inner = unwrap(target)
     check_pair(inner, inner)
@@ -524,7 +522,9 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
                 raise UnsupportedModelError("the adapter cannot be merged; use the model without it")
             source = unwrap(source)
             source = source.dequantize() if getattr(source, "is_quantized", False) else source
-            return _rebuild(inner, source, layers)
+            draft = _rebuild(inner, source, layers)
+            setattr(draft.config, SHARED_SETTING, True)
+            return copy_with(draft, shared_ends(draft, inner))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import threading
 import weakref
@@ -19,6 +18,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.decoding.draft_length import Pacer
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_draft
+from osd_hf.decoding.vocabulary import usual_tokens
 from osd_hf.errors import StateError
 from osd_hf.learning.gate import MIN_EFFORT
 from osd_hf.learning.requests import DraftRequests, ReadableTraces
@@ -28,6 +28,7 @@ from osd_hf.learning.weights import (
     adapted,
     adapter_base,
     adapter_state,
+    copy_with,
     fp32_copy,
     is_finite,
     learner_device,
@@ -90,7 +91,8 @@ class DomainDrafts:
     default a full copy. Without `per_domain`, all domains share one draft.
 
     Learned weights are kept by version. Models that serve are made from them when requests need them, with adapters
-    merged. The caller's draft is copied. May be used from several threads.
+    merged. The caller's draft is copied, except parameters of the names in `shared`, whose values stay those given
+    there. May be used from several threads.
 
     Raises:
         UnsupportedModelError: Adapters do not fit the draft, or cannot be merged.
@@ -104,20 +106,23 @@ class DomainDrafts:
         *,
         peft_config: Any = None,
         per_domain: bool = True,
+        shared: Snapshot | None = None,
+        tokenizer: Any = None,
     ) -> None:
+        self.shared = frozenset(shared or ())  # names of parameters that never learn
         self.config = config or OnlineConfig()
         self.peft_config = peft_config
         self.per_domain = per_domain
         self._learner_device = learner_device(self.config)
-        base = serving_copy(draft, self.config)
+        base = serving_copy(draft, self.config, shared)
         has_own_adapter = is_peft(draft) and not per_domain and peft_config is None
-        self._source = fp32_copy(draft) if has_own_adapter else base  # updaters start from it
+        self._source = fp32_copy(copy_with(draft, {})) if has_own_adapter else base  # updaters start from it
         self._template = make_template(self._source, peft_config, self.config.seed)
         self._fp32_base: PreTrainedModel | None = None  # below adapters that learn
         self.readable = ReadableTraces.by(base)
         self.pacer = Pacer()
         self.version = 0
-        self._pace: dict[str, Any] = {}
+        self._how: dict[str, Any] = {"usual_tokens": usual_tokens(draft, tokenizer)}
         self._drafts: dict[str | None, _Draft] = {} if per_domain else {None: self._new_draft(None)}
         self._has_refused = False
         self._static = static_draft(base, self.config)
@@ -130,12 +135,12 @@ class DomainDrafts:
         self._lock = threading.RLock()
 
     def _new_draft(self, domain: str | None) -> _Draft:
-        return _Draft(DraftRequests(self.readable, domain, self.config, **self._pace))
+        return _Draft(DraftRequests(self.readable, domain, self.config, **self._how))
 
     def set_pace(self, *, min_effort: float = MIN_EFFORT, target_lag: int = 0) -> None:
         """Set the least share of the configured updates, and the number of earlier versions of the target that are
         still learned from."""
-        self._pace = {"min_effort": min_effort, "target_lag": target_lag}
+        self._how |= {"min_effort": min_effort, "target_lag": target_lag}
         for requests in self.requests.values():
             requests.target_lag = target_lag
             requests.effort.least = min_effort
@@ -263,8 +268,7 @@ class DomainDrafts:
         """Write prepared weights into an unused model of the domain, or a new one."""
         serving = next((s for s in self.held if s.domain == domain and not s.leases), None)
         if serving is None:
-            with learning_context():
-                model = (shared_copy if self._shares_weights else copy.deepcopy)(self.base)
+            model = shared_copy(self.base, None if self._shares_weights else self.shared)
             write_snapshot(weights, model, share=self._shares_weights)
             serving = ServingDraft(model, self._drafting(model), domain)
             serving.drafting.clock = self._base.drafting.clock
@@ -358,7 +362,7 @@ class DomainDrafts:
                 if self._fp32_base is None:  # shared by all adapters and, if it can be, with the serving base
                     self._fp32_base = shared_copy(source).to(self._learner_device or source.device).float().eval()
                 source = adapted(adapter_base(self._fp32_base, peft_config), peft_config, seed)
-        return Updater(source, self.config, requests=requests, dtype=self.base.dtype)
+        return Updater(source, self.config, requests=requests, dtype=self.base.dtype, frozen=self.shared)
 
     @property
     def learning(self) -> set[str | None]:
@@ -408,7 +412,8 @@ class DomainDrafts:
         """Raise StateError for weights that are not finite or do not fit."""
         if not is_finite(snapshot):
             raise StateError(f"The saved draft of {domain!r} has weights that are not finite. Save it again.")
-        learnable = {name: p for name, p in self.base.named_parameters() if p.is_floating_point()}
+        parameters = self.base.named_parameters()
+        learnable = {name: p for name, p in parameters if p.is_floating_point() and name not in self.shared}
         expected = learnable if self._template is None else adapter_state(self._template)
         # Adapters added by transformers learn alone, inside a full model.
         is_part = self._template is None and getattr(self.base, "_hf_peft_config_loaded", False)

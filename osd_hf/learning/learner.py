@@ -87,9 +87,14 @@ class Learner:
         more_rounds = original.target_forwards / learned.target_forwards - 1
         return None if seconds is None else more_rounds * len(trace.rounds) * seconds
 
-    def observe(self, domain: str | None, trace: Trace) -> None:
-        """Add a served request of a domain. A request that cannot be learned from is excluded."""
-        if len(trace) and trace.num_kept and self.drafts.admit(domain):
+    def observe(self, domain: str | None, trace: Trace, *, learn: bool = True) -> None:
+        """Add a served request of a domain. A request that cannot be learned from is excluded. Without `learn`, the
+        request only shows whether the vocabulary of the draft suffices."""
+        if not learn:
+            if (watching := self.drafts.requests.get(self.drafts.key(domain))) is not None:
+                with watching.lock:
+                    watching.vocabulary.add(trace, may_count=False)
+        elif len(trace) and trace.num_kept and self.drafts.admit(domain):
             requests = self.drafts.requests[self.drafts.key(domain)]
             if requests.set_aside.accepts(trace) and requests.observe(trace):
                 self.drafts.model_changed(requests.domain)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from osd_hf.learning.weights import hidden_matrices
 from osd_hf.losses import outcome_logprobs
 from osd_hf.models import config_value, unwrap, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
@@ -165,15 +166,9 @@ class ActivationMemory:
     def of(cls, draft: PreTrainedModel) -> Self:
         """Estimate from the weights and the configuration of a draft."""
         config = draft.config.get_text_config(decoder=True)
-        head = draft.get_output_embeddings()
-        excluded = {id(module.weight) for module in draft.modules() if isinstance(module, torch.nn.Embedding)}
-        excluded |= set() if head is None else {id(head.weight)}
         adapters = set(getattr(draft, "peft_config", ()))  # one of them is active, and small compared to the base
-        features = sum(
-            sum(parameter.shape)
-            for name, parameter in draft.named_parameters()
-            if parameter.ndim == 2 and id(parameter) not in excluded and adapters.isdisjoint(name.split("."))
-        )
+        own = {name: p for name, p in draft.named_parameters() if adapters.isdisjoint(name.split("."))}
+        features = sum(sum(matrix.shape) for matrix in hidden_matrices(draft, own))
         layers = max(len(_layers(draft)), 1)
         heads = config_value(config, "num_attention_heads") or 1
         is_eager = getattr(config, "_attn_implementation", None) == "eager"

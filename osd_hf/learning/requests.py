@@ -289,6 +289,7 @@ class DraftRequests:
         *,
         target_lag: int = 0,
         min_effort: float = MIN_EFFORT,
+        usual_tokens: Sequence[int] = (),
     ) -> None:
         self.domain = domain
         self.config = config or OnlineConfig()
@@ -315,7 +316,8 @@ class DraftRequests:
         self._usual: deque[float] = deque(maxlen=USUAL_REQUESTS)  # acceptance by request
         self._compare_all = 0  # requests
 
-        self.vocabulary = TrafficVocabulary()
+        is_auto = self.config.num_assistant_tokens == "auto"
+        self.vocabulary = TrafficVocabulary(readable.vocab_size if is_auto else 0, usual_tokens)
         self.choice = DraftChoice()
         self.effort = Effort(min_effort)
         self.dropped = 0  # versions in a row
@@ -341,8 +343,7 @@ class DraftRequests:
         if trace.is_rescored:  # its rounds say nothing about any draft
             self.pending.append(trace)
             return
-        if self.config.num_assistant_tokens == "auto":
-            self.vocabulary.add(trace)
+        self.vocabulary.add(trace)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
             self.pending.append(to_learn)
@@ -558,8 +559,7 @@ class DraftRequests:
             if self.config.gate:  # without a gate, nothing shows that fewer updates suffice
                 self.effort.load_state_dict(state["effort"])
             self.choice.load_state_dict(state["choice"])
-            counts_tokens = self.config.num_assistant_tokens == "auto"
-            known = [trace for group in traces.values() for trace in group] if counts_tokens else []
+            known = [trace for group in traces.values() for trace in group]
             self.vocabulary.restore(sorted(known, key=lambda trace: trace.created_at_seconds))
             self.arrived.clear()
             self.unwatched.clear()

@@ -38,6 +38,7 @@ from osd_hf.learning.weights import (
     Snapshot,
     adapter_state,
     fp32_copy,
+    hidden_matrices,
     learner_device,
     learning_context,
     learns_in_bf16,
@@ -101,7 +102,8 @@ class Updater:
     ended.
 
     A draft with adapters learns its trainable parameters, and frozen fp32 weights are shared; otherwise all parameters
-    learn, except those of the names in `frozen`. The serving draft has the given `dtype`, by default that of `draft`.
+    learn, except those of the names in `frozen`, which are shared. The serving draft has the given `dtype`, by default
+    that of `draft`.
 
     Raises:
         UnsupportedModelError: The draft has no trainable parameter.
@@ -129,7 +131,7 @@ class Updater:
         device = learner_device(config)
         with learning_context():
             # Evaluation mode: dropout would draw from the generator that sampled requests use.
-            self.master = with_fp32_attention(fp32_copy(draft, share_frozen=True, device=device))
+            self.master = with_fp32_attention(fp32_copy(draft, frozen, device=device))
             self.parameters = trainable_parameters(self.master, frozen)
             self.optimizers = make_optimizers(self.master, self.parameters, config)
             self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -439,14 +441,6 @@ def trainable_parameters(model: PreTrainedModel, frozen: Container[str] = ()) ->
             "`is_trainable=True`, or use a draft in full or half precision."
         )
     return found
-
-
-def hidden_matrices(model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Return the matrices that map hidden states, which Muon updates; without embeddings and output head."""
-    excluded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    if (head := model.get_output_embeddings()) is not None:
-        excluded.add(id(head.weight))
-    return [p for p in parameters.values() if p.ndim == 2 and id(p) not in excluded]
 
 
 class Float32Muon(torch.optim.Muon):

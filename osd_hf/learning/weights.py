@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,8 @@ from osd_hf.utils.context import Seeded, neutral_context
 
 Snapshot = dict[str, torch.Tensor]
 """Learned weights by parameter name; those of an adapter by the names in its file."""
+
+SHARED_SETTING = "osd_hf_shares_ends"  # in the configuration of a draft that was cut from its target
 
 # Kinds of soft prompts that PEFT cannot merge and that transformers' assisted generation cannot serve.
 UNSERVED_SOFT_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING")
@@ -73,9 +76,52 @@ def with_fp32_attention(master: PreTrainedModel) -> PreTrainedModel:
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def serving_copy(draft: PreTrainedModel, config: OnlineConfig) -> PreTrainedModel:
-    """Return a copy of a draft, its adapter merged, with the configured number of drafted tokens. Raises
-    UnsupportedModelError for an adapter that can be neither merged nor served."""
+def ends_of(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Return the weights of the input embeddings and of the output head, with their parameter names."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    weights = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    return [(names.get(id(weight), ""), weight) for weight in weights]
+
+
+def hidden_matrices(model: PreTrainedModel, parameters: Mapping[str, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return the matrices that map hidden states, which Muon updates; without embeddings and output head."""
+    excluded = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    if (head := model.get_output_embeddings()) is not None:
+        excluded.add(id(head.weight))
+    return [p for p in parameters.values() if p.ndim == 2 and id(p) not in excluded]
+
+
+def shared_ends(draft: PreTrainedModel, target: Any) -> Snapshot:
+    """Return frozen parameters in the target's memory for the embeddings and the output head of a draft that was cut
+    from it, by name: those with the same values, dtype, and device. There are none for other drafts."""
+    found = Snapshot()
+    if getattr(draft.config, SHARED_SETTING, False) and not is_peft(draft):
+        for (name, own), (_, theirs) in zip(ends_of(draft), ends_of(unwrap(target)), strict=True):
+            is_plain = type(own) is type(theirs) is torch.nn.Parameter and not theirs.is_inference()
+            is_alike = is_plain and (own.dtype, own.device) == (theirs.dtype, theirs.device)
+            if is_alike and (own.data_ptr() == theirs.data_ptr() or torch.equal(own, theirs)):  # equal in shape, too
+                found[name] = torch.nn.Parameter(theirs.detach(), requires_grad=False)
+    return found
+
+
+def copy_with(model: PreTrainedModel, parameters: Snapshot) -> PreTrainedModel:
+    """Return a copy of a model with these parameters in place of its own."""
+    memo = {id(own): parameters[name] for name, own in model.named_parameters() if name in parameters}
+    with learning_context():
+        return copy.deepcopy(model, memo)
+
+
+def shared_copy(model: PreTrainedModel, names: Container[str] | None = None) -> PreTrainedModel:
+    """Return a copy that shares the memory of the parameters, or of those with these names."""
+    shared = {name: p for name, p in model.named_parameters() if names is None or name in names}
+    with torch.inference_mode(False):
+        new = {n: torch.nn.Parameter(p.detach(), p.requires_grad) for n, p in shared.items() if p.is_floating_point()}
+    return copy_with(model, {**shared, **new})
+
+
+def serving_copy(draft: PreTrainedModel, config: OnlineConfig, shared: Snapshot | None = None) -> PreTrainedModel:
+    """Return a copy of a draft, its adapter merged, with the configured number of drafted tokens, and with `shared`
+    parameters. Raises UnsupportedModelError for an adapter that can be neither merged nor served."""
     if has_soft_prompt(draft) and draft.active_peft_config.peft_type in UNSERVED_SOFT_PROMPTS:
         raise UnsupportedModelError(
             f"The draft has a soft prompt ({type(draft.active_peft_config).__name__}), which cannot be merged, and "
@@ -83,32 +129,41 @@ def serving_copy(draft: PreTrainedModel, config: OnlineConfig) -> PreTrainedMode
         )
     with learning_context():
         served = merged(draft)
-        served = (copy.deepcopy(draft) if served is draft else served).eval()
+        served = (copy_with(draft, shared or {}) if served is draft else served).eval()
+    if getattr(served.config, SHARED_SETTING, False):
+        setattr(served.config, SHARED_SETTING, bool(shared))
     if config.compared_k is not None:
         set_fixed_k(served.generation_config, config.compared_k)
     return served
 
 
-def shared_copy(model: PreTrainedModel, *, with_learned: bool = True) -> PreTrainedModel:
-    """Return a copy that shares the memory of the parameters. Buffers are copied, as are, with `with_learned=False`,
-    the parameters that require gradients."""
-    with learning_context():
-        shared = [p for p in model.parameters() if with_learned or not p.requires_grad]
-        others = (torch.nn.Parameter(p.detach(), p.requires_grad) if p.is_floating_point() else p for p in shared)
-        return copy.deepcopy(model, {id(p): other for p, other in zip(shared, others, strict=True)})
-
-
-def fp32_copy(
-    draft: PreTrainedModel, *, share_frozen: bool = False, device: torch.device | None = None
-) -> PreTrainedModel:
-    """Return a copy in fp32 and evaluation mode, by default on the same device. With `share_frozen`, fp32 weights
-    frozen below adapters share memory with the draft's."""
+def fp32_copy(draft: PreTrainedModel, frozen: Container[str] = (), *, device: Any = None) -> PreTrainedModel:
+    """Return a copy in fp32 and evaluation mode, by default on the same device. Weights of the names in `frozen`, and
+    fp32 weights frozen below adapters, share memory with the draft's. The former keep their dtype, and are cast where
+    they are used."""
     has_adapters = is_peft(draft) or getattr(draft, "_hf_peft_config_loaded", False)
+    below = {name for name, p in draft.named_parameters() if has_adapters and not p.requires_grad}
+    shared = below | {name for name, _ in draft.named_parameters() if name in frozen}
     with learning_context():
         if device is not None:
             draft = shared_copy(draft).to(device)  # before the cast: the draft's device may lack memory
-        is_shared = has_adapters and share_frozen
-        return (shared_copy(draft, with_learned=False) if is_shared else copy.deepcopy(draft)).float().eval()
+        model = shared_copy(draft, shared).eval()
+        uncast = {p: p.data for name, p in model.named_parameters() if name in frozen}
+        for p, data in uncast.items():
+            p.data = data[:0]
+        model.float()
+        for p, data in uncast.items():
+            p.data = data
+    for module in (module for module in model.modules() if getattr(module, "weight", None) in uncast):
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_hook(lambda _module, _args, output: output.float())
+        else:
+            module.forward = functools.partial(_linear_by_cast, module)
+    return model
+
+
+def _linear_by_cast(layer: Any, states: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(states, layer.weight.to(states), layer.bias)
 
 
 def is_finite(snapshot: Snapshot) -> bool:
@@ -162,7 +217,8 @@ def load_adapter(model: Any, snapshot: Snapshot) -> Any:
 def _adapted_weights(snapshot: Snapshot, template: PreTrainedModel, *, is_merged: bool) -> Snapshot:
     """Return all parameters of the template's model with this adapter, merged or not. Parameters that the adapter
     does not change share memory with the template."""
-    model = load_adapter(shared_copy(template, with_learned=False), snapshot)
+    frozen = {name for name, p in template.named_parameters() if not p.requires_grad}
+    model = load_adapter(shared_copy(template, frozen), snapshot)
     if is_merged:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
