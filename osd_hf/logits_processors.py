@@ -278,15 +278,3 @@ def _common_tokens(a: Tensor, b: Tensor) -> int:
     length = min(a.shape[1], b.shape[1]) if len(a) == len(b) else 0
     same = (a[:, :length] == b[: len(a), :length].to(a.device)).all(0)
     return int(same.cumprod(0).sum())
-
-
-def is_capturable(processors: Sequence[Any]) -> bool:
-    """Whether a CUDA graph may contain these processors: results depend on the logits alone, without a copy to the
-    host."""
-    return all(type(p) in IMPARTIAL and type(p) is not known.TopHLogitsWarper for p in processors)
-
-
-def sample(probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw a token of each row from probabilities, `(rows, vocab)`, by uniform noise, `(rows,)`."""
-    total = probs.cumsum(-1)
-    return (total <= (noise * total[:, -1])[:, None]).sum(-1).clamp(max=probs.shape[-1] - 1)
