@@ -1,23 +1,28 @@
-"""Measure what needs an accelerator, with the shapes of an 8B target and a 0.6B draft.
+"""Measure what needs an accelerator, with the shape of Qwen3-8B and drafts of a few such layers.
 
-    python recipes/accelerator.py              # about ten minutes on one H100; shapes of 8B take 35 GB
-    python recipes/accelerator.py --smoke      # tiny shapes on the CPU, without compilation
+    python recipes/accelerator.py --parts exactness costs memory speed latency batches    # seven minutes on one H100
+    OSD_HF_DATA=... python recipes/accelerator.py --parts stretched                       # five minutes; loads SmolLM2
+    python recipes/accelerator.py --cost-model     # a table of expected speed-ups; needs no accelerator
+    python recipes/accelerator.py --smoke          # tiny shapes on the CPU, without compilation
 
 exactness   bundled pair, learning between requests, in float32 and bfloat16: identical answers, and the gap at the
             first different token of the others
+costs       seconds of a verification by tokens and length, of a round and a drafted token by layers and vocabulary;
+            what the loop adds, and how often it waits for the device
 memory      a learning draft with a large target: bytes between updates and at most, against `memory_plan`
-latency     requests to a middle-sized pair, by `update_strategy`: seconds per request and until its first token
-speed       large shapes with controlled acceptance: eager, captured, and compiled drafts, compiled targets, the target
-            alone (eager and compiled by transformers), and the cost model
-vocabulary  a token of the large draft with the full and with restricted output heads
+speed       default settings with drafts of a given acceptance, against the target alone: eager, compiled by
+            transformers, and inside the assistant; time to the first token, and until full speed
+latency     seconds per request while the draft learns and while it does not
+stretched   SmolLM2-135M with the cost of an 8B model and the same function: learning live, then all systems in turns
+batches     several rows, against the target's own batches, eager and compiled
 
-No data set and no network is needed. A part that fails or exceeds its time limit is reported with its error. The exit
+A part that fails or exceeds its time limit is reported with its error. The report is written after each part. The exit
 code is 0 if all parts succeed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import json
 import logging
@@ -26,217 +31,260 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import torch
-from common import K, greedy, make_parser, parting, run_facts, write_report
-from transformers import LlamaConfig, LlamaForCausalLM
+from common import K, greedy, make_parser, parting, run_facts, stretched, write_report
+from torch import Tensor
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
-from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts
-from osd_hf.decoding import static
-from osd_hf.decoding.sources import DraftForward, Drafting
-from osd_hf.decoding.vocabulary import RestrictedDraft
-from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, benchmark, compare_outputs
+from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
+from osd_hf.evaluation.benchmark import System, answer_greedily, answer_traced, benchmark, compare_outputs
 from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
+from osd_hf.replay import redraft
+from osd_hf.speedup import expected_block_efficiency
+from osd_hf_app.smollm2 import everyday_prompts, smollm2
+
+Found = dict[str, Any]
+Model = Any
 
 PROMPT = 64  # tokens of prompts to random weights
-ALPHAS = (0.5, 0.8)  # controlled acceptance
-CERTAIN_LOGIT = 2.0**14  # above any logit of random weights, and within float16
-SHAPES = {  # hidden size, layers, heads, intermediate size, vocabulary
-    "8b": (4096, 32, 32, 12288, 151_936),
-    "0.6b": (1024, 28, 16, 3072, 151_936),
-    "1.5b": (1536, 28, 12, 8960, 32000),
-    "160m": (768, 12, 12, 3072, 32000),
-    "tiny-target": (64, 2, 4, 128, 512),
-    "tiny-draft": (32, 1, 2, 64, 512),
-}
-Found = dict[str, Any]
+LOW_IDS = 4096  # prompts end with a smaller id; answers count up from there
+# Controlled acceptance -> the least that is expected, relative to the target compiled by transformers.
+NEEDED = {0.5: 1.4, 0.65: 1.8, 0.75: 2.2}
+LARGE: Found = {
+    "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151_936, "max_position_embeddings": 32768,
+}  # fmt: skip
+TINY: Found = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 96, "vocab_size": 8192, "max_position_embeddings": 512,
+}  # fmt: skip
+ALONE, COMPILED, INSIDE = "target alone", "target compiled", "inside the assistant"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run: shapes of the models, their dtype, and the number of requests."""
+    """Sizes of a run: the shape of the target, its dtype, and the number of requests."""
 
-    large: tuple[str, str] = ("8b", "0.6b")
-    middle: tuple[str, str] = ("1.5b", "160m")
+    shape: Found
     dtype: torch.dtype = torch.bfloat16
-    answers: int = 32
-    new_tokens: int = 64
-    requests: int = 24  # of each strategy
-    waited_tokens: int = 32  # of their answers
-    timed: int = 3  # of each acceptance
-    heads: tuple[int, ...] = (2048, 8192, 32768)
+    answers: int = 64
+    answer_tokens: int = 24
+    new_tokens: int = 128
+    timed: int = 4
+    waits: int = 40  # requests per strategy
+    waited_tokens: int = 48
+    layers: tuple[int, ...] = (1, 2, 4)
+    heads: tuple[int, ...] = (8192, 32768)
+    lengths: tuple[int, ...] = (256, 2048, 8192)
+    rows: tuple[int, ...] = (1, 4, 16)
     compiles: bool = True
+    copies: tuple[int, int] = (7, 9)  # of the stretched model's residual stream and heads, and of the units of MLPs
+    stretched_layers: int = 35
+    requests: int = 100  # of each data set, which the draft learns from
+    later: int = 8  # of each data set, answered in turns
 
 
-TINY = ("tiny-target", "tiny-draft")
-SMOKE = Sizes(TINY, TINY, torch.float32, 2, 6, 9, 6, 1, (128,), compiles=False)
-
-
-def prompts(number: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Return prompts of random tokens."""
-    draw = random.Random(seed)
-    return [[draw.randrange(vocab_size) for _ in range(PROMPT)] for _ in range(number)]
-
-
-def asked(ids: list[int], device: str, new_tokens: int) -> dict[str, Any]:
-    """Return the arguments of `generate`."""
-    tensor, settings = greedy(ids, new_tokens, device)
-    return {"inputs": tensor, **settings}
+SMOKE = Sizes(TINY, torch.float32, 5, 6, 9, 2, 6, 6, (1,), (1024,), (256,), (2,), False, (3, 3), 14, 4, 2)
 
 
 # --- random weights, and drafts with a given acceptance -------------------------------------------------------------
 
 
-def random_pair(target_shape: str, draft_shape: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """
-    Build a Llama-shaped target and draft with random weights. Answers end only at their maximum.
+def random_model(shape: Found, dtype: torch.dtype, device: str, **changes: Any) -> Model:
+    """Build a model with random weights that answers each token with the next id. Answers end only at their maximum.
 
-    The target's head is its shifted embedding, which outweighs the layers, so the next token is always clear.
-    Otherwise, in half precision, wider forwards would sometimes choose other tokens, and acceptance would vary.
+    The head is the shifted embedding, which outweighs the layers, so the next token is always clear. Otherwise, in
+    half precision, wider forwards would sometimes choose other tokens.
     """
-    with torch.device(device), torch.random.fork_rng():
+    ends: Found = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    with torch.device(device), torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        target, draft = (random_model(SHAPES[shape], dtype) for shape in (target_shape, draft_shape))
-        with torch.no_grad():
-            embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-            embedding.normal_(0, 100)
-            head.copy_(embedding.roll(1, 0) * (target.config.initializer_range / 100))
-    return target, draft
+        config = Qwen3Config(**{**shape, **ends, **changes}, tie_word_embeddings=False)
+        model: Model = Qwen3ForCausalLM._from_config(config, dtype=dtype).eval()
+        embedding = model.get_input_embeddings().weight.normal_(0, 100)
+        model.get_output_embeddings().weight.copy_(embedding.roll(1, 0) * (config.initializer_range / 100))
+    return model
 
 
-def random_model(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-    hidden, layers, heads, intermediate, vocab = shape
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=intermediate,
-        vocab_size=vocab,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+def draft_for(target: Model, alpha: float, layers: int = 1) -> Model:
+    """Return a draft with some of the target's layers that proposes the target's token after a share `alpha` of all
+    tokens. Only its head is another one: the rows of the other tokens are exchanged, within blocks of common ids."""
+    config = target.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None, "osd_hf_shares_ends": True}
+    with torch.device("meta"):
+        draft: Model = type(target)._from_config(type(target.config)(**config), dtype=target.dtype).eval()
+    for name, module in target.model.named_children():
+        setattr(draft.model, name, torch.nn.ModuleList(module[:layers]) if name == "layers" else module)
+    draft.set_output_embeddings(target.get_output_embeddings())
+    if alpha < 1:
+        head = target.get_output_embeddings().weight
+        source = np.arange(len(head))
+        wrong = source[np.random.default_rng(0).random(len(head)) >= alpha]
+        for block in np.split(wrong, np.searchsorted(wrong, range(LOW_IDS, len(head), LOW_IDS))):
+            source[block] = np.roll(block, 1)
+        draft.set_output_embeddings(torch.nn.Linear(head.shape[1], len(head), False, "meta", head.dtype))
+        weight = head[torch.from_numpy(source).to(head.device)]
+        draft.get_output_embeddings().weight = torch.nn.Parameter(weight, requires_grad=False)
+    return draft
 
 
-class ControlledAcceptance:
-    """
-    Replaces the proposals of drafts: at each position by the token that the target will emit there, with a given
-    probability, otherwise by another one. The drafts still run their forwards. All get the same proposals.
-    """
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.random = random.Random(0)
-        self.proposals: dict[tuple[int, ...], list[int]] = {}
-
-    def record(self, prompt_ids: Sequence[int], answer: Sequence[int], alpha: float) -> None:
-        """Choose the proposals after a prompt from the target's answer."""
-
-        def proposal(token: int) -> int:
-            if self.random.random() < alpha:
-                return token
-            return (token + 1 + self.random.randrange(self.vocab_size - 1)) % self.vocab_size
-
-        self.proposals[tuple(prompt_ids)] = [*prompt_ids, *map(proposal, answer)]
-
-    @contextlib.contextmanager
-    def steering(self) -> Iterator[None]:
-        """Put the proposals into the logits of all drafts of this process."""
-        make = Drafting.forward
-
-        def steered(drafting: Drafting, *args: Any, **kwargs: Any) -> Any:
-            made: Any = make(drafting, *args, **kwargs)
-            made.feed = self.steered_feed(made)
-            return made
-
-        Drafting.forward = steered  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            Drafting.forward = make  # type: ignore[method-assign]
-
-    def steered_feed(self, forward: DraftForward) -> Callable[[torch.Tensor], torch.Tensor]:
-        feed = forward.feed
-        proposals: list[int] = []
-
-        def steered(ids: torch.Tensor) -> torch.Tensor:
-            if forward.length == 0:
-                context = tuple(ids[0].tolist())
-                proposals[:] = next(
-                    (p for prompt, p in self.proposals.items() if context[: len(prompt)] == prompt), []
-                )
-            logits = feed(ids)
-            if forward.length < len(proposals):
-                logits[0, proposals[forward.length]] = CERTAIN_LOGIT
-            return logits
-
-        return steered
+def prompts(number: int, vocab_size: int, new_tokens: int) -> list[list[int]]:
+    """Return prompts of random tokens with answers that do not overlap, so that none can be found in earlier text."""
+    draw, step = random.Random(0), 2 * new_tokens
+    ends = [first % LOW_IDS for first in range(0, step * number, step)]
+    return [[draw.randrange(LOW_IDS, vocab_size) for _ in range(PROMPT - 1)] + [end] for end in ends]
 
 
-def controlled_report(
-    target: Any, systems: Sequence[System], groups: dict[float, list[list[int]]], new_tokens: int
-) -> BenchmarkReport:
-    """Time the systems on prompts by their acceptance; the drafts of lean systems reach it."""
-    acceptance = ControlledAcceptance(target.config.vocab_size)
-    for alpha, group in groups.items():
-        for prompt in group:
-            acceptance.record(prompt, answer_greedily(target, prompt, new_tokens), alpha)
-    named = {f"alpha {alpha:g}": group for alpha, group in groups.items()}
-    with acceptance.steering():
-        return benchmark(target, systems, named, max_new_tokens=new_tokens, measure_costs=True)
+class Moments(BaseStreamer):
+    """Answer a request and record when it began, when tokens came, and when it was done."""
+
+    def __init__(self, generate: Any, ids: Sequence[int], new_tokens: int, device: str, **settings: Any) -> None:
+        inputs, how = greedy(ids, new_tokens, device)
+        self.moments = [time.perf_counter()]
+        self.answer = generate(inputs, **how, **settings, streamer=self)[0, len(ids) :].tolist()
+        self.seconds = time.perf_counter() - self.moments[0]
+        self.first_token_seconds = self.moments[2] - self.moments[0]
+        self.round_seconds = (self.moments[-1] - self.moments[2]) / max(len(self.moments) - 3, 1)
+
+    def put(self, value: Tensor) -> None:
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
-# --- the parts ------------------------------------------------------------------------------------------------------
+def lean(name: str, draft: Model, **how: Any) -> System:
+    """Return the package's default settings as a system."""
+    return System(name, "lean", draft, "auto", compile_target=OnlineConfig().compile_target, **how)
 
 
-def exactness(device: str, sizes: Sizes) -> Found:
+def alone(sizes: Sizes) -> list[System]:
+    return [System(ALONE, "alone"), *[System(COMPILED, "alone", compile_target=True)] * sizes.compiles]
+
+
+def shown(report: Any, dataset: str) -> Found:
+    """Return the main figures of each system, with ratios to the target alone, compiled if it was."""
+    kept = ("tokens_per_second", "first_token_seconds", "alpha", "outputs", "round_seconds", "block_efficiency",
+            "share_of_tokens", "times_alone")  # fmt: skip
+    names = [system.name for system in report.systems]
+    best = COMPILED if COMPILED in names else ALONE
+    figures = {name: report.figures(name, dataset) for name in names}
+    ratios = {name: report.ratio(name, best, dataset) for name in names}
+    return {n: {k: figures[n][k] for k in kept} | {"times_best_alone": ratios[n]} for n in names}
+
+
+# --- parts with random weights --------------------------------------------------------------------------------------
+
+
+def exactness(device: str, sizes: Sizes) -> Iterator[Found]:
     share = -(-sizes.answers // len(DOMAINS))
     texts = [e.prompt for domain in DOMAINS for e in bundled_prompts(domain, share, seed=0)][: sizes.answers]
     found: Found = {}
     for dtype in (torch.float32, torch.bfloat16):
         pair = load_pair(device=device)
         target, draft = pair.target.to(dtype), pair.draft.to(dtype)
-        fast = {"update_strategy": "interval", "update_interval": 2, "steps_per_update": 3, "gate": False}
-        config = OnlineConfig(num_assistant_tokens=K, **fast)
+        fast = {"update_strategy": "interval", "update_interval": 4, "steps_per_update": 3, "gate": False}
         outcomes, parted = [], []
-        with OnlineAssistant(target, draft, pair.tokenizer, config) as assistant:
+        with OnlineAssistant(target, draft, pair.tokenizer, OnlineConfig(num_assistant_tokens=K, **fast)) as assistant:
             for number, text in enumerate(texts):
                 ids = encode_turn(pair.tokenizer, text)
-                alone = answer_greedily(target, ids, sizes.new_tokens)
-                ours = assistant.generate(**asked(ids, device, sizes.new_tokens))[0, len(ids) :].tolist()
-                outcomes.append(compare_outputs(target, ids, alone, ours))
+                expected = answer_greedily(target, ids, sizes.answer_tokens)
+                ours = Moments(assistant.generate, ids, sizes.answer_tokens, device).answer
+                outcomes.append(compare_outputs(target, ids, expected, ours))
                 if outcomes[-1] != "identical":
-                    parted.append({"request": number, **parting(target, ids, alone, ours)})
+                    parted.append({"request": number, **parting(target, ids, expected, ours)})
             versions = assistant.version
         counts = {name: outcomes.count(name) for name in ("identical", "tied", "differing")}
         found[str(dtype).removeprefix("torch.")] = {**counts, "versions": versions, "parted": parted}
-    return {"holds": found["float32"]["differing"] == 0 and found["float32"]["versions"] > 0, **found}
+        yield {"holds": found["float32"]["differing"] == 0 and found["float32"]["versions"] > 0, **found}
 
 
-def memory(device: str, sizes: Sizes) -> Found:
+def costs(device: str, sizes: Sizes) -> Iterator[Found]:
+    target = random_model(sizes.shape, sizes.dtype, device)
+    found: Found = {"holds": True, "verification_seconds": {}, "drafts": {}}
+    drafts = {layers: draft_for(target, 0.0, layers) for layers in sizes.layers}
+    for length in sizes.lengths:
+        found["verification_seconds"][length] = verification(target, drafts[sizes.layers[0]], length)
+        yield found
+    verify = found["verification_seconds"][sizes.lengths[0]]
+    for layers, draft in drafts.items():
+        for head in (*sizes.heads, sizes.shape["vocab_size"]):
+            (one, waits), (seven, waits_of_seven) = (round_of(target, draft, k, head, sizes) for k in (1, 7))
+            row = {"round_seconds": {1: one, 7: seven}, "waits_per_round": {1: waits, 7: waits_of_seven}}
+            if verify:
+                row["drafted_seconds"] = (seven - one - verify[8] + verify[2]) / 6
+                row["loop_seconds"] = one - verify[2] - row["drafted_seconds"]
+            found["drafts"][f"{layers} layers, {head} tokens"] = row
+            yield found
+
+
+@torch.no_grad()
+def verification(target: Model, draft: Model, length: int) -> dict[int, float]:
+    """Return the median seconds of captured forwards over 1 to 8 tokens, near the end of a cache of this size."""
+    begin, seconds = length - 64, dict[int, float]()
+    with OnlineAssistant(target, draft, None, OnlineConfig(update_strategy="manual")) as assistant:
+        static, read = assistant.compiled_target, DynamicCache(config=target.config)
+        if static is None:
+            return seconds
+        for ids in torch.full((1, begin), 7, device=target.device).split(1024, 1):
+            target(ids, past_key_values=read, use_cache=True, logits_to_keep=1)
+        cache = static.lease(target, 1, begin, begin)
+        cache.load(read, [0])
+        for count in (1, 2, 4, 6, 8):
+            taken = []
+            for _ in range(20):
+                began = time.perf_counter()
+                static.step(cache, torch.full((1, count), 7, device=target.device), [begin])
+                torch.cuda.synchronize()
+                taken.append(time.perf_counter() - began)
+            seconds[count] = float(np.median(taken[5:]))
+        static.release(cache)
+    return seconds
+
+
+def round_of(target: Model, draft: Model, k: int, head: int, sizes: Sizes) -> tuple[float, float]:
+    """Return the seconds of a round in which no candidate is accepted, and how often it waits for the device."""
+    count, device = sizes.answer_tokens, str(target.device)
+    config = OnlineConfig(num_assistant_tokens=k, update_strategy="manual")
+    with OnlineAssistant(target, draft, None, config) as assistant, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if head < target.config.vocab_size:
+            assistant.drafts.requests[None].vocabulary.chosen = np.arange(head)
+        answer = functools.partial(assistant.generate, learn=False)
+        *warm, timed, traced = prompts(4, target.config.vocab_size, count)
+        for ids in warm:
+            Moments(answer, ids, count, device)
+        seconds = Moments(answer, timed, count, device).round_seconds
+        watch: Any = torch.cuda.set_sync_debug_mode if device != "cpu" else len
+        watch("warn")
+        Moments(answer, traced, count, device)
+        watch("default")
+    return seconds, sum("synchronizing CUDA operation" in str(each.message) for each in told) / count
+
+
+def memory(device: str, sizes: Sizes) -> Iterator[Found]:
     is_measured = device != "cpu"
     before = torch.cuda.memory_allocated() if is_measured else 0
-    target, draft = random_pair(*sizes.large, device=device, dtype=sizes.dtype)
+    target = random_model(sizes.shape, sizes.dtype, device)
     config = OnlineConfig(num_assistant_tokens=K, update_strategy="manual", gate=False)
     found: Found = {}
-    updates = []
-    with OnlineAssistant(target, draft, None, config) as assistant:
-        plan = assistant.memory_plan(prompt_tokens=PROMPT, new_tokens=sizes.new_tokens)
-        for number, ids in enumerate(prompts(12, target.config.vocab_size)):
-            assistant.generate(**asked(ids, device, sizes.new_tokens))
+    with OnlineAssistant(target, draft_for(target, 1.0, sizes.layers[-1]), None, config) as assistant:
+        plan = assistant.memory_plan(prompt_tokens=PROMPT, new_tokens=sizes.answer_tokens)
+        for number, ids in enumerate(prompts(12, target.config.vocab_size, sizes.answer_tokens)):
+            Moments(assistant.generate, ids, sizes.answer_tokens, device)
             if number % 4 == 3:  # the third version comes while one serves and one is kept
-                began = time.perf_counter()
                 assistant.update(1)
-                updates.append(time.perf_counter() - began)
             if is_measured and number == 7:
                 torch.cuda.reset_peak_memory_stats()
                 found["between_bytes"] = torch.cuda.memory_allocated() - before
@@ -247,129 +295,190 @@ def memory(device: str, sizes: Sizes) -> Found:
     planned = {"between_bytes": plan.bytes() - parts["target: cache"], "peak_bytes": plan.peak_bytes}
     over = {name: found[name] / planned[name] for name in found}
     holds = all(0.8 < ratio < 1.2 for ratio in over.values())
-    return {"holds": holds, "measured": found, "planned": planned, "measured_over_planned": over, "parts": parts,
-            "update_seconds": updates}  # fmt: skip
+    yield {"holds": holds, "measured": found, "planned": planned, "measured_over_planned": over, "parts": parts}
 
 
-class FirstToken(BaseStreamer):
-    """Records the time of the first new token."""
+def speed(device: str, sizes: Sizes) -> Iterator[Found]:
+    target = random_model(sizes.shape, sizes.dtype, device)
+    drafts = {f"defaults, alpha {alpha:g}": draft_for(target, alpha) for alpha in NEEDED}
+    asked, some = prompts(8 + sizes.timed, target.config.vocab_size, sizes.new_tokens), next(iter(drafts.values()))
+    with OnlineAssistant(target, some, None, OnlineConfig(update_strategy="manual")) as assistant:
+        answers = [Moments(assistant.generate, ids, sizes.new_tokens, device) for ids in asked[:8]]
+    full = 1.1 * float(np.median([answer.seconds for answer in answers[-3:]]))
+    ready = next(a.moments[0] + a.seconds for a in answers if a.seconds <= full) - answers[0].moments[0]
+    found = {"seconds_until_full_speed": ready, "first_requests_seconds": [answer.seconds for answer in answers]}
+    yield {"holds": False, **found}
+    systems = [*alone(sizes), lean(INSIDE, some, candidates="text")]
+    systems += [lean(name, draft) for name, draft in drafts.items()]
+    report = benchmark(target, systems, {"controlled": asked[8:]}, max_new_tokens=sizes.new_tokens)
+    ways = shown(report, "controlled")
+    reached = {name: way["times_best_alone"]["median"] for name, way in ways.items()}
+    first = {name: way["first_token_seconds"] / ways[ALONE]["first_token_seconds"] for name, way in ways.items()}
+    is_fast = all(reached[name] >= least for name, least in zip(drafts, NEEDED.values(), strict=True))
+    is_soon = ready <= 10 and max(first[name] for name in drafts) <= 1.1
+    holds = not sizes.compiles or (is_fast and is_soon and reached[INSIDE] >= 0.95)
+    yield {"holds": holds, **found, "times_best_alone": reached, "times_first_token_alone": first, "systems": ways}
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
 
-    def put(self, value: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
+def percentiles(seconds: list[float]) -> Found:
+    return dict(zip(("p50", "p99", "longest"), np.percentile(seconds, [50, 99, 100]).tolist(), strict=True))
 
 
-def latency(device: str, sizes: Sizes) -> Found:
-    target, draft = random_pair(*sizes.middle, device=device, dtype=sizes.dtype)
-    found: Found = {}
-    for strategy in ("manual", "spread", "interval", "idle"):
-        config = OnlineConfig(num_assistant_tokens=K, update_strategy=strategy)
-        seconds, waits = [], []
-        with OnlineAssistant(target, draft, None, config) as assistant:
+def latency(device: str, sizes: Sizes) -> Iterator[Found]:
+    target = random_model(sizes.shape, sizes.dtype, device)
+    draft, found, holds = draft_for(target, 1.0), dict[str, Any](), True
+    for name in ("manual", "spread", "idle", "manual again"):
+        with OnlineAssistant(target, draft, None, OnlineConfig(update_strategy=name.split()[0])) as assistant:
             assistant.warm_up(PROMPT + sizes.waited_tokens)
-            for ids in prompts(sizes.requests, target.config.vocab_size):
-                first, began = FirstToken(), time.perf_counter()
-                assistant.generate(**asked(ids, device, sizes.waited_tokens), streamer=first)
-                seconds.append(time.perf_counter() - began)
-                waits.append(first.times[1] - began)
-                if strategy == "idle":
-                    assistant.wait_until_idle(seconds[-1] / 2)
-            versions, error = len(assistant.decisions), assistant.learning_error
-        found[strategy] = {
-            "seconds": spread_of(seconds[2:]), "first_token_seconds": spread_of(waits[2:]), "versions": versions,
-            "learning_seconds": assistant.learning_seconds, "error": None if error is None else repr(error),
-        }  # fmt: skip
-    return {"holds": all(way["error"] is None for way in found.values()), **found}
+            asked = prompts(4 + sizes.waits, target.config.vocab_size, sizes.waited_tokens)
+            answers = [Moments(assistant.generate, ids, sizes.waited_tokens, device) for ids in asked][4:]
+            found[name] = {
+                "seconds": percentiles([answer.seconds for answer in answers]),
+                "first_token_seconds": percentiles([answer.first_token_seconds for answer in answers]),
+                "versions": len(assistant.decisions), "learning_seconds": assistant.learning_seconds,
+                "error": None if assistant.learning_error is None else repr(assistant.learning_error),
+            }  # fmt: skip
+        still = [way["seconds"] for strategy, way in found.items() if strategy.startswith("manual")]
+        for p in ("p50", "p99") if sizes.compiles else ():
+            holds &= found[name]["seconds"][p] <= 1.05 * max(each[p] for each in still) or name == "manual again"
+        holds &= found[name]["error"] is None
+        yield {"holds": holds, **found}
 
 
-def spread_of(seconds: list[float]) -> Found:
-    p50, p99 = np.percentile(seconds, [50, 99])
-    return {"p50": float(p50), "p99": float(p99), "longest": max(seconds)}
+def batches(device: str, sizes: Sizes) -> Iterator[Found]:
+    target = random_model(sizes.shape, sizes.dtype, device)
+    found, holds, count = dict[str, Found](), True, sizes.new_tokens
+    with OnlineAssistant(target, draft_for(target, 0.65), None, OnlineConfig(update_strategy="manual")) as assistant:
+        ways: dict[str, Any] = {"ours": functools.partial(assistant.generate, learn=False), "eager": target.generate}
+        if sizes.compiles:
+            ways["compiled"] = functools.partial(target.generate, cache_implementation="static")
+        for rows in sizes.rows:
+            rates: dict[str, list[float]] = {way: [] for way in ways}
+            for part in torch.tensor(prompts(4 * rows, target.config.vocab_size, count), device=device).split(rows):
+                for way, generate in ways.items():
+                    began, mask = time.perf_counter(), torch.ones_like(part)
+                    generate(part, attention_mask=mask, do_sample=False, max_new_tokens=count)[0, -1].item()
+                    rates[way].append(rows * count / (time.perf_counter() - began))
+            found[f"{rows} rows"] = row = {way: float(np.median(each[2:])) for way, each in rates.items()}
+            holds &= not sizes.compiles or row["ours"] >= 0.98 * max(row.values())
+            yield {"holds": holds, "tokens_per_second": found}
 
 
-def speed(device: str, sizes: Sizes) -> Found:
-    target, draft = random_pair(*sizes.large, device=device, dtype=sizes.dtype)
-    drawn = iter(prompts(len(ALPHAS) * sizes.timed, target.config.vocab_size))
-    groups = {alpha: [next(drawn) for _ in range(sizes.timed)] for alpha in ALPHAS}
-    compiles = sizes.compiles
-    ways: dict[str, dict[str, Any]] = {
-        "eager draft": {"compile_draft": False},
-        "default": {},  # captured
-        "compiled draft": {"compile_draft": compiles},
-        "both compiled": {"compile_draft": compiles, "compile_target": compiles},
-    }
-    lean = [System(name, "lean", draft, K, **how) for name, how in ways.items()]
-    systems = [System("target alone", "alone"), System("target compiled", "alone", compile_target=compiles), *lean]
-    systems = systems if compiles else [systems[0], *lean]
-    report = controlled_report(target, systems, groups, sizes.new_tokens)
-    kept = ("tokens_per_second", "first_token_seconds", "alpha", "outputs", "peak_bytes", "times_alone", "predicted",
-            "round_seconds")  # fmt: skip
-    found: Found = {
-        dataset: {
-            s.name: {k: v for k, v in report.figures(s.name, dataset).items() if k in kept} for s in report.systems
-        }
-        for dataset in report.answers
-    }
-    drafts = ("eager draft", "default", "compiled draft")
-    eager, captured, compiled = (report.figures(name)["round_seconds"] for name in drafts)
-    differing = sum(a.outcome == "differing" for s in report.systems for a in report.answers_of(s.name))
-    is_exact = sizes.dtype != torch.float32 or differing == 0
-    return {"holds": is_exact and (compiled < captured < eager or not compiles), "differing": differing, **found}
+# --- SmolLM2 with the cost of an 8B model ---------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def vocabulary(device: str, sizes: Sizes) -> Found:
-    draft, _ = random_pair(sizes.large[1], sizes.large[1], device=device, dtype=sizes.dtype)
-    drafts = {draft.config.vocab_size: draft} | {n: RestrictedDraft(draft, np.arange(n)).model for n in sizes.heads}
-    context = torch.tensor(prompts(1, draft.config.vocab_size), device=device)
-    found: Found = {}
-    for way in ("eager",):
-        forwards = {size: DraftForward(d) for size, d in drafts.items()}
-        times: dict[int, list[float]] = {size: [] for size in forwards}
-        for one in forwards.values():
-            one.feed(context)
-        for _ in range(4 + 8 * sizes.timed):
-            for size, one in forwards.items():
-                began = time.perf_counter()
-                float(one.feed(context[:, :1]).max())  # waits for the device
-                times[size].append(time.perf_counter() - began)
-                one.crop(PROMPT)
-        found[way] = {str(size): float(np.median(those[4:])) for size, those in times.items()}
-    whole, *few = next(reversed(found.values())).values()
-    return {"holds": device == "cpu" or min(few) < 1.05 * whole, "seconds": found}
+def stretched_pair(device: str, sizes: Sizes) -> tuple[Model, Model, Model, Any, Found]:
+    """Return the stretched target and draft, the original target, its tokenizer, and facts about them."""
+    if sizes.compiles:
+        (small, tokenizer), asked = smollm2(device), everyday_prompts()
+    else:
+        small, _, tokenizer = load_pair(device=device)
+        asked = [example.prompt for domain in DOMAINS for example in bundled_prompts(domain, 3, seed=1)]
+    how = MakeDraftConfig(1, 40.0, max_steps=None if sizes.compiles else 2, max_new_tokens=sizes.waited_tokens)
+    made = train_draft(small, tokenizer, how, prompts=asked, show_progress=False)
+    target = stretched(small, sizes.stretched_layers, sizes.copies, sizes.dtype)
+    draft = stretched(made.draft, len(made.layers), sizes.copies, sizes.dtype)
+    draft.set_input_embeddings(target.get_input_embeddings())
+    draft.set_output_embeddings(target.get_output_embeddings())
+    ids = torch.tensor([encode_turn(tokenizer, "Why is the sky blue?")], device=device)
+    with torch.no_grad():
+        logits, expected = (model(ids).logits[0].float() for model in (target, small))
+    facts = {
+        "parameters": target.num_parameters(), "parameters_of_the_original": small.num_parameters(),
+        "layers_of_the_draft": len(made.layers), "alpha_as_made": made.after.alpha,
+        "relative_difference_of_logits": float((logits - expected).norm() / expected.norm()),
+        "equal_most_likely_tokens": float((logits.argmax(-1) == expected.argmax(-1)).float().mean()),
+    }  # fmt: skip
+    return target, draft, small, tokenizer, facts
 
+
+def questions_to(small: Model, tokenizer: Any, sizes: Sizes) -> dict[str, list[list[int]]]:
+    """Return requests by data set: gsm8k, and both turns of mt_bench with the original's answers to the first."""
+    number = sizes.requests + sizes.later
+    if not sizes.compiles:
+        return {"bundled": [encode_turn(tokenizer, e.prompt) for e in bundled_prompts(DOMAINS[0], number, seed=0)]}
+    chats = common.recorded_chats(Path("traces/stretched"), small, tokenizer, sizes.new_tokens // 2)
+    asked = common.prompts("gsm8k", tokenizer, number, 0)
+    return {"gsm8k": asked, "mt_bench": [trace.prompt_ids.tolist() for trace in chats[:number]]}
+
+
+def stretched_systems(device: str, sizes: Sizes) -> Iterator[Found]:
+    target, draft, small, tokenizer, facts = stretched_pair(device, sizes)
+    asked, tokens = questions_to(small, tokenizer, sizes), sizes.new_tokens // 2
+    found: Found = {"holds": True, "models": facts, "live": {}, "in_turns": {}}
+    yield found
+    for name, group in asked.items():
+        first, later = group[: -sizes.later], group[-sizes.later :]
+        traces, stats, rates = list[Trace](), list[AcceptanceStats](), list[float]()
+        with OnlineAssistant(target, draft, tokenizer) as assistant:
+            began = time.perf_counter()
+            for ids in first:
+                started = time.perf_counter()
+                new, trace = answer_traced(assistant, ids, do_sample=False, max_new_tokens=tokens)
+                rates.append(len(new) / (time.perf_counter() - started))
+                traces.append(trace)
+                stats.append(assistant.stats)
+                assistant.reset_stats()
+            seconds, learned = time.perf_counter() - began, assistant.draft
+            parts = [slice(max(len(first) // 5, 1)), slice(-max(len(first) // 5, 1), None)]
+            found["live"][name] = {
+                "requests": len(first), "tokens_per_second": sum(map(len, traces)) / seconds,
+                "tokens_per_second_at_first_and_last": [float(np.mean(rates[part])) for part in parts],
+                "alpha_at_first_and_last": [sum(stats[part], AcceptanceStats()).alpha for part in parts],
+                "learning_seconds": assistant.learning_seconds, "versions": assistant.version,
+            }  # fmt: skip
+            yield found
+        earlier = redraft(draft, traces)
+        systems = [
+            *alone(sizes), System("prompt lookup", "prompt_lookup", num_assistant_tokens=10),
+            lean("past text alone", learned, candidates="text", earlier=earlier),
+            lean("draft before learning, and text", draft, earlier=earlier),
+            lean("draft after learning", learned, candidates="draft", earlier=earlier),
+            lean("draft after learning, and text", learned, earlier=earlier),
+        ]  # fmt: skip
+        report = benchmark(target, systems, {name: later}, max_new_tokens=tokens, tokenizer=tokenizer)
+        found["in_turns"][name] = shown(report, name)
+        yield found
+
+
+# --- the cost model -------------------------------------------------------------------------------------------------
+
+# Milliseconds on an H100 with the shape of an 8B model: a token of the target compiled by transformers, and a captured
+# verification; the loop before, and with one wait per round; a drafted token of 0.6B, captured and compiled, and of
+# two layers and one.
+TOKEN_MS, VERIFICATION_MS, LOOP_MS, DRAFTED_MS = 8.85, 9.6, (1.9, 0.5), (3.3, 1.9, 0.5, 0.25)
+
+
+def cost_model() -> Found:
+    """Return the best k and the expected speed-up over the compiled target, by loop, draft, and acceptance."""
+    table: Found = {}
+    for loop in LOOP_MS:
+        for draft in DRAFTED_MS:
+            row = table[f"loop {loop} ms, drafted token {draft} ms"] = {}
+            for alpha in (0.5, 0.6, 0.65, 0.7, 0.75, 0.8):
+                tokens = {k: expected_block_efficiency(alpha, k) for k in range(1, 17)}
+                times = {k: TOKEN_MS * e / (VERIFICATION_MS + loop + k * draft) for k, e in tokens.items()}
+                row[f"alpha {alpha:g}"] = max((round(each, 2), k) for k, each in times.items())
+    for name, row in table.items():
+        print(f"{name:38}" + "  ".join(f"{alpha}: {best:.2f} (k = {k})" for alpha, (best, k) in row.items()))
+    return table
+
+
+# --- running the parts ----------------------------------------------------------------------------------------------
 
 # Each with the seconds that it may take.
-PARTS: dict[str, tuple[Callable[[str, Sizes], Found], int]] = {
-    "exactness": (exactness, 100), "memory": (memory, 90), "latency": (latency, 130), "speed": (speed, 300),
-    "vocabulary": (vocabulary, 40),
+PARTS: dict[str, tuple[Callable[[str, Sizes], Iterator[Found]], int]] = {
+    "exactness": (exactness, 80), "costs": (costs, 70), "memory": (memory, 40), "speed": (speed, 150),
+    "latency": (latency, 80), "stretched": (stretched_systems, 330), "batches": (batches, 200),
 }  # fmt: skip
-
-
-# --- running them ---------------------------------------------------------------------------------------------------
 
 
 class OutOfTimeError(BaseException):
     """Raised at the time limit. Not an `Exception`, because the assistant would catch that and go on."""
 
 
-@contextlib.contextmanager
-def within(seconds: float) -> Iterator[None]:
-    def over(*_: Any) -> None:
-        raise OutOfTimeError(f"not done within {seconds} seconds")
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def out_of_time(*_: Any) -> None:
+    raise OutOfTimeError("the time limit of this part")
 
 
 class Said(logging.Handler):
@@ -380,28 +489,32 @@ class Said(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING or record.name == static.__name__:
+        if record.levelno >= logging.WARNING or record.name.startswith("osd_hf.decoding."):
             self.said.append(record.getMessage())
 
 
-def attempt(name: str, device: str, sizes: Sizes) -> Found:
-    """Run a part; return its result or its error, and what was logged."""
+def attempt(name: str, device: str, sizes: Sizes, save: Callable[[Found], Any]) -> Found:
+    """Run a part; return its result or its error with what was found before, and what was logged."""
     part, seconds = PARTS[name]
-    log, began = Said(), time.perf_counter()
+    log, began, found = Said(), time.perf_counter(), dict[str, Any]()
     logging.getLogger("osd_hf").addHandler(log)
     try:
-        with within(seconds) if device != "cpu" else contextlib.nullcontext():
-            found = part(device, sizes)
+        signal.signal(signal.SIGALRM, out_of_time)
+        signal.alarm(seconds if device != "cpu" else 0)
+        for found in part(device, sizes):
+            save(found)
     except (Exception, OutOfTimeError) as error:  # noqa: BLE001 - the other parts go on
         traceback.print_exc()
         traceback.clear_frames(error.__traceback__)  # they hold models
-        found = {"holds": False, "failed_with": f"{type(error).__name__}: {error}"}
+        found = {**found, "holds": False, "failed_with": f"{type(error).__name__}: {error}"}
     finally:
+        signal.alarm(0)
         logging.getLogger("osd_hf").removeHandler(log)
+    torch._dynamo.reset()
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
-    found |= {"took_seconds": round(time.perf_counter() - began, 1), "log": log.said}
+    found = {**found, "took_seconds": round(time.perf_counter() - began, 1), "log": log.said}
     if any("runs eagerly" in said for said in log.said):  # what was to be compiled
         found["holds"] = False
     print(f"{name}: {'held' if found['holds'] else 'DID NOT HOLD'}\n{json.dumps(found, indent=1)}", flush=True)
@@ -411,18 +524,31 @@ def attempt(name: str, device: str, sizes: Sizes) -> Found:
 def main() -> None:
     parser = make_parser(__doc__, "accelerator", seed=False, traces=False)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    parser.add_argument("--requests", type=int, help="of each data set, which the stretched model's draft learns from")
+    parser.add_argument("--later", type=int, help="of each data set, answered in turns")
+    parser.add_argument("--cost-model", action="store_true", help="print the cost model, and end")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     args = parser.parse_args()
+    started = time.time()
+    if args.cost_model:
+        write_report(f"{args.name}_costs", {"cost_model": cost_model()})
+        return
     if not args.smoke and not torch.cuda.is_available():
         sys.exit("There is no accelerator here: torch.cuda.is_available() is false. --smoke runs on the CPU.")
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("osd_hf").setLevel(logging.INFO)  # tells what is compiled, and how long that took
-    device, sizes, started = ("cpu", SMOKE, time.time()) if args.smoke else ("cuda", Sizes(), time.time())
+    chosen = {name: value for name in ("requests", "later") if (value := getattr(args, name)) is not None}
+    device, sizes = ("cpu", SMOKE) if args.smoke else ("cuda", Sizes(LARGE))
     facts = {"device": "cpu" if args.smoke else torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     found: Found = {}
+
+    def save(name: str, part: Found) -> Path:
+        found[name] = part
+        return write_report(args.name, {"parts": found}, **facts, **run_facts(started))
+
     for name in args.parts:
-        found[name] = attempt(name, device, sizes)
-        path = write_report(args.name, {"parts": found}, **facts, **run_facts(started))
+        part = attempt(name, device, replace(sizes, **chosen), functools.partial(save, name))
+        path = save(name, part)
     failed = [name for name, part in found.items() if not part["holds"]]
     print(f"{'all held' if not failed else 'did not hold: ' + ', '.join(failed)}; wrote {path.name}")
     if failed:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import torch
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.acceptance import alpha_gain_interval
@@ -145,6 +147,53 @@ def recorded_chats(folder: Path, target: Any, tokenizer: Any, max_new_tokens: in
             said = tokenizer.decode(trace.completion_ids, skip_special_tokens=True)
             chat += [{"role": "assistant", "content": said}, {"role": "user", "content": row["turns"][1]}]
     return [trace for both in zip(*turns, strict=True) for trace in both]
+
+
+# --- a model with the cost of a larger one -------------------------------------------------------------------------
+
+
+def coefficients(count: int, total: int) -> torch.Tensor:
+    """Return an odd number of powers of two, none of them zero, that sum to 0 or 1. Products with them are exact."""
+    first = [1.0] if total else [0.5, 0.5, -1.0]
+    return torch.tensor(first + [0.5, -0.5] * ((count - len(first)) // 2))
+
+
+def stretched(model: Any, layers: int, copies: tuple[int, int], dtype: torch.dtype) -> Any:
+    """
+    Return a wider and deeper Llama that computes the same function, up to rounding.
+
+    The residual stream, the attention heads, and the units of each MLP are repeated. Weights read all copies with
+    coefficients that sum to 1, such as +1/2, -1/2, and 1, so the result is that of the original. Additional layers
+    copy the layer before them, but their last projections read with coefficients that sum to 0, so they add nothing.
+    No weight is zero unless it was.
+    """
+    streams, units = copies
+    old = model.config
+    changes = {
+        "hidden_size": old.hidden_size * streams, "num_attention_heads": old.num_attention_heads * streams,
+        "num_key_value_heads": old.num_key_value_heads * streams, "intermediate_size": old.intermediate_size * units,
+        "head_dim": old.head_dim, "num_hidden_layers": layers, "tie_word_embeddings": False,
+    }  # fmt: skip
+    with torch.device(model.device):
+        wide: Any = LlamaForCausalLM._from_config(LlamaConfig(**{**old.to_dict(), **changes}), dtype=dtype).eval()
+
+    inner = model.model.layers
+    doubled = np.linspace(0, len(inner) - 1, layers - len(inner) + 2).astype(int)[1:-1]  # not the last
+    sources = [(layer, counts) for i, layer in enumerate(inner) for counts in ((1, 0) if i in doubled else (1,))]
+    wider = {"gate_proj": (units, streams), "up_proj": (units, streams), "down_proj": (streams, units)}
+    with torch.no_grad():
+        for new, (layer, counts) in zip(wide.model.layers, sources, strict=True):
+            for name, given in layer.named_parameters():
+                written, read = wider.get(name.split(".")[1], (streams, streams))
+                total = counts if "o_proj" in name or "down_proj" in name else 1
+                pattern = coefficients(read, total).repeat(written, 1) if given.ndim > 1 else torch.ones(streams)
+                new.get_parameter(name).copy_(torch.kron(pattern.to(given), given))
+        wide.model.norm.weight.copy_(model.model.norm.weight.repeat(streams))
+        wide.model.embed_tokens.weight.copy_(model.get_input_embeddings().weight.repeat(1, streams))
+        head = model.get_output_embeddings().weight
+        wide.lm_head.weight.copy_(torch.kron(coefficients(streams, 1)[None].to(head), head))
+    wide.generation_config = model.generation_config
+    return wide
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------

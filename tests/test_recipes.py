@@ -109,30 +109,30 @@ def test_the_accelerator_recipe_runs_with_tiny_shapes_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = run("accelerator", ["--smoke"], tmp_path, monkeypatch)["parts"]
-    assert {name: part["holds"] for name, part in parts.items()} == dict.fromkeys(
-        ("exactness", "memory", "latency", "speed", "vocabulary"), True
-    )
+    names = ("exactness", "costs", "memory", "speed", "latency", "stretched", "batches")
+    assert {name: part["holds"] for name, part in parts.items()} == dict.fromkeys(names, True)
     assert "all held" in capsys.readouterr().out
-    assert parts["exactness"]["float32"]["identical"] == 2
-    monkeypatch.setattr("osd_hf.decoding.vocabulary.RestrictedDraft", lambda *_: 1 / 0)
-    parts = run("accelerator", ["--smoke", "--parts", "vocabulary", "speed"], tmp_path, monkeypatch)["parts"]
-    assert "ZeroDivisionError" in parts["vocabulary"]["failed_with"]
+    assert parts["exactness"]["float32"]["identical"] == 5
+    assert parts["stretched"]["models"]["equal_most_likely_tokens"] == 1
+    monkeypatch.setattr("osd_hf.memory_plan.MemoryPlan.bytes", lambda *_: 1 / 0)
+    parts = run("accelerator", ["--smoke", "--parts", "memory", "costs"], tmp_path, monkeypatch)["parts"]
+    assert "ZeroDivisionError" in parts["memory"]["failed_with"]
     assert [part["holds"] for part in parts.values()] == [False, True]
-    assert "did not hold: vocabulary" in capsys.readouterr().out
 
 
 def test_the_accelerator_recipe_controls_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES))
     recipe = importlib.import_module("accelerator")
-    target, draft = recipe.random_pair(*recipe.TINY, device="cpu", dtype=torch.float32)
-    drawn = recipe.prompts(6, target.config.vocab_size)
-    systems = [recipe.System("alone", "alone"), recipe.System("lean", "lean", draft, 4)]
-    report = recipe.controlled_report(target, systems, {0.0: drawn[:1], 0.5: drawn[1:5], 1.0: drawn[5:]}, 32)
-    assert [report.stats_of("lean", f"alpha {alpha}").alpha for alpha in (0, 1)] == [0.0, 1.0]
-    half = report.stats_of("lean", "alpha 0.5")
+    target = recipe.random_model(recipe.TINY, torch.float32, "cpu")
+    drafts = {f"alpha {alpha}": recipe.draft_for(target, alpha) for alpha in (0.0, 0.5, 1.0)}
+    systems = [recipe.System("alone", "alone"), *(recipe.System(n, "lean", d, 4) for n, d in drafts.items())]
+    drawn = recipe.prompts(4, target.config.vocab_size, 32)
+    report = recipe.benchmark(target, systems, {"drawn": drawn}, max_new_tokens=32)
+    none, half, all_of_them = (report.stats_of(name) for name in drafts)
+    assert (none.alpha, all_of_them.alpha) == (0.0, 1.0)
     assert half.examined > 100
     assert abs(half.accepted - half.examined / 2) <= 2 * half.examined**0.5  # four standard deviations
-    assert report.figures("lean")["outputs"]["identical"] == 6
+    assert [report.figures(name)["outputs"]["identical"] for name in drafts] == [4, 4, 4]
 
 
 def run_with_forks(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
