@@ -47,8 +47,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.decoding.static import static_target
 from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.evaluation.benchmark import System, answer_greedily, answer_traced, benchmark, compare_outputs
+from osd_hf.learning.weights import SHARED_SETTING
 from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft
@@ -121,7 +123,7 @@ def random_model(shape: Found, dtype: torch.dtype, device: str, **changes: Any) 
 def draft_for(target: Model, alpha: float, layers: int = 1) -> Model:
     """Return a draft with some of the target's layers that proposes the target's token after a share `alpha` of all
     tokens. Only its head is another one: the rows of the other tokens are exchanged, within blocks of common ids."""
-    config = target.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None, "osd_hf_shares_ends": True}
+    config = target.config.to_dict() | {"num_hidden_layers": layers, "layer_types": None, SHARED_SETTING: True}
     with torch.device("meta"):
         draft: Model = type(target)._from_config(type(target.config)(**config), dtype=target.dtype).eval()
     for name, module in target.model.named_children():
@@ -215,7 +217,7 @@ def costs(device: str, sizes: Sizes) -> Iterator[Found]:
     found: Found = {"holds": True, "verification_seconds": {}, "drafts": {}}
     drafts = {layers: draft_for(target, 0.0, layers) for layers in sizes.layers}
     for length in sizes.lengths:
-        found["verification_seconds"][length] = verification(target, drafts[sizes.layers[0]], length)
+        found["verification_seconds"][length] = verification(target, length)
         yield found
     verify = found["verification_seconds"][sizes.lengths[0]]
     for layers, draft in drafts.items():
@@ -230,26 +232,23 @@ def costs(device: str, sizes: Sizes) -> Iterator[Found]:
 
 
 @torch.no_grad()
-def verification(target: Model, draft: Model, length: int) -> dict[int, float]:
+def verification(target: Model, length: int) -> dict[int, float]:
     """Return the median seconds of captured forwards over 1 to 8 tokens, near the end of a cache of this size."""
+    static, read = static_target(target, OnlineConfig()), DynamicCache(config=target.config)
     begin, seconds = length - 64, dict[int, float]()
-    with OnlineAssistant(target, draft, None, OnlineConfig(update_strategy="manual")) as assistant:
-        static, read = assistant.compiled_target, DynamicCache(config=target.config)
-        if static is None:
-            return seconds
-        for ids in torch.full((1, begin), 7, device=target.device).split(1024, 1):
-            target(ids, past_key_values=read, use_cache=True, logits_to_keep=1)
-        cache = static.lease(target, 1, begin, begin)
-        cache.load(read, [0])
-        for count in (1, 2, 4, 6, 8):
-            taken = []
-            for _ in range(20):
-                began = time.perf_counter()
-                static.step(cache, torch.full((1, count), 7, device=target.device), [begin])
-                torch.cuda.synchronize()
-                taken.append(time.perf_counter() - began)
-            seconds[count] = float(np.median(taken[5:]))
-        static.release(cache)
+    if static is None or (cache := static.lease(target, 1, begin, begin)) is None:
+        return seconds
+    for ids in torch.full((1, begin), 7, device=target.device).split(1024, 1):
+        target(ids, past_key_values=read, use_cache=True, logits_to_keep=1)
+    cache.load(read, [0])
+    for count in (1, 2, 4, 6, 8):
+        taken = []
+        for _ in range(20):
+            began = time.perf_counter()
+            static.step(cache, torch.full((1, count), 7, device=target.device), [begin])
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        seconds[count] = float(np.median(taken[5:]))
     return seconds
 
 
