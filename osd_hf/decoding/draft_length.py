@@ -32,7 +32,6 @@ LEVEL_MEMORY = 16
 # Costs.
 WARM_UP_TOKENS = (4, 1, 7, 2)  # drafted in turn until costs are known: a slope needs several numbers
 MIN_KNOWN_ROUNDS = 4  # with and without candidates, from which costs are known
-MAX_SPIKE = 8.0  # times the average that one time counts at most
 MAX_EXCESS = 3.0  # times the expected time of a round; a longer one was delayed by something else
 PRIOR_SLOPE = 0.02  # cost of another candidate relative to a plain round, until it is measured
 RIDGE = 0.25  # variance of candidates at which the measured slope and the prior one count equally
@@ -42,17 +41,16 @@ PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
 CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MAX_REQUEST_WEIGHT = 16  # examined tokens of a request that count in its domain's alpha
 MIN_EXAMINED_TOKENS = 20  # of a domain, below which drafting continues to measure alpha
+CHANGED_WEIGHT = 10.0  # maximum weight of what is known of a draft when a new version serves
 OWN_HALF_WEIGHT = 8  # examined tokens of a request at which its own alpha counts as much as its domain's
 
 # Decisions.
 MIN_SPEEDUP = 1.03  # transformers' plain loop is faster than a plain round, and drafting also reads the prompt
 MIN_SPEEDUP_PER_DOUBLING = 0.04  # a batch ends with its slowest row
 MIN_TEXT_TOKENS = 0.05  # tokens per round that past text must bring to be looked up at all
+TRY_DRAFT_EVERY, TRY_TEXT_EVERY = 5, 15  # requests; one tries what does not seem to help
+TRY_ROUNDS = 3  # of a request that tries drafting
 REFRESH_EVERY = 100  # rounds; one is plain, to measure its cost
-EXPLORE_EVERY = 32  # rounds; one tries a candidate that does not seem worth it
-TEXT_PROBE_EVERY = 15  # requests; one looks up past text where it did not help
-PROBE_SHARE = 0.015  # of plain decoding time that may be lost to find out whether drafting pays by now
-PROBE_ROUNDS = 4  # plain rounds whose time the budget must cover before a request probes
 
 
 @dataclass(frozen=True)
@@ -92,45 +90,30 @@ class Average:
         self.weight *= (1 - 1 / self.memory) ** count
 
 
-class Cost(Average):
-    """Mean of recent times. Outliers are cut off, and a slow start is forgotten: the first time, much is compiled."""
-
-    def add(self, value: float, count: int = 1) -> None:
-        if self.weight and value * MAX_SPIKE < self.mean:
-            self.mean = self.weight = 0.0
-        super().add(min(value, MAX_SPIKE * self.mean) if self.weight else value, count)
-
-
 class Line:
     """Straight line through recent costs over the number of candidates, with a slope of at least 0."""
 
     def __init__(self) -> None:
-        self.weight = self._x = self._xx = self._y = self._xy = 0.0
+        self._x, self._y, self._xx, self._xy = (Average() for _ in range(4))
+
+    @property
+    def weight(self) -> float:
+        return self._x.weight
 
     def add(self, x: int, y: float) -> None:
-        keep = 1 - 1 / MEMORY
-        if 0 < self.weight <= MEMORY / 4:
+        if self.weight:
             base, slope = self.fit(0.0)
             if y * MAX_EXCESS < base + slope * x:  # the first rounds were delayed by something else
-                keep = 0.0
-        self.weight = self.weight * keep + 1
-        self._x, self._xx = self._x * keep + x, self._xx * keep + x * x
-        self._y, self._xy = self._y * keep + y, self._xy * keep + x * y
-
-    def doubt(self) -> None:
-        """Reduce the weight of what was measured: it may have been delayed by something else."""
-        share = min((MIN_KNOWN_ROUNDS + 1) / self.weight, 1.0) if self.weight else 1.0
-        self.weight *= share
-        self._x, self._xx, self._y, self._xy = share * self._x, share * self._xx, share * self._y, share * self._xy
+                self.__init__()  # type: ignore[misc]
+        for average, value in ((self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)):
+            average.add(value)
 
     def fit(self, prior_slope: float) -> tuple[float, float]:
         """Return the value at 0, and the slope."""
-        mean_x, mean_y = self._x / self.weight, self._y / self.weight
-        variance = self._xx / self.weight - mean_x**2
-        covariance = self._xy / self.weight - mean_x * mean_y
-        slope = (covariance + RIDGE * prior_slope) / (variance + RIDGE)
-        slope = min(max(slope, 0.0), mean_y / (mean_x + 1))
-        return mean_y - slope * mean_x, slope
+        x, y = self._x.mean, self._y.mean
+        slope = (self._xy.mean - x * y + RIDGE * prior_slope) / (self._xx.mean - x * x + RIDGE)
+        slope = min(max(slope, 0.0), y / (x + 1))
+        return y - slope * x, slope
 
 
 class Costs:
@@ -139,8 +122,8 @@ class Costs:
 
     def __init__(self) -> None:
         self.level = 1.0
-        self.plain = Cost()
-        self.draft = Cost()  # one forward of the draft
+        self.plain = Average()
+        self.draft = Average()  # one forward of the draft
         self.verify = Line()  # a round with candidates, without the draft
 
     @property
@@ -158,6 +141,18 @@ class Costs:
         base, slope = self.verifying()
         return base + slope * candidates + self.draft.mean * forwards
 
+    def best(self, alpha: float) -> tuple[float, int]:
+        """Return the highest expected token rate at this acceptance, and the k that reaches it."""
+        base, slope = self.verifying()
+        best, best_k, tokens = 0.0, 0, 1.0
+        for k in range(1, MAX_K + 1):
+            tokens += min(alpha, 1.0) ** k
+            rate = tokens / (base + k * (slope + self.draft.mean))
+            if rate <= best:  # the rate rises, and then falls
+                break
+            best, best_k = rate, k
+        return best, best_k
+
     def add(self, time: RoundTime) -> float:
         """Take in a round; return its seconds without a delay by something else, and 0 if it was not timed."""
         if time.seconds is None:
@@ -170,60 +165,25 @@ class Costs:
             unit *= excess
             self.level *= 1 + min(time.rounds / LEVEL_MEMORY, 1.0) * (time.seconds / excess / expected - 1)
         if time.forwards:
-            self.draft.add(time.draft_seconds / time.forwards / unit)
+            _add_cost(self.draft, time.draft_seconds / time.forwards / unit)
         if time.candidates:
             self.verify.add(time.candidates, (time.seconds - time.draft_seconds) / unit)
         elif not time.forwards:
-            self.plain.add(time.seconds / unit, time.rounds)
+            _add_cost(self.plain, time.seconds / unit, time.rounds)
         return time.seconds / excess
 
 
-class Rate:
-    """Tokens over time in recent rounds."""
-
-    def __init__(self) -> None:
-        self.tokens = self.time = self.weight = 0.0
-
-    def add(self, tokens: float, time: float, count: int = 1) -> None:
-        keep = (1 - 1 / MEMORY) ** count
-        self.tokens = self.tokens * keep + tokens
-        self.time = self.time * keep + time
-        self.weight = self.weight * keep + count
-
-    def per_time(self, default: float) -> float:
-        """Return tokens over time; the default until enough rounds were seen."""
-        return self.tokens / self.time if self.weight > MEMORY / 4 and self.time else default
-
-
-def best_rate(costs: Costs, alpha: float) -> tuple[float, int]:
-    """Return the highest expected token rate at this acceptance, and the k that reaches it."""
-    base, slope = costs.verifying()
-    best, best_k, tokens = 0.0, 0, 1.0
-    for k in range(1, MAX_K + 1):
-        tokens += min(alpha, 1.0) ** k
-        rate = tokens / (base + k * (slope + costs.draft.mean))
-        if rate <= best:  # the rate rises, and then falls
-            break
-        best, best_k = rate, k
-    return best, best_k
-
-
-def min_speedup(rows: int) -> float:
-    """Return the expected speed-up from which rounds of a batch have candidates."""
-    return MIN_SPEEDUP + MIN_SPEEDUP_PER_DOUBLING * math.log2(max(rows, 1))
-
-
-def _row_bucket(rows: int) -> int:
-    """Return the power of two under which the costs of batches are kept."""
-    return 1 << (rows - 1).bit_length()
+def _add_cost(average: Average, value: float, count: int = 1) -> None:
+    if value * MAX_EXCESS < average.mean:  # the first times, much was set up
+        average.weight = 0.0
+    average.add(value, count)
 
 
 # --- acceptance -----------------------------------------------------------------------------------------------------
 
 
 class Acceptance:
-    """What is known of one domain: acceptance of the draft and of past text, the token rate, and time spent on
-    probes."""
+    """What is known of one domain: acceptance of the draft and of past text."""
 
     def __init__(self) -> None:
         self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)  # over requests: they differ more than tokens of one do
@@ -233,11 +193,9 @@ class Acceptance:
         self._next_by_confidence = [Average() for _ in middles]
         self._by_situation: dict[tuple[int, int, int], Average] = {}  # of past text
         self.text_tokens = Average(1.0, PRIOR_WEIGHT)  # that past text was expected to bring per round
-        self.rate = Rate()
         self.rounds = 0
         self.requests = 0
-        self.plain_seconds = 0.0
-        self.probe_seconds = 0.0  # lost by drafting where it does not pay
+        self.has_paid = False  # whether drafting did in the last round
 
     def tables(self, alpha: float) -> tuple[list[float], list[float]]:
         """Return, per bucket of confidence, the probability that a token is accepted, and that the next token is
@@ -264,24 +222,10 @@ class Acceptance:
         if confidence_before is not None:
             self._next_by_confidence[bisect_left(CONFIDENCE_EDGES, confidence_before)].add(is_accepted)
 
-    def ended(self, accepted: int, examined: int) -> None:
-        """Take in the drafted tokens of a request."""
-        if examined:
-            self.alpha.add(accepted / examined, min(examined, MAX_REQUEST_WEIGHT))
-
-    def fade(self, share: float) -> None:
-        """Reduce the weight of what is known of the draft, but not below that of a prior."""
+    def draft_changed(self) -> None:
+        """Reduce the weight of what is known of the draft, so that a new version is tried."""
         for average in (self.alpha, *self._by_confidence, *self._next_by_confidence):
-            average.weight = min(average.weight, max(average.weight * share, PRIOR_WEIGHT))
-
-    def spend(self, *, plain_seconds: float = 0.0, probe_seconds: float = 0.0) -> None:
-        """Count the time of plain rounds, and the time lost by drafting where it does not pay."""
-        self.plain_seconds += plain_seconds
-        self.probe_seconds = max(self.probe_seconds + probe_seconds, 0.0)
-
-    def probes(self, examined: float, seconds: float = 0.0) -> bool:
-        """Whether to draft although it does not seem to pay, and may cost these seconds."""
-        return examined < MIN_EXAMINED_TOKENS or PROBE_SHARE * self.plain_seconds - self.probe_seconds >= seconds
+            average.weight = min(average.weight, CHANGED_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -311,15 +255,13 @@ class Pacer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.costs = Costs()
         self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
-        self._batch_costs: dict[int, Costs] = {}  # by `_row_bucket`
-        self._latest = (1, self.costs)  # rows and costs of the last round
+        self._costs: dict[int, Costs] = {}  # by the number of rows, rounded up to a power of two
+        self._latest = (1, Costs())  # rows and costs of the last round
         self._domains: dict[Any, Acceptance] = {}
 
-    def took(self, time: RoundTime, emitted: int, costs: Costs | None = None, rows: int = 1) -> None:
+    def took(self, time: RoundTime, emitted: int, costs: Costs, rows: int) -> None:
         """Take in rounds and the number of tokens that they emitted. The lock is held."""
-        costs = costs or self.costs
         seconds = time.rounds * costs.add(time)
         if time.seconds is None:
             return
@@ -342,7 +284,7 @@ class Pacer:
 
     def costs_of(self, rows: int) -> Costs:
         """Return the costs of rounds of so many rows. The lock is held."""
-        return self.costs if rows <= 1 else self._batch_costs.setdefault(_row_bucket(rows), Costs())
+        return self._costs.setdefault(1 << (rows - 1).bit_length(), Costs())
 
     def plan(self, domain: Any = None) -> DraftingPlan:
         """Return how a request of this domain would be drafted for now."""
@@ -359,14 +301,13 @@ class Pacer:
             examined += own.weight
         if not costs.are_known:
             return DraftingPlan(True, WARM_UP_TOKENS[0], alpha, 1.0, None, None, examined)
-        plain = costs.plain.mean
-        best, k = best_rate(costs, alpha)
-        speculates = best * plain > min_speedup(rows)
+        plain, (rate, k) = costs.plain.mean, costs.best(alpha)
+        speculates = rate * plain > _min_speedup(rows)
         return DraftingPlan(
             speculates=speculates,
             k=k if speculates else 0,
             alpha=alpha,
-            speedup=max(best * plain, 1.0),
+            speedup=max(rate * plain, 1.0),
             draft_seconds=costs.level * costs.draft.mean,
             plain_seconds=costs.level * plain,
             examined=examined,
@@ -385,15 +326,20 @@ class Pacer:
             rows, costs = self._latest
             if not costs.are_known:
                 return None
-            return costs.level / max(1 / costs.plain.mean, best_rate(costs, alpha)[0]) / rows
+            return costs.level / max(1 / costs.plain.mean, costs.best(alpha)[0]) / rows
 
     def draft_changed(self, domain: Any = ...) -> None:
-        """Halve the weight of what is known of the draft's acceptance, for one domain or all: a new version serves.
+        """Reduce the weight of what is known of the draft's acceptance, for one domain or all: a new version serves.
         Keys of domains are those of [`~osd_hf.decoding.sources.Drafting.length`]."""
         with self.lock:
             for key, known in self._domains.items():
                 if domain is ... or key[0] == domain:
-                    known.fade(0.5)
+                    known.draft_changed()
+
+
+def _min_speedup(rows: int) -> float:
+    """Return the expected speed-up from which rounds of a batch have candidates."""
+    return MIN_SPEEDUP + MIN_SPEEDUP_PER_DOUBLING * math.log2(rows)
 
 
 # --- one call -------------------------------------------------------------------------------------------------------
@@ -464,11 +410,12 @@ class DraftLength:
         with pacer.lock:
             known = self._domain = pacer.acceptance(domain)
             known.requests += 1
-            self._looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TEXT_PROBE_EVERY == 0
+            self._looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TRY_TEXT_EVERY == 0
             self._costs = pacer.costs_of(rows)
             self._plan = pacer.plan_for(known, None, rows)
-            # A probe pays for reading the prompt, so few calls probe, and each for many rounds.
-            self._probes = known.probes(self._plan.examined, PROBE_ROUNDS * (self._plan.plain_seconds or 0.0))
+            # Rounds that may draft although it does not seem to pay.
+            tries = known.has_paid or known.alpha.weight < MIN_EXAMINED_TOKENS
+            self._tries_left = TRY_ROUNDS if tries or known.requests % TRY_DRAFT_EVERY == 0 else 0
         self.reads_text = fixed_k is None and sources != "draft" and reads_text and (rows == 1 or self._looks_up)
 
     @property
@@ -476,7 +423,7 @@ class DraftLength:
         """Whether no round will have candidates."""
         if self._fixed_k is not None:
             return self._fixed_k == 0
-        drafts = self._drafts and (self._plan.speculates or self._probes)
+        drafts = self._drafts and (self._plan.speculates or self._tries_left > 0)
         return not drafts and not (self.reads_text and self._looks_up)
 
     def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> RoundPlan:
@@ -495,46 +442,42 @@ class DraftLength:
                 k = WARM_UP_TOKENS[round(costs.verify.weight) % len(WARM_UP_TOKENS)]
                 return RoundPlan(k, frozenset(() if self._drafts else texts), self._drafts)
             domain.rounds += 1
+            domain.has_paid = plan.speculates
             if plan.speculates and domain.rounds % REFRESH_EVERY == 0:
                 return RoundPlan(0)
-            k = 0
-            if self._drafts and plan.speculates:
-                k = plan.k
-            elif self._drafts and self._probes and domain.probes(plan.examined):
-                k = best_rate(costs, plan.alpha)[1]
+            k = plan.k if self._drafts else 0
+            if self._drafts and not k and self._tries_left:
+                self._tries_left -= 1
+                k = costs.best(plan.alpha)[1]
             return self._with_text(k, plan, texts) if self.reads_text else self._drafting(k, plan)
 
     def _with_text(self, k: int, plan: DraftingPlan, texts: Mapping[int, Sequence[float]]) -> RoundPlan:
         """Return the best of three: k tokens of the draft, with past text for the rows where it is likelier; past text
         alone; a plain round."""
-        costs, rows, domain = self._costs, self._rows, self._domain
-        drafted = expected_block_efficiency(plan.alpha, k) - 1 if k else 0.0
+        costs, rows = self._costs, self._rows
         text_rate, text_k = 0.0, 0
         for n in range(1, max(map(len, texts.values()), default=0) + 1):
             rate = (rows + sum(sum(chances[:n]) for chances in texts.values())) / costs.round(n, 0)
             text_rate, text_k = max((text_rate, text_k), (rate, n))
-        domain.text_tokens.add(max(text_rate * costs.plain.mean / rows - 1, 0.0))
+        self._domain.text_tokens.add(max(text_rate * costs.plain.mean / rows - 1, 0.0))
+        if not k:
+            is_worth_it = text_rate * costs.plain.mean > _min_speedup(rows) * rows
+            return RoundPlan(text_k, frozenset(texts), False) if is_worth_it else RoundPlan(0)
+        drafted = expected_block_efficiency(plan.alpha, k) - 1
         better = frozenset(row for row, chances in texts.items() if sum(chances[:k]) > drafted)
         gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
-        other_rate = (rows + gained) / costs.round(k, k) if k else min_speedup(rows) * rows / costs.plain.mean
-        explores = bool(texts) and not k and domain.rounds % EXPLORE_EVERY == 0
-        if explores:
-            costs.verify.doubt()
-        if text_rate > other_rate or explores:
+        if text_rate > (rows + gained) / costs.round(k, k):
             return RoundPlan(text_k, frozenset(texts), False)
-        return self._drafting(k, plan, better if k else frozenset())
+        return self._drafting(k, plan, better)
 
     def _drafting(self, k: int, plan: DraftingPlan, text_rows: frozenset[int] = frozenset()) -> RoundPlan:
         """Return a round of about k drafted tokens: more or fewer where the draft's confidence can be read."""
         if not k or not self._stops_early or self._rows > 1:  # a batch drafts until its last row has stopped
             return RoundPlan(k, text_rows)
-        costs, domain = self._costs, self._domain
-        rate = max(domain.rate.per_time(max(plan.speedup, 1.0) / costs.plain.mean), 1 / costs.plain.mean)
+        costs = self._costs
         # Tokens that the time of one more candidate brings elsewhere.
-        worth = rate * (costs.verifying()[1] + costs.draft.mean)
-        if domain.rounds % EXPLORE_EVERY == 0:
-            worth /= 2
-        return RoundPlan(MAX_K, text_rows, stop=StopRule(worth, domain.tables(plan.alpha)))
+        worth = plan.speedup / costs.plain.mean * (costs.verifying()[1] + costs.draft.mean)
+        return RoundPlan(MAX_K, text_rows, stop=StopRule(worth, self._domain.tables(plan.alpha)))
 
     def stop_drafting(self) -> None:
         """Do not plan with the draft any more, because it has failed."""
@@ -546,6 +489,21 @@ class DraftLength:
             chances = [(self._domain.guessed(guess).mean, guess) for guess in guesses]
         chance, guess = max(chances, key=lambda one: one[0])
         return guess, chance
+
+    def took(
+        self,
+        time: RoundTime,
+        emitted: int,
+        judged: Sequence[tuple[int, int, Sequence[float] | None]] = (),
+        guessed: Sequence[tuple[Guess, bool]] = (),
+    ) -> None:
+        """Take in a round: its time and number of emitted tokens, and the arguments of [`~DraftLength.judged`] and
+        [`~DraftLength.guessed`] for each row and guess."""
+        for row in judged:
+            self.judged(*row)
+        for guess in guessed:
+            self.guessed(*guess)
+        self.timed(time, emitted)
 
     def guessed(self, guess: Guess, is_right: bool) -> None:
         """Take in whether past text was right."""
@@ -564,25 +522,11 @@ class DraftLength:
 
     def timed(self, time: RoundTime, emitted: int) -> None:
         """Take in the time of rounds that emitted so many tokens."""
-        domain, costs = self._domain, self._costs
         with self._pacer.lock:
-            self._pacer.took(time, emitted, costs, self._rows)
-            if self._fixed_k is not None:
-                return
-            if time.seconds is not None and self._rows == 1:
-                domain.rate.add(emitted, time.rounds * time.seconds / costs.level, time.rounds)
-            if time.forwards == 0:
-                domain.spend(plain_seconds=(time.seconds or 0.0) * time.rounds)
-            elif not self._plan.speculates:
-                domain.spend(probe_seconds=_lost_seconds(time, emitted / self._rows, costs))
+            self._pacer.took(time, emitted, self._costs, self._rows)
 
     def ended(self, accepted: int, examined: int) -> None:
         """Take in the drafted tokens of a row that has ended."""
         with self._pacer.lock:
-            self._domain.ended(accepted, examined)
-
-
-def _lost_seconds(time: RoundTime, emitted: float, costs: Costs) -> float:
-    """Return the time that a round took longer than plain rounds for the same tokens. Of a round that also read the
-    prompt, the drafting is known to be extra."""
-    return time.draft_seconds if time.seconds is None else time.seconds - emitted * costs.level * costs.plain.mean
+            if examined:
+                self._domain.alpha.add(accepted / examined, min(examined, MAX_REQUEST_WEIGHT))
