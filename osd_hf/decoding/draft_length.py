@@ -179,6 +179,8 @@ def _add_cost(average: Average, value: float, count: int = 1) -> None:
     average.add(value, count)
 
 
+PERFECT = Average(1.0, 1e9)  # acceptance
+
 # --- acceptance -----------------------------------------------------------------------------------------------------
 
 
@@ -413,9 +415,10 @@ class DraftLength:
             self._looks_up = known.text_tokens.mean > MIN_TEXT_TOKENS or known.requests % TRY_TEXT_EVERY == 0
             self._costs = pacer.costs_of(rows)
             self._plan = pacer.plan_for(known, None, rows)
-            # Rounds that may draft although it does not seem to pay.
-            tries = known.has_paid or known.alpha.weight < MIN_EXAMINED_TOKENS
-            self._tries_left = TRY_ROUNDS if tries or known.requests % TRY_DRAFT_EVERY == 0 else 0
+            # Rounds that may draft although it does not seem to pay. In large batches, even a perfect draft may not.
+            tries = known.has_paid or known.alpha.weight < MIN_EXAMINED_TOKENS or known.requests % TRY_DRAFT_EVERY == 0
+            tries = tries and (rows == 1 or pacer.plan_for(known, PERFECT, rows).speculates)
+            self._tries_left = TRY_ROUNDS if tries else 0
         self.reads_text = fixed_k is None and sources != "draft" and reads_text and (rows == 1 or self._looks_up)
 
     @property
