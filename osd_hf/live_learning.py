@@ -8,7 +8,7 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +179,8 @@ class LiveLearning:
         self.accelerator = accelerator  # its trackers log the updates
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
         self.traffic = Traffic()
-        # Requests that wait to be counted and learned from: the trace, whether to learn, the store, and the owner.
-        self._finished: deque[tuple[Trace, bool, CorrectionStore | None, str | None]] = deque()
+        # Requests that wait to be counted and learned from: the traces, whether to learn, the store, and the owner.
+        self._finished: deque[tuple[Iterable[Trace], bool, CorrectionStore | None, str | None]] = deque()
         self.tally = Tally()
         self.earlier = EarlierText(self.config.text_scope, EARLIER_TEXT_BYTES)
         self.reads_text = self.config.reads_text
@@ -218,10 +218,10 @@ class LiveLearning:
         traces are added to `seen`.
         """
 
-        def finish(traces: Sequence[Trace]) -> None:
+        def finish(traces: Iterable[Trace]) -> None:
             if seen is not None:
                 seen.extend(traces)
-            self._finished.extend((trace, learn, store, owner) for trace in traces)
+            self._finished.append((traces if seen is None else tuple(seen), learn, store, owner))
             if not is_begun:
                 self.take_in_finished()
 
@@ -252,7 +252,9 @@ class LiveLearning:
         """Count the requests of the queue, log them, and learn from them."""
         while self._finished:
             with contextlib.suppress(IndexError):  # another thread was faster
-                self._take_in(*self._finished.popleft())
+                traces, learn, store, owner = self._finished.popleft()
+                for trace in tuple(traces):  # all are made before anything is learned, and release the requests
+                    self._take_in(trace, learn, store, owner)
 
     def _take_in(self, trace: Trace, learn: bool, store: CorrectionStore | None, owner: str | None) -> None:
         if self.is_closed:

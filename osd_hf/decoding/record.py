@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,7 +35,7 @@ from osd_hf.utils.report import plain
 logger = logging.getLogger(__name__)
 
 Sink = Callable[[Trace], object]
-Sinks = Callable[[Sequence[Trace]], object]
+Sinks = Callable[[Any], object]  # gets an iterator of traces
 
 MAX_PENDING_LOGITS = 1 << 19  # elements that wait to be compressed: 2 MiB in float32
 # `None` would be replaced by defaults, top_k = 50 among them.
@@ -171,6 +173,7 @@ class Rows:
         self.parts: dict[int | None, list[tuple[torch.Tensor, ...]]] = {width: [] for width in widths - {0}}
         self._pending: list[torch.Tensor] = []
         self._num_pending = 0
+        self._lock = threading.Lock()  # traces for several listeners may be made at once
 
     def add(self, rows: torch.Tensor) -> None:
         """Add raw rows, `(rows, vocab)`, of emitted tokens."""
@@ -181,11 +184,12 @@ class Rows:
 
     @neutral_context()
     def _compress(self) -> None:
-        if self._pending:
-            rows = torch.cat(self._pending)
-            self._pending, self._num_pending = [], 0
-            for width, parts in self.parts.items():
-                parts.append(compress_rows(rows, width))
+        with self._lock:
+            if self._pending:
+                rows = torch.cat(self._pending)
+                self._pending, self._num_pending = [], 0
+                for width, parts in self.parts.items():
+                    parts.append(compress_rows(rows, width))
 
     @neutral_context()
     def stored(
@@ -263,6 +267,7 @@ class Request:
         self.earlier: Sequence[TextIndex] = ()
         self.sequence = input_ids  # prompt and answer so far
         self.rounds: list[Round] = []
+        self.ended_at_seconds = 0.0
         self.rows = Rows({b.num_logprobs for b in bindings})
         self.version = target_version(model) if self.rows.parts else None
 
@@ -317,46 +322,50 @@ class Request:
             left -= min(left, r.num_emitted)
         self.rounds = rounds
 
-    def traces(self) -> list[Trace | None]:
-        """Return the trace for each listener; `None` if the request cannot be captured."""
-        if self.prompts is None:
-            return [None] * len(self.bindings)
-        prompt, decoder_prompt = self.prompts
-        size, found = vocab_size_of(self.model), list[Trace | None]()
-        has_changed = self.rows.parts and target_version(self.model) != self.version
+    @functools.cached_property
+    def is_of_changed_target(self) -> bool:
+        """Whether the target has changed since the request began, so that its rows are not stored."""
+        has_changed = bool(self.rows.parts) and target_version(self.model) != self.version
         if has_changed:
             logger.info("The target has changed during a request, so its rows are not stored.")
-        for binding, lease in zip(self.bindings, self.leases, strict=True):
-            width = 0 if has_changed else binding.num_logprobs
-            try:
-                completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
-                top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
-            except Exception:  # such as too little memory: the answer is there
-                logger.exception("A request is not captured; its answer is delivered.")
-                found.append(None)
-                continue
-            trace = Trace(
-                prompt_ids=prompt,
-                decoder_prompt_ids=decoder_prompt,
-                completion_ids=completion,
-                rounds=rounds,
-                top_logits=top_logits,
-                top_ids=top_ids,
-                tail_logprob=tail,
-                vocab_size=size,
-                domain=lease.domain,
-                draft_version=lease.version,
-                sampling=self.settings,
-                created_at_seconds=time.time(),
-                target=None if has_changed else self.version,
-            )
-            found.append(trace)
-        return found
+        return has_changed
+
+    def trace(self, binding: Binding, lease: Lease) -> Trace:
+        """Return the trace for a listener."""
+        assert self.prompts is not None
+        completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
+        width, size = 0 if self.is_of_changed_target else binding.num_logprobs, vocab_size_of(self.model)
+        top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
+        return Trace(
+            prompt_ids=self.prompts[0],
+            decoder_prompt_ids=self.prompts[1],
+            completion_ids=completion,
+            rounds=rounds,
+            top_logits=top_logits,
+            top_ids=top_ids,
+            tail_logprob=tail,
+            vocab_size=size,
+            domain=lease.domain,
+            draft_version=lease.version,
+            sampling=self.settings,
+            created_at_seconds=self.ended_at_seconds,
+            target=None if self.is_of_changed_target else self.version,
+        )
 
 
 def hand_over(requests: Sequence[Request]) -> None:
-    """Give each listener the traces of requests that were answered together."""
-    traces = [request.traces() for request in requests]
+    """Give each listener the traces of requests that were answered together. They are made when they are read."""
+    for request in requests:
+        request.ended_at_seconds = time.time()
     for i, binding in enumerate(requests[0].bindings):
-        if kept := [trace for each in traces if (trace := each[i]) is not None]:
-            binding.sink(kept)
+        binding.sink(_traces(requests, i))
+
+
+def _traces(requests: Sequence[Request], number: int) -> Iterator[Trace]:
+    """Yield the traces for a listener, without those of requests that cannot be captured."""
+    for request in requests:
+        if request.prompts is not None:
+            try:
+                yield request.trace(request.bindings[number], request.leases[number])
+            except Exception:  # such as too little memory: the answer is there
+                logger.exception("A request is not captured; its answer is delivered.")
