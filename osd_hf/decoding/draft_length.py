@@ -53,8 +53,7 @@ TRY_ROUNDS = 3  # of a request that tries drafting
 REFRESH_EVERY = 100  # rounds; one is plain, to measure its cost
 
 
-@dataclass(frozen=True)
-class RoundTime:
+class RoundTime(NamedTuple):
     """Describe a round, or the average of several."""
 
     candidates: int = 0
@@ -94,24 +93,23 @@ class Line:
     """Straight line through recent costs over the number of candidates, with a slope of at least 0."""
 
     def __init__(self) -> None:
-        self._x, self._y, self._xx, self._xy = (Average() for _ in range(4))
+        self._averages = [Average() for _ in range(4)]  # of x, y, x * x, and x * y
 
     @property
     def weight(self) -> float:
-        return self._x.weight
+        return self._averages[0].weight
 
     def add(self, x: int, y: float) -> None:
-        if self.weight:
-            base, slope = self.fit(0.0)
+        base, slope = self.fit(0.0)
+        for average, value in zip(self._averages, (x, y, x * x, x * y), strict=True):
             if y * MAX_EXCESS < base + slope * x:  # the first rounds were delayed by something else
-                self.__init__()  # type: ignore[misc]
-        for average, value in ((self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)):
+                average.weight = 0.0
             average.add(value)
 
     def fit(self, prior_slope: float) -> tuple[float, float]:
         """Return the value at 0, and the slope."""
-        x, y = self._x.mean, self._y.mean
-        slope = (self._xy.mean - x * y + RIDGE * prior_slope) / (self._xx.mean - x * x + RIDGE)
+        x, y, xx, xy = (average.mean for average in self._averages)
+        slope = (xy - x * y + RIDGE * prior_slope) / (xx - x * x + RIDGE)
         slope = min(max(slope, 0.0), y / (x + 1))
         return y - slope * x, slope
 

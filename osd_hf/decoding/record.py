@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -206,8 +206,7 @@ class Rows:
         return top_logits, top_ids.astype(dtype), tail
 
 
-@dataclass(eq=False)
-class Round:
+class Round(NamedTuple):
     """What one round proposed, and how many tokens it emitted."""
 
     drafted: torch.Tensor
@@ -318,7 +317,7 @@ class Request:
             if left >= r.num_emitted:
                 rounds.append(r)
             elif left > 0:  # the answer now ends inside this round
-                rounds.append(replace(r, num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
+                rounds.append(r._replace(num_emitted=left, drafted=r.drafted[:left], from_text=r.from_text[:left]))
             left -= min(left, r.num_emitted)
         self.rounds = rounds
 
