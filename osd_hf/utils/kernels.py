@@ -51,11 +51,13 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _product(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     known = _packed_weights.get(id(weight))
     packed = known.packed if known is not None and known.is_of(weight) else weight
-    rows = states.reshape(-1, states.shape[-1])
+    num_rows = states.numel() // states.shape[-1]
     # oneDNN keeps half a megabyte for each number of rows, so larger numbers are rounded up.
-    missing = -len(rows) % min(1 << max(len(rows).bit_length() - 4, 0), 64)
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows
-    return _multiply(rows, packed, bias)[: len(rows) - missing].view(*states.shape[:-1], len(weight))
+    missing = -num_rows % min(1 << max(num_rows.bit_length() - 4, 0), 64)
+    if not missing:
+        return _multiply(states, packed, bias)
+    rows = torch.nn.functional.pad(states.reshape(-1, states.shape[-1]), (0, 0, 0, missing))
+    return _multiply(rows, packed, bias)[:num_rows].view(*states.shape[:-1], len(weight))
 
 
 # torch.compile accepts oneDNN's own operator only for constant weights.
@@ -89,8 +91,7 @@ class _PackedWeight:
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), 4)
-        key = id(weight)
-        self._weight = weakref.ref(weight, lambda _: _packed_weights.pop(key, None))
+        self._weight = weakref.ref(weight, functools.partial(_packed_weights.pop, id(weight)))
         self._state = weight._version, weight.data_ptr()
         rows, columns = torch.arange(len(weight), device="cpu"), weight.shape[1]
         self._places = rows * columns + rows * 31 % columns
