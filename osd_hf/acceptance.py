@@ -45,8 +45,8 @@ class AcceptanceStats:
         text_drafted, text_examined, text_accepted (`float`, default to 0):
             The same counts for candidates copied from earlier text, which the counts of the draft do not include.
         timed (`tuple[float, ...]` of length 4, *optional*):
-            Emitted tokens and seconds of timed rounds; seconds, and estimated seconds of the target alone, of timed
-            rounds after the cost of a target forward became known. Comparison with `==` ignores them.
+            Tokens and seconds of answers, estimated seconds of the target alone for them (0 if unknown), and seconds of
+            learning. Comparison with `==` ignores them.
     """
 
     drafted: float = 0
@@ -118,18 +118,26 @@ class AcceptanceStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of timed rounds, including drafting, without prompts and learning. `None` without timed
-        rounds, which only [`OnlineAssistant.stats`] has."""
+        """Tokens per second of answers, including prompts and drafting, without learning. `None` without timed answers,
+        which only [`OnlineAssistant.stats`] has."""
         tokens, seconds, *_ = self.timed
         return tokens / seconds if seconds else None
 
     @property
     def speedup(self) -> float | None:
-        """Estimated speed-up over the target alone in the timed rounds; `benchmark` measures it. A token of the target
-        alone is assumed to cost as much as recent rounds without candidates at similar lengths; `None` without such
-        rounds."""
-        *_, seconds, alone = self.timed
-        return alone / seconds if seconds else None
+        """
+        Estimated speed-up over the target alone, without learning; `benchmark` measures it. The target alone is assumed
+        to read prompts in the same time, and to take as long for a token as the fastest of its loops measured while
+        serving at similar lengths: rounds without candidates, or transformers' own. `None` without such rounds.
+        """
+        _, seconds, alone, _ = self.timed
+        return alone / seconds if alone else None
+
+    @property
+    def speedup_with_learning(self) -> float | None:
+        """Estimated speed-up over the target alone, where the time of learning counts; `None` as `speedup`."""
+        _, seconds, alone, learning = self.timed
+        return alone / (seconds + learning) if alone else None
 
     @property
     def alpha_interval(self) -> tuple[float, float]:
@@ -170,7 +178,9 @@ class AcceptanceStats:
         text = f", past text {self.text_alpha:.3f}" if self.text_examined else ""
         tokens = f"{self.block_efficiency:.2f} tokens per target forward"
         rate = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens per second"
-        speedup = "" if self.speedup is None else f" ({self.speedup:.2f} times the target alone)"
+        speedup = ""
+        if self.speedup is not None:
+            speedup = f" ({self.speedup:.2f} times the target alone, {self.speedup_with_learning:.2f} with learning)"
         return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}{rate}{speedup}, {requests}"
 
     def plot(self, window: int | None = None) -> Any:
@@ -193,7 +203,8 @@ class AcceptanceStats:
         data |= {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
         data["alpha_interval"] = None if math.isnan(self.alpha_interval[0]) else list(self.alpha_interval)
         if any(self.timed):
-            data |= {"tokens_per_second": self.tokens_per_second, "speedup": self.speedup}
+            names = ("tokens_per_second", "speedup", "speedup_with_learning")
+            data |= {name: getattr(self, name) for name in names}
         return data
 
     @classmethod

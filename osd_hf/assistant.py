@@ -152,6 +152,7 @@ class OnlineAssistant:
             self._on_update,
         )
         self._learner = self._live.learner
+        self._learned_before = self._learner.seconds  # the last reset of the statistics
         weakref.finalize(self, self._live.stop)
         warn_of_target(source, self.target)
 
@@ -495,7 +496,8 @@ class OnlineAssistant:
     @property
     def stats(self) -> AcceptanceStats:
         """Acceptance over all requests since the last reset, with tokens per second and the speed-up if known."""
-        return replace(self._live.tally.total(), timed=self.drafts.pacer.timed)
+        learning = self._learner.seconds - self._learned_before
+        return replace(self._live.tally.total(), timed=(*self.drafts.pacer.timed, learning))
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
@@ -506,6 +508,7 @@ class OnlineAssistant:
         """Reset the statistics. Nothing learned is lost."""
         self._live.tally.reset()
         self.drafts.pacer.reset_timed()
+        self._learned_before = self._learner.seconds
 
     def __repr__(self) -> str:
         """Describe the pair, its state and its acceptance in two lines."""

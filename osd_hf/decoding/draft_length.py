@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from osd_hf.acceptance import UNTIMED
 from osd_hf.decoding.text import Guess
 from osd_hf.speedup import expected_block_efficiency
 
@@ -50,7 +49,7 @@ MIN_SPEEDUP_PER_DOUBLING = 0.04  # a batch ends with its slowest row
 MIN_TEXT_TOKENS = 0.05  # tokens per round that past text must bring to be looked up at all
 TRY_DRAFT_EVERY, TRY_TEXT_EVERY = 5, 15  # requests; one tries what does not seem to help
 TRY_ROUNDS = 3  # of a request that tries drafting
-REFRESH_EVERY = 100  # rounds; one is plain, to measure its cost
+REFRESH_EVERY, REFRESH_ROUNDS = 300, 3  # rounds; how many of them are plain, to measure their cost
 
 
 class RoundTime(NamedTuple):
@@ -121,12 +120,18 @@ class Costs:
     def __init__(self) -> None:
         self.level = 1.0
         self.plain = Average()
+        self.alone = Average()  # a token of transformers' own loop
         self.draft = Average()  # one forward of the draft
         self.verify = Line()  # a round with candidates, without the draft
 
     @property
     def are_known(self) -> bool:
         return min(self.plain.weight, self.verify.weight) >= MIN_KNOWN_ROUNDS
+
+    @property
+    def token_seconds(self) -> float:
+        """Time of a token of the target alone by the fastest loop that was measured; `inf` before."""
+        return self.level * min((cost.mean for cost in (self.plain, self.alone) if cost.weight), default=math.inf)
 
     def verifying(self) -> tuple[float, float]:
         """Return the intercept and the slope of the cost of a round over its candidates, without the draft."""
@@ -151,11 +156,13 @@ class Costs:
             best, best_k = rate, k
         return best, best_k
 
-    def add(self, time: RoundTime) -> float:
-        """Take in a round; return its seconds without a delay by something else, and 0 if it was not timed."""
+    def add(self, time: RoundTime) -> None:
+        """Take in a round, without a delay by something else."""
         if time.seconds is None:
-            return 0.0
-        unit, excess = self.level, 1.0
+            return
+        if time.rounds > 1:
+            _add_cost(self.alone, time.seconds / self.level, time.rounds)
+        unit = self.level
         if self.are_known and (self.draft.weight or not time.forwards):
             expected = self.level * self.round(time.candidates, time.forwards)
             excess = max(time.seconds / (MAX_EXCESS * expected), 1.0)
@@ -168,7 +175,6 @@ class Costs:
             self.verify.add(time.candidates, (time.seconds - time.draft_seconds) / unit)
         elif not time.forwards:
             _add_cost(self.plain, time.seconds / unit, time.rounds)
-        return time.seconds / excess
 
 
 def _add_cost(average: Average, value: float, count: int = 1) -> None:
@@ -255,26 +261,43 @@ class Pacer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.timed: tuple[float, ...] = UNTIMED  # as in `AcceptanceStats`
+        self.baseline_seconds = math.inf  # of a token, if a faster way to run the target alone was measured elsewhere
+        self._answered, self._saved_seconds = (0.0, 0.0), 0.0
         self._costs: dict[int, Costs] = {}  # by the number of rows, rounded up to a power of two
         self._latest = (1, Costs())  # rows and costs of the last round
         self._domains: dict[Any, Acceptance] = {}
 
     def took(self, time: RoundTime, emitted: int, costs: Costs, rows: int) -> None:
         """Take in rounds and the number of tokens that they emitted. The lock is held."""
-        seconds = time.rounds * costs.add(time)
-        if time.seconds is None:
-            return
-        self._latest = rows, costs
-        alone = seconds if time.is_plain else costs.level * costs.plain.mean * emitted / rows
-        compared = (seconds, alone) if costs.plain.weight else (0.0, 0.0)
-        new = (emitted, time.rounds * time.seconds, *compared)
-        self.timed = tuple(old + more for old, more in zip(self.timed, new, strict=True))
+        costs.add(time)
+        # Where a round also read a prompt, the target alone would have read it as well, and emitted a token.
+        seconds, tokens = time.draft_seconds, emitted / rows - 1
+        if time.seconds is not None:
+            seconds, tokens = time.rounds * time.seconds, emitted / rows
+            self._latest = rows, costs
+        elif time.candidates and costs.are_known:
+            seconds += max(costs.level * costs.round(time.candidates, 0) - costs.token_seconds, 0.0)
+        fastest = min(math.inf if time.is_plain else costs.token_seconds, self.baseline_seconds)
+        saved = tokens * fastest - seconds if fastest < math.inf else 0.0
+        self._saved_seconds += min(saved, 0.0) if time.is_plain else saved
+
+    def answered(self, tokens: int, seconds: float) -> None:
+        """Take in the tokens and the time of a call."""
+        with self.lock:
+            self._answered = self._answered[0] + tokens, self._answered[1] + seconds
+
+    @property
+    def timed(self) -> tuple[float, float, float]:
+        """Tokens and seconds of all calls, and the estimated seconds of the target alone, 0 if unknown."""
+        with self.lock:
+            tokens, seconds = self._answered
+            is_known = min(self._latest[1].token_seconds, self.baseline_seconds) < math.inf
+            return tokens, seconds, seconds + self._saved_seconds if is_known else 0.0
 
     def reset_timed(self) -> None:
         """Count tokens and seconds from zero again. Measured costs are kept."""
         with self.lock:
-            self.timed = UNTIMED
+            self._answered, self._saved_seconds = (0.0, 0.0), 0.0
 
     def acceptance(self, domain: Any) -> Acceptance:
         """Return what is known of a domain. The lock is held."""
@@ -406,7 +429,7 @@ class DraftLength:
         self._rows = rows
         self._drafts = sources != "text"
         self._stops_early = stops_early
-        self._own = Average(memory=REQUEST_MEMORY)
+        self._own, self._was_plain = Average(memory=REQUEST_MEMORY), False
         with pacer.lock:
             known = self._domain = pacer.acceptance(domain)
             known.requests += 1
@@ -444,7 +467,7 @@ class DraftLength:
                 return RoundPlan(k, frozenset(() if self._drafts else texts), self._drafts)
             domain.rounds += 1
             domain.has_paid = plan.speculates
-            if plan.speculates and domain.rounds % REFRESH_EVERY == 0:
+            if plan.speculates and domain.rounds % REFRESH_EVERY < REFRESH_ROUNDS:
                 return RoundPlan(0)
             k = plan.k if self._drafts else 0
             if self._drafts and not k and self._tries_left:
@@ -523,8 +546,11 @@ class DraftLength:
 
     def timed(self, time: RoundTime, emitted: int) -> None:
         """Take in the time of rounds that emitted so many tokens."""
+        # Behind drafting, caches are cold: such a plain round takes longer than those of the target alone.
+        is_cold, self._was_plain = not self._was_plain and self._costs.are_known and time.rounds == 1, time.is_plain
         with self._pacer.lock:
-            self._pacer.took(time, emitted, self._costs, self._rows)
+            cold = time._replace(seconds=None) if time.is_plain and is_cold else time
+            self._pacer.took(cold, emitted, self._costs, self._rows)
 
     def ended(self, accepted: int, examined: int) -> None:
         """Take in the drafted tokens of a row that has ended."""

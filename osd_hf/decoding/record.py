@@ -262,6 +262,7 @@ class Request:
         }
         self.leases: list[Lease] = []
         self.drafting: Drafting | None = None
+        self.began = 0.0  # by the clock of `drafting`
         self.domain: str | None = None
         self.earlier: Sequence[TextIndex] = ()
         self.sequence = input_ids  # prompt and answer so far
@@ -301,6 +302,7 @@ class Request:
                 self.drafting = lease.drafting if k is None else lease.drafting.at(k)
                 self.domain, self.earlier = lease.domain, lease.earlier
                 self.settings |= {} if k is None else {"num_assistant_tokens": k}
+                self.began = lease.drafting.clock()
         for lease in self.leases:
             if lease.model is not None:
                 self.kwargs["assistant_model"] = lease.model
@@ -353,7 +355,11 @@ class Request:
 
 
 def hand_over(requests: Sequence[Request]) -> None:
-    """Give each listener the traces of requests that were answered together. They are made when they are read."""
+    """Give each listener the traces of requests that were answered together, which are made when they are read, and
+    the pacer their time."""
+    if (drafting := requests[0].drafting) is not None:
+        tokens = sum(each.num_emitted for request in requests for each in request.rounds)
+        drafting.pacer.answered(tokens, drafting.clock() - requests[0].began)
     for request in requests:
         request.ended_at_seconds = time.time()
     for i, binding in enumerate(requests[0].bindings):
