@@ -45,8 +45,8 @@ class AcceptanceStats:
         text_drafted, text_examined, text_accepted (`float`, default to 0):
             The same counts for candidates copied from earlier text, which the counts of the draft do not include.
         timed (`tuple[float, ...]` of length 4, *optional*):
-            Tokens and seconds of answers, estimated seconds of the target alone for them (0 if unknown), and seconds of
-            learning. Comparison with `==` ignores them.
+            Tokens and seconds of answers, estimated seconds of the target alone for them (0 if unknown), and seconds
+            of learning. Comparison with `==` ignores them.
     """
 
     drafted: float = 0
@@ -118,17 +118,17 @@ class AcceptanceStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of answers, including prompts and drafting, without learning. `None` without timed answers,
-        which only [`OnlineAssistant.stats`] has."""
+        """Tokens per second of answers, including prompts and drafting, without learning. `None` without timed
+        answers, which only [`OnlineAssistant.stats`] has."""
         tokens, seconds, *_ = self.timed
         return tokens / seconds if seconds else None
 
     @property
     def speedup(self) -> float | None:
         """
-        Estimated speed-up over the target alone, without learning; `benchmark` measures it. The target alone is assumed
-        to read prompts in the same time, and to take as long for a token as the fastest of its loops measured while
-        serving at similar lengths: rounds without candidates, or transformers' own. `None` without such rounds.
+        Estimated speed-up over the target alone, without learning; `benchmark` measures it. The target alone is
+        assumed to read prompts in the same time, and to take as long for a token as the fastest of its loops that was
+        measured at similar lengths: rounds without candidates, or transformers' own. `None` without such rounds.
         """
         _, seconds, alone, _ = self.timed
         return alone / seconds if alone else None

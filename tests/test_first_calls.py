@@ -270,19 +270,28 @@ def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
     target, draft = models.pair(num_hidden_layers=1)
     config = replace(MANUAL, num_assistant_tokens="auto", candidates="draft")
     assistant = OnlineAssistant(target, draft, config=config)
-    assert assistant.drafting is not None
-    assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.1})
+    clock = assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.125})
     assert assistant.stats.tokens_per_second is assistant.stats.speedup is None
+    models.answered(assistant, models.prompts(1)[0], max_new_tokens=40)  # costs become known
+    assistant.reset_stats()
+    began, before = clock(), assistant.learning_seconds
     for ids in models.prompts(6):
         models.answered(assistant, ids, max_new_tokens=40)
-    stats = assistant.stats
-    assert stats.tokens_per_second is not None
-    assert stats.speedup is not None
-    # A token of the target alone takes a second; rounds until that was known tell nothing of the speed-up.
-    assert 1 < stats.speedup == pytest.approx(stats.tokens_per_second, rel=0.05)
-    assert f"{stats.tokens_per_second:.1f} tokens per second ({stats.speedup:.2f} times" in repr(stats)
-    assert stats.to_dict()["speedup"] == stats.speedup
-    assert (stats + stats).speedup == pytest.approx(stats.speedup)
+    stats, seconds, tokens = assistant.stats, clock() - began, 6 * 40
+    # A token of the target alone takes a second, and the prompt brings the first.
+    assert (stats.tokens_per_second, stats.speedup) == pytest.approx((tokens / seconds, tokens / seconds), rel=1e-3)
+    assert stats.speedup_with_learning == stats.speedup > 1
+    shown = f"{stats.tokens_per_second:.1f} tokens per second ({stats.speedup:.2f} times the target alone, "
+    assert shown + f"{stats.speedup:.2f} with learning)" in repr(stats)
+    assert stats.to_dict()["speedup"] == stats.speedup == pytest.approx((stats + stats).speedup)
+    assistant.drafts.pacer.baseline_seconds = 0.5  # the target alone is faster elsewhere
+    assistant.reset_stats()
+    models.answered(assistant, models.prompts(1)[0], max_new_tokens=40)
+    assert assistant.stats.speedup == pytest.approx((1 + 39 * 0.5) / assistant.stats.timed[1], rel=1e-3)
+    assistant.update()
+    learned = assistant.learning_seconds - before
+    _, seconds, alone, _ = assistant.stats.timed
+    assert assistant.stats.speedup_with_learning == pytest.approx(alone / (seconds + learned))
 
 
 def test_an_assistant_tells_its_state(assistant: OnlineAssistant) -> None:

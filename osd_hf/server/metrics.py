@@ -113,8 +113,8 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
         yield _counter(f"osd_hf_{name}_tokens", help, rows, "domain", "source")
     yield from _acceptance("osd_hf", "Accepted over examined tokens of the draft", by_key, "domain")
     tokens, seconds, *_ = stats.timed
-    yield _counter("osd_hf_timed_tokens", "Tokens that timed rounds of decoding have emitted.", [((), tokens)])
-    yield _counter("osd_hf_timed_seconds", "Time that these rounds took, drafting included.", [((), seconds)])
+    yield _counter("osd_hf_timed_tokens", "Tokens of timed answers.", [((), tokens)])
+    yield _counter("osd_hf_timed_seconds", "Time of these answers, without learning.", [((), seconds)])
     help = "Times as fast as the target alone, from measured costs."
     yield _gauge("osd_hf_speedup_ratio", help, [((), stats.speedup)])
     versions = {(d or NO_DOMAIN,): assistant.drafts.serving_version(d) for d in assistant.drafts.domains}
