@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -42,6 +43,7 @@ class TargetForward:
         self.kwargs = forward_arguments(kwargs)
         self.outputs: Any = None
         self._num_cached, self._count = num_cached or 0, 0
+        self._is_plain_cache: bool | None = None
         self._usual = self._usual_inputs(int(kwargs["generation_config"].max_length))
         self.kwargs["past_key_values"].activate_past_recording()
 
@@ -121,7 +123,11 @@ class TargetForward:
         cache = self.outputs.past_key_values
         if cache is not self.cache:
             cache.activate_past_recording()
-        cache.crop(-(self._count + 1 - count))
+        if self._is_plain_cache is None:
+            self._is_plain_cache = all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", (None,)))
+        rejected = self._count + 1 - count
+        if rejected or not self._is_plain_cache:  # sliding windows need this call after every round
+            cache.crop(-rejected)
         if self._usual is None or cache is not self.cache:
             self._usual = None
             self.kwargs = self.model._update_model_kwargs_for_generation(

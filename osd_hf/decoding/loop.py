@@ -45,13 +45,14 @@ def accept(candidates: Candidates, scores: Tensor, *, do_sample: bool) -> Verdic
     algorithm 1 (sampled), without a copy to the host. `scores` are the target's processed logits at each candidate and
     behind the last one, float32, `(rows, k + 1, vocab)`."""
     tokens, is_proposed = candidates.tokens, candidates.is_proposed
-    k, rows = tokens.shape[1], torch.arange(len(scores), device=scores.device)
+    k = tokens.shape[1]
     if not do_sample:
         chosen = scores.argmax(-1)
         if not k:
-            return Verdict(torch.zeros_like(rows), chosen[:, 0])
-        accepted = ((tokens == chosen[:, :k]) & is_proposed).long().cumprod(1).sum(1)
-        return Verdict(accepted, chosen[rows, accepted])
+            return Verdict(torch.zeros_like(chosen[:, 0]), chosen[:, 0])
+        accepted = ((tokens == chosen[:, :k]) & is_proposed).cumprod(1).sum(1)
+        return Verdict(accepted, chosen.gather(1, accepted[:, None])[:, 0])
+    rows = torch.arange(len(scores), device=scores.device)
     target = scores.softmax(-1)
     if not k:
         return Verdict(torch.zeros_like(rows), torch.multinomial(target[:, 0], 1)[:, 0])

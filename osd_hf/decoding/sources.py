@@ -303,8 +303,8 @@ class DraftSource:
         if drafted is None:
             return self._draft(k, texts, lengths, rooms, stop)
         self.times = [(self.clock() - began) / k] * k
-        tokens, is_possible, *q = drafted
-        return Candidates(tokens, self._is_proposed(tokens, is_possible, rooms), q[0] if q else None)
+        tokens, highest, *q = drafted
+        return Candidates(tokens, self._is_proposed(tokens, highest, rooms), q[0] if q else None)
 
     def _draft(
         self,
@@ -316,46 +316,51 @@ class DraftSource:
     ) -> Candidates:
         """Draft token by token. On a CPU, this ends where no row continues; elsewhere, reading that takes time."""
         on_cpu, continues = self.forward.device.type == "cpu", None if stop is None else stop.begin(len(rooms))
-        found, counts = list[tuple[Tensor, ...]](), [0] * len(rooms)  # candidates of each row
-        is_open = [True] * len(rooms)
-        for j in range(k):
-            began = self.clock()
-            with torch.inference_mode():
+        found, ids = list[tuple[Tensor, ...]](), list[list[int]]()
+        is_open, counts = [True] * len(rooms), [0] * len(rooms)  # rows that continue; candidates of each row
+        # Processors that read the context may keep the logits, which must not be tensors of inference mode.
+        with torch.inference_mode(not self._reads_context):
+            for j in range(k):
+                began = self.clock()
                 raw = self.forward.read(texts) if j == 0 else self.forward.feed(found[-1][0][:, None])
-            found.append(self._choose(raw, [n + j for n in lengths], reads_confidence=stop is not None))
-            self.times.append(self.clock() - began)
-            token, is_possible = found[-1][:2]
-            if self._reads_context and self.processors is not None:
-                self.processors.write(self.rows, [n + j for n in lengths], token[:, None])
-            if not on_cpu:
-                continue
-            goes_on = [True] * len(rooms) if continues is None else continues(found[-1][-1].tolist())
-            for i, (one, can) in enumerate(zip(token.tolist(), is_possible.tolist(), strict=True)):
-                if is_open[i]:
-                    is_candidate = can and j < rooms[i]
-                    counts[i] += is_candidate
-                    is_open[i] = is_candidate and one not in self.ends_with and goes_on[i]
-            if not any(is_open):
-                break
-        tokens, is_possible, *others = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
-        confidence = None if stop is None else others.pop()
+                found.append(self._choose(raw, [n + j for n in lengths], reads_confidence=stop is not None))
+                self.times.append(self.clock() - began)
+                token, highest, *others = found[-1]
+                if self._reads_context and self.processors is not None:
+                    self.processors.write(self.rows, [n + j for n in lengths], token[:, None])
+                if not on_cpu:
+                    continue
+                goes_on = [True] * len(rooms) if continues is None else continues(others[-1].tolist())
+                ids.append(token.tolist())
+                for i, (one, score) in enumerate(zip(ids[-1], highest.tolist(), strict=True)):
+                    if is_open[i]:
+                        is_candidate = math.isfinite(score) and j < rooms[i]
+                        counts[i] += is_candidate
+                        is_open[i] = is_candidate and one not in self.ends_with and goes_on[i]
+                if not any(is_open):
+                    break
+        rest = [torch.stack(parts, 1) for parts in zip(*(parts[2:] for parts in found), strict=True)]
+        confidence = None if stop is None else rest.pop()
+        q = rest[0] if rest else None
         if on_cpu:
-            is_proposed = torch.arange(len(found), device=tokens.device) < to_device(counts, tokens.device)[:, None]
-        else:
-            is_proposed = self._is_proposed(tokens, is_possible, rooms, confidence, stop)
-        return Candidates(tokens, is_proposed, others[0] if others else None, None, confidence)
+            tokens = to_device(list(zip(*ids, strict=True)), self.forward.device)
+            columns = range(len(found))
+            shown = to_device([[j < count for j in columns] for count in counts], tokens.device, torch.bool)
+            return Candidates(tokens, shown, q, None, confidence)
+        tokens, highest = (torch.stack(parts, 1) for parts in zip(*(parts[:2] for parts in found), strict=True))
+        return Candidates(tokens, self._is_proposed(tokens, highest, rooms, confidence, stop), q, None, confidence)
 
     def _is_proposed(
         self,
         tokens: Tensor,
-        is_possible: Tensor,
+        highest: Tensor,
         rooms: Sequence[int],
         confidence: Tensor | None = None,
         stop: StopRule | None = None,
     ) -> Tensor:
         """Return which tokens, `(rows, k)`, are candidates: those up to the end of an answer, where a row has no room
         or allows no token, or where the draft's confidence ends the round."""
-        is_open = is_possible
+        is_open = highest.isfinite()
         if min(rooms) < tokens.shape[1]:
             columns = torch.arange(tokens.shape[1], device=tokens.device)
             is_open = is_open & (columns < to_device(rooms, tokens.device)[:, None])
@@ -372,15 +377,16 @@ class DraftSource:
     def _choose(
         self, raw: Tensor, lengths: Sequence[int], *, reads_confidence: bool = False, noise: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the next token of each row, `(rows,)`; whether the row allows any token; with sampling the token's
-        distribution, `(rows, vocab)`; and its probability where it is asked for. `noise` is uniform, `(rows,)`."""
+        """Return the next token of each row, `(rows,)`; the highest logit, which is finite if the row allows any
+        token; with sampling the token's distribution, `(rows, vocab)`; and its probability where it is asked for.
+        `noise` is uniform, `(rows,)`."""
         ids = self.token_ids
         if not self.do_sample and self.processors is None:
             highest, column = raw.max(-1)
             token = column if ids is None else ids[column]
             if not reads_confidence:
-                return token, highest.isfinite()
-            return token, highest.isfinite(), (highest.float() - raw.float().logsumexp(-1)).exp()
+                return token, highest
+            return token, highest, (highest.float() - raw.float().logsumexp(-1)).exp()
         # A copy outside of inference mode, which processors may write into and keep.
         logits = raw.to(dtype=torch.float32, copy=True)
         if not self._is_reduced:
@@ -391,14 +397,13 @@ class DraftSource:
             for processor in self.processors.processors:
                 logits = processor(self.processors.tokens, logits)
         highest, column = logits.max(-1)
-        is_possible = highest.isfinite()  # no token can be drawn from NaN, or where all are forbidden
         if not (self.do_sample or reads_confidence):
-            return self._id(column), is_possible
+            return self._id(column), highest
         probs = logits.softmax(-1)
         if self.do_sample:
-            allowed = probs.where(is_possible[:, None], 1.0)
+            allowed = probs.where(highest.isfinite()[:, None], 1.0)  # nothing can be drawn from NaN
             column = torch.multinomial(allowed, 1)[:, 0] if noise is None else sample(allowed, noise)
-        found = [self._id(column), is_possible]
+        found = [self._id(column), highest]
         if self.do_sample:
             found.append(self._whole(probs, 0.0) if self._is_reduced else probs)
         return (*found, probs.gather(-1, column[:, None])[:, 0]) if reads_confidence else tuple(found)
