@@ -319,7 +319,7 @@ class DraftSource:
         found, ids = list[tuple[Tensor, ...]](), list[list[int]]()
         is_open, counts = [True] * len(rooms), [0] * len(rooms)  # rows that continue; candidates of each row
         # Processors that read the context may keep the logits, which must not be tensors of inference mode.
-        with torch.inference_mode(not self._reads_context):
+        with torch.no_grad() if self._reads_context else torch.inference_mode():
             for j in range(k):
                 began = self.clock()
                 raw = self.forward.read(texts) if j == 0 else self.forward.feed(found[-1][0][:, None])
