@@ -91,20 +91,16 @@ class Limits:
     def combined(self, other: Limits) -> Limits:
         """Return the stricter of both in every respect. Where one forbids speculation, its reason is enough."""
         decisive = [limits for limits in (self, other) if limits.max_tokens < 2] or [self, other]
+        # Beyond the longer of these prompts, neither maximum length applies.
+        prompts = [limits.min_prompt for limits in (self, other) if limits.max_length < math.inf]
         return Limits(
             "; ".join(limits.reason for limits in decisive if limits.reason),
             min(self.max_tokens, other.max_tokens),
             min(self.max_length, other.max_length),
-            _joint_min_prompt(self, other),
+            max(prompts, default=math.inf),
             self.with_prompt and other.with_prompt,
             other.last_token if self.last_token is None else self.last_token,
         )
-
-
-def _joint_min_prompt(a: Limits, b: Limits) -> float:
-    """Return the prompt length beyond which neither maximum length applies."""
-    bounds = [limits.min_prompt for limits in (a, b) if limits.max_length < math.inf]
-    return max(bounds, default=math.inf)
 
 
 UNLIMITED = Limits()
@@ -428,21 +424,16 @@ def difference(model: PreTrainedModel, ours: Sequence[torch.Tensor], theirs: Seq
             found.append(float((a[where].double() - expected).square().mean().sqrt() / spread))
     if not all(map(math.isfinite, found)):
         return "its logits are not finite"
-    limit = _max_difference(model, theirs[0].device.type)
+    # accelerate's autocast may be around the forward of a trained model; quantized layers may round activations.
+    device_type = theirs[0].device.type
+    is_cast = torch.is_autocast_enabled(device_type) or "_original_forward" in vars(model)
+    is_tf32 = device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32 and model.dtype == torch.float32
+    limit = MAX_TF32_DIFFERENCE if is_tf32 else MAX_DIFFERENCE.get(model.dtype, MAX_ROUGH_DIFFERENCE)
+    limit = MAX_ROUGH_DIFFERENCE if is_cast or getattr(model, "is_quantized", False) else limit
     has_experts = any("expert" in name for name in vars(model.config.get_text_config(decoder=True)))
     is_rough = limit >= MAX_DIFFERENCE[torch.float16] and has_experts
     largest = sorted(found)[len(found) // 2] if found and is_rough else max(found, default=0.0)
     return None if largest <= limit else f"its logits differ by {largest:.1%}"
-
-
-def _max_difference(model: PreTrainedModel, device_type: str) -> float:
-    """Return the relative difference of logits that rounding may cause in a model on a device of this type."""
-    # accelerate's autocast may be around the forward of a trained model; quantized layers may round activations.
-    is_cast = torch.is_autocast_enabled(device_type) or "_original_forward" in vars(model)
-    if is_cast or getattr(model, "is_quantized", False) or model.dtype not in MAX_DIFFERENCE:
-        return MAX_ROUGH_DIFFERENCE
-    is_tf32 = device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32 and model.dtype == torch.float32
-    return MAX_TF32_DIFFERENCE if is_tf32 else MAX_DIFFERENCE[model.dtype]
 
 
 # --- rows that continue independently --------------------------------------------------------------------------------
