@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
+from osd_hf.recording import record_traces
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +148,11 @@ def test_the_first_request_has_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(assistant.generate(ids, max_new_tokens=12, do_sample=False, learn=learn), expected)
         assert assistant.stats.drafted > 0 and rows == []
         draft.config.osd_hf_vocabulary = f"{VOCAB - 1} nothing {VOCAB} 99999999"  # one of them is a token
+    traces = list(record_traces(target, [prompt[0].tolist() for prompt in models.prompts(3)], max_new_tokens=6))
+    vocabulary.write_usual_tokens(draft, traces)
+    answered = {int(token) for trace in traces for token in trace.completion_ids}
+    assert max(answered) >= half
+    assert answered <= set(assistant_of(target, draft).drafting.token_ids)
 
 
 @pytest.mark.parametrize("learn", [True, False])
