@@ -31,6 +31,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import (
     BenchmarkReport,
     System,
+    alone_systems,
     answer_greedily,
     benchmark,
 )
@@ -137,11 +138,13 @@ def _write(settings: BenchSettings, folder: Path | None, report: dict[str, Any],
 # --- systems --------------------------------------------------------------------------------------------------------
 
 
-def _systems(drafts: Mapping[str, PreTrainedModel], settings: BenchSettings, earlier: Sequence[Trace]) -> list[System]:
+def _systems(
+    target: Any, drafts: Mapping[str, PreTrainedModel], settings: BenchSettings, earlier: Sequence[Trace]
+) -> list[System]:
     """Return the systems to compare: the target alone, prompt lookup, transformers' assisted generation with the first
     draft, ours with each draft at a fixed k, and with the last draft at `"auto"` for each source of candidates."""
     ks, (first, *_) = settings.ks, drafts
-    systems = [System("target alone", "alone"), System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0])]
+    systems = [*alone_systems(target), System("prompt lookup", "prompt_lookup", num_assistant_tokens=ks[0])]
     for name, draft in drafts.items():
         for k in ks:
             title = f"{name} k={k}" if len(ks) > 1 else name
@@ -170,7 +173,7 @@ def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, dict[str, Any]]:
         with OnlineAssistant(target, draft, tokenizer, config, store=earlier) as assistant:
             serve_stream(assistant, stream, settings.max_new_tokens)
         drafts["learned"] = assistant.draft
-    systems = _systems(drafts, settings, list(earlier))
+    systems = _systems(target, drafts, settings, list(earlier))
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "measure_costs": True, "show_progress": True}
     report = benchmark(target, systems, prompts, tokenizer=tokenizer, **how)
     origin = provenance(seed=settings.seed, threads=threads)
@@ -250,7 +253,7 @@ def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         parts = data["by_dataset"][dataset]
         add_table(f"{dataset}, {next(iter(parts.values()))['requests']} requests", SPEED_COLUMNS, parts)
     lines += [
-        "\nx alone, x stock: times as fast as the target alone and as the first stock system, median over requests.",
+        f"\nx alone, x stock: times as fast as the {data['baseline']} and the first stock system, median over requests.",
         "model: speed-up expected from alpha, k and c, the time of an eager draft forward over a target forward;",
         "wide: with the time of the target's wider forward; bound: the model at alpha = 1.",
     ]

@@ -74,7 +74,7 @@ class System:
 
     @property
     def is_the_target(self) -> bool:
-        """Whether this is transformers' target alone, the reference of all comparisons."""
+        """Whether this is transformers' eager target alone, the reference of all answers."""
         return self.kind == "alone" and not self.kernels and not self.compile_target
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,8 +114,9 @@ class BenchmarkReport:
 
     @property
     def alone(self) -> str:
-        """Name of the target alone."""
-        return next(system.name for system in self.systems if system.is_the_target)
+        """Name of the baseline: transformers' target alone, eager or compiled, whichever is faster."""
+        names = [system.name for system in self.systems if system.kind == "alone" and not system.kernels]
+        return min(names, key=lambda name: sum(a.seconds / max(a.num_tokens, 1) for a in self.answers_of(name)))
 
     def answers_of(self, system: str, dataset: str | None = None) -> list[TimedAnswer]:
         """Return the answers of a system, in the order of the requests."""
@@ -190,6 +191,7 @@ class BenchmarkReport:
         parts = {**{name: name for name in self.answers}, ALL: None}
         return {
             **self.facts,
+            "baseline": self.alone,
             "systems": [system.to_dict() for system in self.systems],
             "by_dataset": {
                 shown: {name: self.figures(name, dataset) for name in names} for shown, dataset in parts.items()
@@ -216,7 +218,7 @@ def benchmark(
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
             A decoder-only model; by default its tokenizer is found by the model's name.
-        systems (`Sequence[System]`): Exactly one of them is the target alone.
+        systems (`Sequence[System]`): Exactly one of them is the eager target alone; see [`alone_systems`].
         prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
         max_new_tokens (`int`): Maximum tokens of an answer.
         measure_costs (`bool`, *optional*, defaults to `False`):
@@ -278,6 +280,12 @@ def benchmark(
         of_draft = dict(zip(drafts, measured, strict=True))
         costs = {system.name: of_draft[id(system.draft)] for system in systems if system.draft is not None}
     return BenchmarkReport(tuple(systems), answers, facts, costs)
+
+
+def alone_systems(target: Any) -> list[System]:
+    """Return the target alone, and on CUDA also compiled over transformers' static cache."""
+    compiled = [System("target alone, compiled", "alone", compile_target=True)]
+    return [System("target alone", "alone"), *compiled * (unwrap(target).device.type == "cuda")]
 
 
 def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:

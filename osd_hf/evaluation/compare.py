@@ -16,7 +16,7 @@ from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.static import compiles_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError
-from osd_hf.evaluation.benchmark import System, benchmark
+from osd_hf.evaluation.benchmark import System, alone_systems, benchmark
 from osd_hf.evaluation.display import progress
 from osd_hf.hub import Evaluation, EvaluationSet, hub_id
 from osd_hf.models import (
@@ -260,7 +260,7 @@ def evaluate(
             stats = sum(replay_each(after, traces, k), AcceptanceStats())
             k = _worth(cost, stats, k, float(np.mean([len(trace) for trace in traces]))).num_assistant_tokens
         systems = [
-            System("target alone", "alone"),
+            *alone_systems(target),
             System("transformers, draft before", "stock", before, k),
             System("transformers, this draft", "stock", after, k),
             System("osd_hf, this draft, auto", "lean", after, "auto"),
@@ -271,7 +271,7 @@ def evaluate(
             "show_progress": show_progress,
         }
         report = benchmark(target, systems, asked, **how)
-        speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.name != report.alone}
+        speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.kind != "alone"}
     sides = {name: replay_each(draft, traces, k) for name, draft in (("before", before), ("after", after))}
     return Evaluation(dataset, k, Comparison([p.domain for p in dataset.prompts], sides), speedups, provenance())
 
