@@ -258,8 +258,8 @@ def round_of(target: Model, draft: Model, k: int, head: int, sizes: Sizes) -> tu
     config = OnlineConfig(num_assistant_tokens=k, update_strategy="manual")
     with OnlineAssistant(target, draft, None, config) as assistant, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        if head < target.config.vocab_size:
-            assistant.drafts.requests[None].vocabulary.chosen = np.arange(head)
+        chosen = np.arange(head) if head < target.config.vocab_size else None
+        assistant.drafts.requests[None].vocabulary.chosen = chosen
         answer = functools.partial(assistant.generate, learn=False)
         *warm, timed, traced = prompts(4, target.config.vocab_size, count)
         for ids in warm:
