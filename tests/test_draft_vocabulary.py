@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
 from osd_hf.recording import record_traces
+from osd_hf.trace import bare_trace
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +167,17 @@ def test_a_vocabulary_that_traffic_does_not_use_is_replaced_or_given_up(learn: b
         emitted.update(answer[0, ids.shape[1] :].tolist())
     assert min(emitted) >= VOCAB // 2
     assert assistant.drafting.token_ids is None or (learn and emitted <= set(assistant.drafting.token_ids))
+
+
+def test_the_first_vocabulary_may_lose_more_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MAX_LOSS": 0.005, "PRIOR_RIGHT": 1, "RANK_EVERY": 8}.items():
+        monkeypatch.setattr(vocabulary, name, value)
+    counted, known = vocabulary.TrafficVocabulary(VOCAB), []
+    for _ in range(80):  # a tenth of the tokens is missing
+        counted.add(bare_trace([1], [3] * 9 + [VOCAB - 1], VOCAB), may_count=False)
+        known.append(counted.chosen is not None)
+    assert all(known[: vocabulary.FIRST_REQUESTS - 1])
+    assert not known[-1]
 
 
 def test_characters_and_added_tokens_are_usual(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from osd_hf.utils.kernels import OneDnnLinear, onednn_is_faster
 SIZES = (2048, 8192, 32768)  # of draft vocabularies; each is compiled once
 MIN_VOCAB_SIZE = 1 << 14  # a smaller head is not worth restricting
 MAX_LOSS = 0.005  # of acceptance; twice as much before a draft vocabulary is given up
+FIRST_MAX_LOSS, FIRST_REQUESTS = 0.04, 64  # for the largest size while the ranking knows few tokens
 RANK_EVERY = 8  # requests
 MIN_EMITTED_TOKENS = 256  # that the loss is measured on
 MAX_EMITTED_TOKENS = 1024  # beyond which old ones are forgotten
@@ -109,9 +110,10 @@ class TrafficVocabulary:
             return
         order = np.argsort(-self._mass, kind="stable")
         now = None if self.chosen is None else len(self.chosen)
-        bounds = np.where(self._sizes == now, 2 * MAX_LOSS, MAX_LOSS) * self._emitted
+        most = np.where(self._sizes == now, 2 * MAX_LOSS, MAX_LOSS)
+        most[-1] = max(most[-1], FIRST_MAX_LOSS * (self._requests < FIRST_REQUESTS))
         right = (self._missing_accepted + PRIOR_RIGHT) / (self._missing_examined + PRIOR_MISSING)
-        is_enough = (self._missed * right <= bounds) & (self._emitted >= MIN_EMITTED_TOKENS)
+        is_enough = (self._missed * right <= most * self._emitted) & (self._emitted >= MIN_EMITTED_TOKENS)
         is_enough[-1] |= self._emitted[-1] < MIN_EMITTED_TOKENS
         enough = self._sizes[is_enough]
         chosen = np.sort(order[: enough[0]]) if len(enough) else None
