@@ -36,9 +36,6 @@ CHECKED_PROMPT_TOKENS = 4  # before the tokens on which a compiled forward is co
 MAX_CAPTURE_FAILURES = 3  # in a row: other threads may break a capture
 MAX_GRAPHS = 64  # of one cache and model; the oldest are dropped
 
-# Checking at each call whether compiled code still fits takes a fifth of a small model's forward.
-UNGUARDED = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-
 Tensors = tuple[Tensor, ...]
 
 
@@ -72,6 +69,7 @@ class StaticCache(Ragged):
         super().__init__(model, rows, size)
         self.graphs: WeakKeyDictionary[Any, tuple[Any, dict[Any, Replay]]] = WeakKeyDictionary()
         self.step: Any = None  # the compiled forward
+        self.is_checked = False  # whether the compiled forward is known to fit the model in this request
 
     def graphs_of(self, model: PreTrainedModel, signature: Any) -> dict[Any, Replay]:
         """Return the graphs of a model; those of another signature are dropped."""
@@ -157,7 +155,7 @@ class StaticForward:
         if self.is_captured:
             self._signatures[model] = _signature(model)
             return cache
-        cache.step = self._steps[*key, head]
+        cache.step, cache.is_checked = self._steps[*key, head], self.role == "draft"
         return None if cache.step is None else cache
 
     def release(self, cache: StaticCache) -> None:
@@ -237,10 +235,10 @@ class StaticForward:
     # --- compiled forwards ------------------------------------------------------------------------------------------
 
     def _compiled_step(self, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Tensor:
-        with self._running, self._mode():
-            # No views, nor tensors of inference mode.
-            ids, starts, last = (each.clone(memory_format=torch.contiguous_format) for each in (ids, starts, last))
-            if ids.shape[1] > 1:
+        # No views, nor tensors of inference mode.
+        ids, starts, last = (each.clone(memory_format=torch.contiguous_format) for each in (ids, starts, last))
+        with self._running, contextlib.nullcontext() if cache.is_checked else self._checking():
+            if ids.shape[1] > 1 and not cache.is_checked:
                 torch._dynamo.maybe_mark_dynamic(ids, 1)
             try:
                 logits: Tensor = cache.step(cache.model, cache, ids, starts, last)
@@ -255,9 +253,9 @@ class StaticForward:
         return logits
 
     @contextlib.contextmanager
-    def _mode(self) -> Iterator[None]:
+    def _checking(self) -> Iterator[None]:
         # Hooks change what a target's forward does.
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=self.role == "draft"):
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, automatic_dynamic_shapes=False):
             yield
 
     def _compile(self, cache: StaticCache) -> Any:
@@ -269,29 +267,45 @@ class StaticForward:
         what = f"the {self.role}'s forward for up to {cache.size} tokens"
         logger.info("Compiling %s.", what)
         options: dict[str, Any] = {"freezing": False}  # weights change
-        # The weights of a draft change alone. A target is the user's: each call checks whether the code still fits.
-        options |= UNGUARDED if self.role == "draft" else {}
-        steps: dict[bool, Any] = {}
+        num_versions, is_draft = 0, self.role == "draft"  # of the checked code
+
+        def count(guards: Sequence[Any]) -> list[bool]:
+            nonlocal num_versions
+            num_versions += 1
+            return [True] * len(guards)
+
+        def compiled(guard_filter: Any) -> Any:
+            # The compiler caches by code object, and each size needs its own code.
+            own = types.FunctionType(_step.__code__.replace(), globals())
+            return torch.compile(own, fullgraph=True, options=options | {"guard_filter_fn": guard_filter})
+
+        # Of a draft, only weights change. A target is the user's: the first round of each request checks whether
+        # the code still fits, and compiles again if not. Then it is not known which code fits, so checks go on.
+        unchecked = torch.compiler.skip_all_guards_unsafe
+        steps: dict[str, Any] = {}
 
         def step(model: PreTrainedModel, cache: StaticCache, ids: Tensor, *where: Tensor) -> Any:
-            return steps[ids.shape[1] > 1](model, cache, ids, *where)
+            if cache.is_checked:
+                return steps["one" if is_draft and ids.shape[1] == 1 else "several"](model, cache, ids, *where)
+            logits = steps["checked"](model, cache, ids, *where)
+            cache.is_checked = num_versions == 1
+            return logits
 
         try:
+            for name, guard_filter in {"one": unchecked, "several": unchecked, "checked": count}.items():
+                steps[name] = compiled(guard_filter)
             _load_token(cache)
-            one = torch.ones(1, 1, dtype=torch.long, device=model.device)
-            with self._mode(), torch._dynamo.config.patch(automatic_dynamic_shapes=False):
-                for count in (1, 3) if self.role == "draft" else (3,):
-                    # The compiler caches by code object, and each size needs its own code.
-                    own = types.FunctionType(_step.__code__.replace(), globals())
-                    steps[count > 1] = torch.compile(own, fullgraph=True, options=options)
-                    ids = one.repeat(1, count)
-                    if count > 1:
-                        mark = torch._dynamo.mark_dynamic if self.role == "draft" else torch._dynamo.maybe_mark_dynamic
+            cache.is_checked = is_draft
+            token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+            with self._checking():
+                for number in (1, 3, 3, 3) if is_draft else (3, 3, 3, 3):
+                    ids = token.repeat(1, number)
+                    if number > 1:
+                        mark = torch._dynamo.maybe_mark_dynamic if not cache.is_checked else torch._dynamo.mark_dynamic
                         mark(ids, 1)
-                    for _ in range(3):
-                        step(model, cache, ids, one, one + (count - 1))
-            if self.role == "target":
-                with self._mode():
+                    step(model, cache, ids, token, token + (number - 1))
+                if not is_draft:
+                    cache.is_checked = False
                     _check(step, cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the eager forward does the same
             self._warn_failed(error)
