@@ -130,7 +130,7 @@ def learner_state(workspace: Workspace, is_public: bool = False) -> str:
         f"{kind}<br>serving: {escape(', '.join(versions)) or 'the original draft'}"
         f"<br>newest versions: {'; '.join(newest) or 'none yet'}"
         f"<br>learning took {assistant.learning_seconds:.1f} s and saved {saved:.1f} s of "
-        f"answering{_alert(failure)}</div>"
+        f"answering over the original draft{_alert(failure)}</div>"
     )
 
 

@@ -253,7 +253,7 @@ def speed_tables(data: dict[str, Any], datasets: Sequence[str]) -> list[str]:
         parts = data["by_dataset"][dataset]
         add_table(f"{dataset}, {next(iter(parts.values()))['requests']} requests", SPEED_COLUMNS, parts)
     lines += [
-        f"\nx alone, x stock: times as fast as the {data['baseline']} and the first stock system, median over requests.",
+        f"\nx alone, x stock: times as fast as the {data['baseline']} and the first stock system (medians).",
         "model: speed-up expected from alpha, k and c, the time of an eager draft forward over a target forward;",
         "wide: with the time of the target's wider forward; bound: the model at alpha = 1.",
     ]
