@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
@@ -251,10 +252,12 @@ class LiveLearning:
     def take_in_finished(self) -> None:
         """Count the requests of the queue, log them, and learn from them."""
         while self._finished:
+            began, learned = time.perf_counter(), self.learner.seconds
             with contextlib.suppress(IndexError):  # another thread was faster
                 traces, learn, store, owner = self._finished.popleft()
                 for trace in tuple(traces):  # all are made before anything is learned, and release the requests
                     self._take_in(trace, learn, store, owner)
+            self.drafts.pacer.recorded(time.perf_counter() - began - (self.learner.seconds - learned))
 
     def _take_in(self, trace: Trace, learn: bool, store: CorrectionStore | None, owner: str | None) -> None:
         if self.is_closed:

@@ -286,6 +286,12 @@ class Pacer:
         with self.lock:
             self._answered = self._answered[0] + tokens, self._answered[1] + seconds
 
+    def recorded(self, seconds: float) -> None:
+        """Take in time behind an answer that the target alone would not have needed."""
+        with self.lock:
+            self._answered = self._answered[0], self._answered[1] + seconds
+            self._saved_seconds -= seconds
+
     @property
     def timed(self) -> tuple[float, float, float]:
         """Tokens and seconds of all calls, and the estimated seconds of the target alone, 0 if unknown."""
