@@ -527,34 +527,22 @@ class DraftLength:
         judged: Sequence[tuple[int, int, Sequence[float] | None]] = (),
         guessed: Sequence[tuple[Guess, bool]] = (),
     ) -> None:
-        """Take in a round: its time and number of emitted tokens, and the arguments of [`~DraftLength.judged`] and
-        [`~DraftLength.guessed`] for each row and guess."""
-        for row in judged:
-            self.judged(*row)
-        for guess in guessed:
-            self.guessed(*guess)
-        self.timed(time, emitted)
-
-    def guessed(self, guess: Guess, is_right: bool) -> None:
-        """Take in whether past text was right."""
-        with self._pacer.lock:
-            self._domain.guessed(guess).add(is_right)
-
-    def judged(self, accepted: int, examined: int, confidences: Sequence[float] | None = None) -> None:
-        """Take in the draft's candidates of one row in a round, with its confidence in each."""
-        with self._pacer.lock:
-            if not examined:
-                self._own.fade()  # acceptance may change while nothing is drafted
-                return
-            self._own.add(accepted / examined, examined)
-            for i, confidence in enumerate((confidences or ())[:examined]):
-                self._domain.judged(confidence, confidences[i - 1] if confidences and i else None, i < accepted)
-
-    def timed(self, time: RoundTime, emitted: int) -> None:
-        """Take in the time of rounds that emitted so many tokens."""
+        """Take in rounds: their time and number of emitted tokens. `judged` has, for each row with drafted candidates,
+        how many were accepted and examined, and the draft's confidence in each; `guessed` whether past text was
+        right."""
+        domain = self._domain
         # Behind drafting, caches are cold: such a plain round takes longer than those of the target alone.
         is_cold, self._was_plain = not self._was_plain and self._costs.are_known and time.rounds == 1, time.is_plain
         with self._pacer.lock:
+            for guess, is_right in guessed:
+                domain.guessed(guess).add(is_right)
+            for accepted, examined, confidences in judged:
+                if not examined:
+                    self._own.fade()  # acceptance may change while nothing is drafted
+                    continue
+                self._own.add(accepted / examined, examined)
+                for i, confidence in enumerate((confidences or ())[:examined]):
+                    domain.judged(confidence, confidences[i - 1] if confidences and i else None, i < accepted)
             cold = time._replace(seconds=None) if time.is_plain and is_cold else time
             self._pacer.took(cold, emitted, self._costs, self._rows)
 

@@ -26,8 +26,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.decoding.checks import ASSISTED_ONLY, SOFT_PROMPT, foreign_arguments, given_arguments, of_row
-from osd_hf.decoding.forward import TargetForward
-from osd_hf.decoding.ragged import FULL, MASKED_ATTENTION, SLIDING, Ragged, read_padded
+from osd_hf.decoding.forward import FULL, MASKED_ATTENTION, SLIDING, Ragged, TargetForward, read_padded
 from osd_hf.errors import first_line
 from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, vocab_size_of
 from osd_hf.utils.context import neutral_context

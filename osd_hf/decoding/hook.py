@@ -437,7 +437,7 @@ class Call:
         if len(times) > 1 and is_usual and self.length is not None:
             rounds = len(times) - 1
             time = RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds)
-            self.length.timed(time, sum(ends) - len(ends))
+            self.length.took(time, sum(ends) - len(ends))
         return output
 
     # --- the end ---

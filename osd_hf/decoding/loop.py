@@ -122,6 +122,8 @@ class Loop:
         self.processors = RowProcessors(processors, self.input_ids, self.pad_id) if processors else None
         self.sources: list[DraftSource] | None = None  # drafts, from the first round that drafts
         self.emitted = 0  # tokens of all rows
+        self.judged: list[tuple[int, int, Sequence[float] | None]] = []  # of a round; see `DraftLength.took`
+        self.guessed: list[tuple[Guess, bool]] = []
         self.target = self._make_target()
         self.returned = _Returned(self) if self.config.return_dict_in_generate else None
 
@@ -168,6 +170,7 @@ class Loop:
         is_first = True
         while self.live:
             began, emitted = self.clock(), self.emitted
+            self.judged, self.guessed = [], []
             texts = self._look_up()
             looked_up = self.clock() - began
             plan = self.length.begin(len(self.live), texts)
@@ -178,7 +181,7 @@ class Loop:
             self._take(plan, candidates, logits, scores, verdict)
             seconds = None if is_first else self.clock() - began
             time = self._round_time(candidates.tokens.shape[1], seconds, looked_up)
-            self.length.timed(time, self.emitted - emitted)
+            self.length.took(time, self.emitted - emitted, self.judged, self.guessed)
             is_first = False
         for row in self.rows:
             self.length.ended(row.accepted, row.examined)
@@ -369,7 +372,7 @@ class Loop:
         """Count which of the first guesses were right, up to the first wrong one."""
         assert row.text is not None
         for guess, token in zip(row.guesses[:count], emitted, strict=False):
-            self.length.guessed(guess, guess.token == token)
+            self.guessed.append((guess, guess.token == token))
             if guess.token != token:
                 break
         row.text.settled(emitted)
@@ -378,7 +381,7 @@ class Loop:
         """Count a row's drafted tokens in the statistics."""
         row.accepted += accepted
         row.examined += examined
-        self.length.judged(accepted, examined, confidences)
+        self.judged.append((accepted, examined, confidences))
 
     def _record(
         self,

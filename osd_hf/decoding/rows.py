@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.decoding.draft_length import MAX_K
-from osd_hf.decoding.forward import forward_arguments
-from osd_hf.decoding.ragged import AHEAD, Ragged, read_padded
+from osd_hf.decoding.forward import AHEAD, Ragged, forward_arguments, read_padded
 from osd_hf.decoding.static import MAX_STATIC_TOKENS, StaticForward, static_mode
 from osd_hf.utils.context import to_device
 

@@ -223,7 +223,7 @@ class DraftForward:
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Feed the tokens that were not read yet, and return the logits after the last one, `(rows, vocab)`."""
-        return self.feed(to_device([texts[0][self.length :]], self.device))
+        return self.feed(torch.tensor([texts[0][self.length :]], device=self.device))
 
     def keep(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row, and at most those that were read."""
@@ -343,9 +343,8 @@ class DraftSource:
         confidence = None if stop is None else rest.pop()
         q = rest[0] if rest else None
         if on_cpu:
-            tokens = to_device(list(zip(*ids, strict=True)), self.forward.device)
-            columns = range(len(found))
-            shown = to_device([[j < count for j in columns] for count in counts], tokens.device, torch.bool)
+            tokens, columns = torch.tensor(list(zip(*ids, strict=True)), device="cpu"), range(len(found))
+            shown = torch.tensor([[j < count for j in columns] for count in counts], device="cpu")
             return Candidates(tokens, shown, q, None, confidence)
         tokens, highest = (torch.stack(parts, 1) for parts in zip(*(parts[:2] for parts in found), strict=True))
         return Candidates(tokens, self._is_proposed(tokens, highest, rooms, confidence, stop), q, None, confidence)

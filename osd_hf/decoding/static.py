@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.exactness import batch_hindrance, difference, unsupported
-from osd_hf.decoding.ragged import AHEAD, Ragged, read_padded
+from osd_hf.decoding.forward import AHEAD, Ragged, read_padded
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
 from osd_hf.utils.context import to_device
