@@ -225,6 +225,8 @@ def commits_of(names: list[str]) -> str:
         commits |= dict.fromkeys(f["commit"] for f in (facts if isinstance(facts, list) else [facts]))
         assert "defaults" in report, f"{name} does not say with which defaults it was measured"
         settings = report["defaults"]
+        if settings.get("compile_target") is False:
+            settings["compile_target"] = "auto"  # the same on a CPU
         changed = [key for key in now if key != "seed" and settings.get(key, "none") != now[key]]
         assert not changed, f"{name} was measured before these defaults changed: {', '.join(changed)}"
     return f"Measured at commit {', '.join(f'`{commit}`' for commit in commits)}."

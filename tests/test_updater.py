@@ -362,7 +362,7 @@ def test_the_papers_rule() -> None:
         ("num_assistant_tokens", 0, 'at least 1, "auto", or None'),
         ("num_assistant_tokens", "heuristic", 'at least 1, "auto", or None'),
         ("compile_draft", "always", 'True, False, or "auto"'),
-        ("compile_target", 1, "True or False"),
+        ("compile_target", 1, 'True, False, or "auto"'),
         ("num_logprobs", 0, "at least 1, or None"),
         ("divergence", "kl", "one of forward_kl"),
         ("learn_from", "all", "one of verified"),

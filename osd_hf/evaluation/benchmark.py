@@ -401,7 +401,7 @@ class _Way:
                 num_assistant_tokens=k,
                 candidates=system.candidates,
                 compile_draft=system.compile_draft,
-                compile_target=system.compile_target,
+                compile_target=system.compile_target or "auto",
                 num_logprobs=1,
                 update_strategy="manual",
             )
