@@ -257,7 +257,7 @@ class LiveLearning:
                 traces, learn, store, owner = self._finished.popleft()
                 for trace in tuple(traces):  # all are made before anything is learned, and release the requests
                     self._take_in(trace, learn, store, owner)
-            self.drafts.pacer.recorded(time.perf_counter() - began - (self.learner.seconds - learned))
+            self.drafts.pacer.answered(0, 0.0, time.perf_counter() - began - (self.learner.seconds - learned))
 
     def _take_in(self, trace: Trace, learn: bool, store: CorrectionStore | None, owner: str | None) -> None:
         if self.is_closed:

@@ -281,16 +281,11 @@ class Pacer:
         saved = tokens * fastest - seconds if fastest < math.inf else 0.0
         self._saved_seconds += min(saved, 0.0) if time.is_plain else saved
 
-    def answered(self, tokens: int, seconds: float) -> None:
-        """Take in the tokens and the time of a call."""
+    def answered(self, tokens: int, seconds: float, recording_seconds: float = 0.0) -> None:
+        """Take in the tokens and the time of a call, and the time of recording it, which the target alone saves."""
         with self.lock:
-            self._answered = self._answered[0] + tokens, self._answered[1] + seconds
-
-    def recorded(self, seconds: float) -> None:
-        """Take in time behind an answer that the target alone would not have needed."""
-        with self.lock:
-            self._answered = self._answered[0], self._answered[1] + seconds
-            self._saved_seconds -= seconds
+            self._answered = self._answered[0] + tokens, self._answered[1] + seconds + recording_seconds
+            self._saved_seconds -= recording_seconds
 
     @property
     def timed(self) -> tuple[float, float, float]:
