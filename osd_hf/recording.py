@@ -1,11 +1,12 @@
-"""Record a target's own answers as traces, and score traces with another target."""
+"""Record a target's own answers as traces, score traces with another target, and time forwards."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +15,22 @@ import torch
 from numpy.typing import NDArray
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from osd_hf.decoding import vocabulary
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.record import NO_WARPING, Rows, compress_rows, sampling_settings
-from osd_hf.errors import ConfigError, VocabularyMismatchError
+from osd_hf.decoding.sources import DraftForward
+from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
+from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import target_version
 from osd_hf.trace import Trace, ids_dtype
 from osd_hf.utils.context import neutral_context
-from osd_hf.utils.kernels import fast_kernels
+from osd_hf.utils.kernels import fast_kernels, unpack
 
+TIMED_K = 5
+MIN_TURNS, MAX_TURNS = 4, 64
+TIMED_SECONDS = 0.5
 # Settings that stay when a target answers without the settings of its config: special tokens, and caches.
 _BASIC_SETTINGS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
@@ -172,3 +179,73 @@ def scored(
             top_logits, top_ids, tail = rows.stored(width, len(trace), trace.vocab_size)
             found[i] = replace(trace, top_logits=top_logits, top_ids=top_ids, tail_logprob=tail)
     return found
+
+
+# --- the time of forwards -------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measured_costs(
+    target: PreTrainedModel,
+    drafts: Sequence[PreTrainedModel],
+    prompt_ids: Sequence[int] | NDArray[np.int32],
+    clock: Callable[[], float],
+) -> list[ForwardSeconds]:
+    """Time forwards of the target and of each draft, in turns. A draft with a large vocabulary has a head of some
+    thousand tokens, as when it serves."""
+    models = [unwrap(target), *map(_with_serving_vocabulary, drafts)]
+    prompt = torch.from_numpy(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
+    with fast_kernels(*models, is_request=True):  # weights are packed in the second block, as when they serve
+        timed = [_TimedModel(model, prompt, clock) for model in models]
+    turns, started = 0, clock()
+    with fast_kernels(*models, is_request=True):
+        while turns < MIN_TURNS or (turns < MAX_TURNS and clock() - started < TIMED_SECONDS):
+            for model in timed:
+                model.time_forward(1)
+            timed[0].time_forward(1 + TIMED_K)
+            turns += 1
+    unpack(*models)
+    one, several = timed[0].seconds[1], timed[0].seconds[1 + TIMED_K]
+    more = max(several - one, 0.0) / TIMED_K
+    return [
+        ForwardSeconds(one, more, model.seconds[1], timed[0].prompt_seconds, model.prompt_seconds)
+        for model in timed[1:]
+    ]
+
+
+def _with_serving_vocabulary(draft: PreTrainedModel) -> PreTrainedModel:
+    if vocab_size_of(draft) < vocabulary.MIN_VOCAB_SIZE:
+        return draft
+    try:
+        restricted: PreTrainedModel = vocabulary.RestrictedDraft(draft, np.arange(vocabulary.SIZES[1])).model
+        return restricted
+    except UnsupportedModelError:
+        return draft
+
+
+class _TimedModel:
+    """A model that has read a prompt. `seconds` has the minimum time of its forwards by their number of tokens."""
+
+    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.seconds: dict[int, float] = {}
+        self.prompt_seconds = math.inf
+        self.token = prompt[:, :1]
+        for _ in range(2):  # the first time, much is set up
+            started = clock()
+            if model.config.is_encoder_decoder:
+                mask = torch.ones_like(prompt)
+                outputs = model.get_encoder()(prompt, attention_mask=mask)
+                self.forward = DraftForward(model, {"attention_mask": mask, "encoder_outputs": outputs})
+                self.forward.feed(self.token)
+            else:
+                self.forward = DraftForward(model)
+                self.forward.feed(prompt)
+            self.prompt_seconds = min(self.prompt_seconds, clock() - started)
+
+    def time_forward(self, tokens: int) -> None:
+        """Time a forward over new tokens, and remove them."""
+        length, started = self.forward.length, self.clock()
+        self.forward.feed(self.token.expand(1, tokens))
+        self.seconds[tokens] = min(self.clock() - started, self.seconds.get(tokens, math.inf))
+        self.forward.crop(length)

@@ -139,7 +139,7 @@ def test_two_lines_say_whether_the_best_draft_is_worth_it_and_why() -> None:
 def test_the_command_compares_folders_and_adapters(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("osd_hf.timing.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("osd_hf.recording.TIMED_SECONDS", 0.0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text, "kind": text[-1]}) + "\n" for text in TEXTS))
     drafts = [str(pair / name) for name in ("draft", "adapter", "nested/draft")]

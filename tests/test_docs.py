@@ -93,7 +93,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
     monkeypatch.setattr(OnlineAssistant, "generate", answer)
     monkeypatch.setattr("osd_hf.assistant.static_target", lambda *_: None)  # compiling takes seconds
-    monkeypatch.setattr("osd_hf.timing.TIMED_SECONDS", 0.0)
+    monkeypatch.setattr("osd_hf.recording.TIMED_SECONDS", 0.0)
 
     def client(**how: Any) -> openai.OpenAI:
         """Return a client of a server inside this process."""

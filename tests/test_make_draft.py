@@ -16,7 +16,7 @@ from saved_pair import save_pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.modeling_outputs import BaseModelOutput
 
-from osd_hf import CorrectionStore, Trace, make_draft, replay, timing
+from osd_hf import CorrectionStore, Trace, make_draft, replay
 from osd_hf.cli.main import main
 from osd_hf.decoding.sources import DraftForward
 from osd_hf.distillation import make_draft as making
@@ -24,7 +24,7 @@ from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_lay
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.learning.weights import ends_of
-from osd_hf.recording import record_traces
+from osd_hf.recording import measured_costs, record_traces
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace
@@ -331,7 +331,7 @@ def test_invalid_settings_are_refused() -> None:
 def test_costs_are_measured_with_alternating_forwards() -> None:
     target, draft = models.build(num_hidden_layers=3), models.build(num_hidden_layers=1)
     clock = models.ForwardTime({target: 2.0, draft: 0.5})
-    (costs,) = timing.measured_costs(target, [draft], asked(1)[0], clock)
+    (costs,) = measured_costs(target, [draft], asked(1)[0], clock)
     assert costs == ForwardSeconds(2.0, 0.0, 0.5, 2.0, 0.5)
     assert costs.c == 0.25
 

@@ -36,11 +36,10 @@ from osd_hf.models import (
     unwrap,
     vocab_size_of,
 )
-from osd_hf.recording import record_traces, scored
+from osd_hf.recording import measured_costs, record_traces, scored
 from osd_hf.replay import replay
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
-from osd_hf.timing import measured_costs
 from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -504,12 +503,10 @@ def has_attention(model: PreTrainedModel, layers: Sequence[int]) -> bool:
 
 
 def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """
-    Return a model of the target's kind with some of its decoder layers, in ascending order, and its embeddings, norms
-    and output head, in evaluation mode. All encoder layers are copied. Of a multimodal target only the text part is
-    copied. Embeddings and head share the target's memory if they can. The target is not changed: adapters are merged
-    and layers dequantized in the copy. Raises UnsupportedModelError if the layers cannot be copied.
-    """
+    """Return a model of the target's kind with some of its decoder layers, in ascending order, and its embeddings,
+    norms and output head, in evaluation mode. All encoder layers are copied. Of a multimodal target only the text part
+    is copied. Embeddings and head share the target's memory if they can. The target is not changed: adapters are
+    merged and layers dequantized in the copy. Raises UnsupportedModelError if the layers cannot be copied."""
     inner = unwrap(target)
     check_pair(inner, inner)
     layer_list, memo = _layer_list(inner), dict[int, Any]()

@@ -20,8 +20,8 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.evaluation.display import progress
 from osd_hf.models import device_clock, eos_ids, input_device, set_fixed_k, unwrap
+from osd_hf.recording import measured_costs
 from osd_hf.speedup import ForwardSeconds, expected_block_efficiency
-from osd_hf.timing import measured_costs
 from osd_hf.trace import DraftRound, Trace, num_accepted
 from osd_hf.utils.kernels import fast_kernels
 
@@ -39,13 +39,9 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """
-    A decoding system.
-
-    Its kind is `"alone"`, the target's `generate`; `"prompt_lookup"` or `"stock"`, transformers' assisted generation
-    without or with a draft; or `"lean"`, [`OnlineAssistant`] without learning. Raises ConfigError for settings that do
-    not fit the kind.
-    """
+    """A decoding system. Its kind is `"alone"`, the target's `generate`; `"prompt_lookup"` or `"stock"`, transformers'
+    assisted generation without or with a draft; or `"lean"`, [`OnlineAssistant`] without learning. Raises ConfigError
+    for settings that do not fit the kind."""
 
     name: str
     kind: Literal["alone", "prompt_lookup", "stock", "lean"]
@@ -132,13 +128,10 @@ class BenchmarkReport:
         return median_ratio((a.num_tokens / a.seconds) / (b.num_tokens / b.seconds) for a, b in pairs)
 
     def predicted(self, system: str, dataset: str | None = None) -> dict[str, float] | None:
-        """
-        Return what the cost model predicts from acceptance and the costs of forwards; `None` without measured costs.
-
-        `c` is the time of a draft forward over a one-token target forward; `speedup` is `expected_speedup(alpha, k,
-        c)`; `speedup_wide` also counts the time to verify more than one token; `bound` is the speed-up at alpha = 1.
-        Without a fixed k, measured tokens per round replace the expected ones.
-        """
+        """Return what the cost model predicts from acceptance and the costs of forwards; `None` without measured
+        costs. `c` is the time of a draft forward over a one-token target forward; `speedup` is
+        `expected_speedup(alpha, k, c)`; `speedup_wide` also counts the time to verify more than one token; `bound` is
+        the speed-up at alpha = 1. Without a fixed k, measured tokens per round replace the expected ones."""
         cost, stats = self.costs.get(system), self.stats_of(system, dataset)
         if cost is None or not stats.target_forwards:
             return None
@@ -289,10 +282,8 @@ def alone_systems(target: Any) -> list[System]:
 
 
 def in_turns(ways: Sequence[Callable[[Request], Answer]], requests: Iterable[Request]) -> Iterator[tuple[Answer, ...]]:
-    """
-    Yield the answers of all ways to each request, in the order of the ways. The way that answers first rotates, so
-    that a change of the machine's speed affects all ways.
-    """
+    """Yield the answers of all ways to each request, in the order of the ways. The way that answers first rotates, so
+    that a change of the machine's speed affects all ways."""
     for number, request in enumerate(requests):
         order = [(number + turn) % len(ways) for turn in range(len(ways))]
         answers = {way: ways[way](request) for way in order}

@@ -30,11 +30,10 @@ from osd_hf.models import (
     unwrap,
 )
 from osd_hf.prompts import Prompt, encode_prompts
-from osd_hf.recording import record_traces
+from osd_hf.recording import measured_costs, record_traces
 from osd_hf.replay import replay_each
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency
 from osd_hf.target_version import target_version
-from osd_hf.timing import measured_costs
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
@@ -67,12 +66,8 @@ def _worth(cost: ForwardSeconds, stats: AcceptanceStats, num_assistant_tokens: i
 
 @dataclass(frozen=True, eq=False)
 class DraftComparison:
-    """
-    The result of [`compare`].
-
-    With `compiles_drafts` among the facts, drafts are compiled by default there and cost less than the eager forwards
-    in `costs`.
-    """
+    """The result of [`compare`]. With `compiles_drafts` among the facts, drafts are compiled by default there and cost
+    less than the eager forwards in `costs`."""
 
     dataset: EvaluationSet  # the prompts that left room for an answer
     num_assistant_tokens: int  # k of the scores
