@@ -125,11 +125,9 @@ class AcceptanceStats:
 
     @property
     def speedup(self) -> float | None:
-        """
-        Estimated speed-up over the target alone, without learning; `benchmark` measures it. The target alone is
+        """Estimated speed-up over the target alone, without learning; `benchmark` measures it. The target alone is
         assumed to read prompts in the same time, and to take as long for a token as the fastest of its loops that was
-        measured at similar lengths: rounds without candidates, or transformers' own. `None` without such rounds.
-        """
+        measured at similar lengths: rounds without candidates, or transformers' own. `None` without such rounds."""
         _, seconds, alone, _ = self.timed
         return alone / seconds if alone else None
 

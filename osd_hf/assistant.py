@@ -368,12 +368,9 @@ class OnlineAssistant:
         return self._live.update(steps, domain)
 
     def target_changed(self) -> None:
-        """
-        Remove all requests so far, as the target has changed. What the draft has learned stays.
-
-        Most changes of weights and adapters are detected without this call. Hooks, patched methods, offloaded weights,
-        and changes of single values are not.
-        """
+        """Remove all requests so far, as the target has changed. What the draft has learned stays. Most changes of
+        weights and adapters are detected without this call. Hooks, patched methods, offloaded weights, and changes of
+        single values are not."""
         self._live.target_changed()
 
     def pause(self) -> None:
@@ -391,10 +388,8 @@ class OnlineAssistant:
 
     @property
     def learning_error(self) -> Exception | None:
-        """
-        The newest error outside of answers (an update, the gate, the store, saving, the router) that stands, or
-        `None`. After three failures in a row, learning pauses for two update intervals, then four, then eight.
-        """
+        """The newest error outside of answers (an update, the gate, the store, saving, the router) that stands, or
+        `None`. After three failures in a row, learning pauses for two update intervals, then four, then eight."""
         return next(reversed(self._live.failures.standing), None)
 
     @property
@@ -404,18 +399,14 @@ class OnlineAssistant:
 
     @property
     def effort(self) -> float:
-        """
-        Share of the configured updates that are done now, from 1/16 to 1: less once acceptance no longer rises, or
-        learning costs more time than it saves. With drafts per domain, the largest.
-        """
+        """Share of the configured updates that are done now, from 1/16 to 1: less once acceptance no longer rises, or
+        learning costs more time than it saves. With drafts per domain, the largest."""
         return max((requests.effort.share for requests in self.drafts.requests.values()), default=1.0)
 
     @property
     def saved_seconds(self) -> float | None:
-        """
-        Seconds that the original draft would have needed more for the same answers. `None` until a round was timed; 0
-        without a gate.
-        """
+        """Seconds that the original draft would have needed more for the same answers. `None` until a round was timed;
+        0 without a gate."""
         return self._learner.saved_seconds
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
@@ -473,10 +464,8 @@ class OnlineAssistant:
             return draft.drafting
 
     def drafting_plan(self, domain: str | None = None, *, do_sample: bool = False) -> DraftingPlan | None:
-        """
-        Return the number of drafted tokens for a domain, with the measured acceptance and costs that it follows from;
-        `None` unless `num_assistant_tokens="auto"`.
-        """
+        """Return the number of drafted tokens for a domain, with the measured acceptance and costs that it follows
+        from; `None` unless `num_assistant_tokens="auto"`."""
         if self.config.num_assistant_tokens != "auto":
             return None
         return replace(self.drafts.pacer.plan((domain, do_sample)), vocab_size=self.drafts.vocab_size(domain))
@@ -551,10 +540,8 @@ class OnlineAssistant:
             self.tokenizer.save_pretrained(save_directory)
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
-        """
-        Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.
-        Takes the arguments of `osd_hf.hub.push_folder`: private unless `private=False`.
-        """
+        """Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.
+        Takes the arguments of `osd_hf.hub.push_folder`: private unless `private=False`."""
         training = {"requests served": self.stats.num_requests, "version": self.drafts.serving_version(domain)}
         facts = facts_of(self.target, self.drafts.base, () if domain is None else (domain,), training)
         facts = replace(facts, target_version=self.drafts.serving(domain).target_version)

@@ -217,12 +217,10 @@ def save_draft(
     facts: DraftFacts | None = None,
     evaluation: Evaluation | None = None,
 ) -> None:
-    """
-    Save a draft as a model repo: weights, tokenizer, a generation config with a fixed k, the evaluation with its
+    """Save a draft as a model repo: weights, tokenizer, a generation config with a fixed k, the evaluation with its
     prompts, and the model card. Of a `PeftModel` only the adapter is saved. By default, k is that of the evaluation or
     of the draft, and the card's code loads the folder instead of a repo. Raises ConfigError if the folder cannot be
-    written.
-    """
+    written."""
     is_adapter, folder = is_peft(draft), Path(directory)
     make_folder(folder)
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)

@@ -212,12 +212,9 @@ class LiveLearning:
         k: int | str | None = None,
         seen: list[Trace] | None = None,
     ) -> Binding:
-        """
-        Return what captures and serves requests; arguments as for [`~OnlineAssistant.generate`].
-
-        With `is_begun`, the caller has entered `traffic.request()` and calls [`take_in_finished`] after it. The
-        traces are added to `seen`.
-        """
+        """Return what captures and serves requests; arguments as for [`~OnlineAssistant.generate`]. With `is_begun`,
+        the caller has entered `traffic.request()` and calls [`take_in_finished`] after it. The traces are added to
+        `seen`."""
 
         def finish(traces: Iterable[Trace]) -> None:
             if seen is not None:

@@ -81,14 +81,11 @@ def memory_plan(
     drafts: int = 1,
     device_type: str = "cuda",
 ) -> MemoryPlan:
-    """
-    Plan the memory of a pair from its configurations, for requests of `rows` prompts and `drafts` domains that have a
-    draft of their own. No weights are loaded. The dtype `"auto"` is that of the configuration. A target in
+    """Plan the memory of a pair from its configurations, for requests of `rows` prompts and `drafts` domains that have
+    a draft of their own. No weights are loaded. The dtype `"auto"` is that of the configuration. A target in
     `target_bytes` need not be estimated, as one with a `quantization_config` is. Embeddings and output head that a
-    draft shares with the target that it was made from are counted once.
-
-    Raises UnsupportedModelError if a model cannot be built from its configuration, or the adapters do not fit.
-    """
+    draft shares with the target that it was made from are counted once. Raises UnsupportedModelError if a model cannot
+    be built from its configuration, or the adapters do not fit."""
     config = config or OnlineConfig()
     if vocab_size_of(draft) != vocab_size_of(target):  # `align_vocab` resizes the draft
         draft = copy.deepcopy(draft)

@@ -263,13 +263,10 @@ def load_model(
     quantization: Quantization | None = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
-    """
-    Load a model in evaluation mode from the Hub or a folder, by default in the dtype of the checkpoint, on a CUDA
+    """Load a model in evaluation mode from the Hub or a folder, by default in the dtype of the checkpoint, on a CUDA
     device if there is one. `device_map` replaces `device`; the other arguments are those of `from_pretrained` and
-    [`quantization_config`].
-
-    Raises UnsupportedModelError, and ConfigError if the device does not exist or a package is missing.
-    """
+    [`quantization_config`]. Raises UnsupportedModelError, and ConfigError if the device does not exist or a package is
+    missing."""
     dtype = model_kwargs.pop("torch_dtype", dtype)  # the older name, which `from_pretrained` would overrule
     config = load_config(source, **model_kwargs)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -36,12 +36,10 @@ _tracked: WeakKeyDictionary[Any, tuple[_ModelState, str]] = WeakKeyDictionary()
 @neutral_context()
 @torch.no_grad()
 def fingerprint(model: Any) -> str:
-    """
-    Return a hash of a model's weights, 16 hexadecimal digits. It stays the same after saving and loading in the same
-    dtype, on any device. It changes after a training step, with another adapter, or with another quantization. It uses
-    names, shapes, dtypes and a sample of the values, so it takes milliseconds and may miss a change of a few values.
-    Offloaded weights contribute only their names and shapes.
-    """
+    """Return a hash of a model's weights, 16 hexadecimal digits. It stays the same after saving and loading in the
+    same dtype, on any device. It changes after a training step, with another adapter, or with another quantization. It
+    uses names, shapes, dtypes and a sample of the values, so it takes milliseconds and may miss a change of a few
+    values. Offloaded weights contribute only their names and shapes."""
     digest = hashlib.blake2b(digest_size=8)
     tensors = sorted(_named_tensors(unwrap(model), "", set()), key=operator.itemgetter(0))
     for name, tensor in tensors:
@@ -120,13 +118,10 @@ def _plain_tensors(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def target_version(model: Any) -> str | None:
-    """
-    Return the fingerprint of a model, or the name that [`target_changed`] gave it; `None` if it has none.
-
-    The fingerprint is computed again only after a change that torch or PEFT count: in-place changes (optimizers,
+    """Return the fingerprint of a model, or the name that [`target_changed`] gave it; `None` if it has none. The
+    fingerprint is computed again only after a change that torch or PEFT count: in-place changes (optimizers,
     `load_state_dict`), replaced weights, and adapters that are added, switched, merged or scaled. Writes through
-    `.data` are found only by [`look_closely`]. Hooks and patched methods are not noticed.
-    """
+    `.data` are found only by [`look_closely`]. Hooks and patched methods are not noticed."""
     with _unknown_if_it_fails():
         return _tracked_version(unwrap(model))
     return None

@@ -253,11 +253,8 @@ class DraftingPlan:
 
 
 class Pacer:
-    """
-    Measure acceptance by domain, and costs, over all requests of a draft, and plan from them.
-
-    Threads share a pacer: `lock` is held wherever its data are used. Seconds are wall time.
-    """
+    """Measure acceptance by domain, and costs, over all requests of a draft, and plan from them. Threads share a
+    pacer: `lock` is held wherever its data are used. Seconds are wall time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

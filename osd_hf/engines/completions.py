@@ -54,11 +54,8 @@ _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 
 
 def vllm_counters(metrics: str) -> defaultdict[str, float]:
-    """
-    Read vLLM's `/metrics`, summed over its engines and models.
-
-    Names have no prefix `vllm:` and no suffix `_total`; counters by position in a round have the suffix `@position`.
-    """
+    """Read vLLM's `/metrics`, summed over its engines and models. Names have no prefix `vllm:` and no suffix `_total`;
+    counters by position in a round have the suffix `@position`."""
     found: defaultdict[str, float] = defaultdict(float)
     for line in filter(None, map(_SAMPLE.fullmatch, metrics.splitlines())):
         position = _POSITION.search(line["labels"] or "")
@@ -273,11 +270,10 @@ def changed_sampling(request: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ResponseReader:
-    """
-    Turn responses of `/v1/completions` or `/v1/chat/completions` into traces with `num_logprobs` entries per position;
-    responses must have at least as many. `vocab_size` is the width of the target's logits. The ids in `eos_token_ids`
-    end an answer, in addition to the last id of a response. The target's version is by default the model name.
-    """
+    """Turn responses of `/v1/completions` or `/v1/chat/completions` into traces with `num_logprobs` entries per
+    position; responses must have at least as many. `vocab_size` is the width of the target's logits. The ids in
+    `eos_token_ids` end an answer, in addition to the last id of a response. The target's version is by default the
+    model name."""
 
     vocab_size: int
     num_logprobs: int

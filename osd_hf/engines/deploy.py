@@ -100,14 +100,11 @@ class AcceptanceChange(NamedTuple):
 def compare_windows(
     before: Sequence[DraftCounts], after: Sequence[DraftCounts], watch_requests: int
 ) -> AcceptanceChange | None:
-    """
-    Compare acceptance between two series of windows; `None` if there are too few.
-
-    Accepted tokens of a window are binomial with a dispersion that is estimated from the differences among the windows
-    of each side (a quasi-binomial comparison), because tokens of one answer depend on each other and requests differ.
-    The limit follows Student's distribution. As the comparison is repeated after each window, early looks need more:
-    the limit falls with the root of the requests seen (the boundary of O'Brien and Fleming).
-    """
+    """Compare acceptance between two series of windows; `None` if there are too few. Accepted tokens of a window are
+    binomial with a dispersion that is estimated from the differences among the windows of each side (a quasi-binomial
+    comparison), because tokens of one answer depend on each other and requests differ. The limit follows Student's
+    distribution. As the comparison is repeated after each window, early looks need more: the limit falls with the root
+    of the requests seen (the boundary of O'Brien and Fleming)."""
     sides = [np.array([w[1:] for w in side if w.examined > 0], float).reshape(-1, 2) for side in (before, after)]
     degrees_of_freedom = sum(map(len, sides)) - 2
     if not len(sides[0]) or len(sides[1]) < MIN_WINDOWS or degrees_of_freedom < MIN_WINDOWS - 1:

@@ -42,11 +42,8 @@ class PublishedVersion(NamedTuple):
 
 
 def folder_name(domain: str) -> str | None:
-    """
-    Return the name of a domain's folder, or `None` if it would be too long.
-
-    Special characters become `%` and their code, also the first letter of a name that versions use.
-    """
+    """Return the name of a domain's folder, or `None` if it would be too long. Special characters become `%` and their
+    code, also the first letter of a name that versions use."""
     name = quote(domain, safe="") or "%"
     if name.startswith(".") or RESERVED.fullmatch(name):
         name = f"%{ord(name[0]):02X}{name[1:]}"

@@ -27,11 +27,9 @@ TOLERANCE = 0.05  # relative to the largest logit, for half precisions
 
 
 class Weights:
-    """
-    The weights in the safetensors files of a folder, to be iterated once, and their digest: SHA-256 over names,
+    """The weights in the safetensors files of a folder, to be iterated once, and their digest: SHA-256 over names,
     dtypes, shapes and bytes in the order of names, which does not depend on how the weights are split into files.
-    Raises FileNotFoundError for a folder without weights.
-    """
+    Raises FileNotFoundError for a folder without weights."""
 
     def __init__(self, folder: Path) -> None:
         self._files = sorted(folder.glob("*.safetensors"))
@@ -116,11 +114,8 @@ def _load(worker: Any, folder: Path) -> str:
 
 
 def _check_head(head: Any) -> None:
-    """
-    Check that an output head computes with the weights that it shows; raises RuntimeError.
-
-    Otherwise only the acceptance rate would fall, without an error.
-    """
+    """Check that an output head computes with the weights that it shows; raises RuntimeError. Otherwise only the
+    acceptance rate would fall, without an error."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -78,13 +78,9 @@ def judge(
     before: Sequence[AcceptanceStats],
     after: Sequence[AcceptanceStats],
 ) -> GateDecision:
-    """
-    Decide whether a version may replace the serving one, from the replay of both (`after`, `before`) on the held-back
-    requests.
-
-    The gain in acceptance over all requests must be at least half its standard error. For each label with enough
-    requests, acceptance must not fall by more than two standard errors.
-    """
+    """Decide whether a version may replace the serving one, from the replay of both (`after`, `before`) on the
+    held-back requests. The gain in acceptance over all requests must be at least half its standard error. For each
+    label with enough requests, acceptance must not fall by more than two standard errors."""
     requests = len(held_back)
     if requests < MIN_HELD_BACK:
         reason = f"{requests} held-back requests are too few to judge by; {MIN_HELD_BACK} are needed"
@@ -117,12 +113,9 @@ def regressed(
     before: Sequence[AcceptanceStats],
     after: Sequence[AcceptanceStats],
 ) -> GateDecision | None:
-    """
-    Decide whether the serving version is rolled back to `previous` (0: the original draft); `None` if it stays.
-
+    """Decide whether the serving version is rolled back to `previous` (0: the original draft); `None` if it stays.
     `before` is the replay of the previous version on the requests served since the promotion, `after` what the serving
-    version reached on the same requests, so that harder traffic does not look like a fall.
-    """
+    version reached on the same requests, so that harder traffic does not look like a fall."""
     if len(after) < MIN_SERVED:
         return None
     gain, error = paired_gain(before, after)
@@ -148,12 +141,9 @@ def _figures(
 
 
 class DraftChoice:
-    """
-    Choose between the learned and the original draft for the next request, by their acceptance on the newest requests.
-
-    New traffic may differ from what was learned; then the original draft is better until enough of it has been
-    learned. The caller holds the lock.
-    """
+    """Choose between the learned and the original draft for the next request, by their acceptance on the newest
+    requests. New traffic may differ from what was learned; then the original draft is better until enough of it has
+    been learned. The caller holds the lock."""
 
     def __init__(self) -> None:
         # Of the original and the learned draft, by request, oldest first.

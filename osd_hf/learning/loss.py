@@ -47,14 +47,10 @@ def divergence_sum(
     where: Tensor | None = None,
     tail: SampledTail | None = None,
 ) -> Tensor:
-    """
-    Sum a divergence (a value of `osd_hf.losses.DIVERGENCES`) from the target's `rows` over the completion positions of
-    a batch, in the order of the traces, in nats: a scalar in float32. With `where`, bool, `(positions,)`, only these
-    positions count. With `tail`, tokens outside of the stored rows are sampled.
-
-    The layers run over all of the batch. The output head runs over chunks of positions, and its logits are recomputed
-    in the backward pass.
-    """
+    """Sum a divergence (a value of `osd_hf.losses.DIVERGENCES`) from the target's `rows` over the completion positions
+    of a batch, in the order of the traces, in nats: a scalar in float32. With `where`, bool, `(positions,)`, only
+    these positions count. With `tail`, tokens outside of the stored rows are sampled. The layers run over all of the
+    batch. The output head runs over chunks of positions, and its logits are recomputed in the backward pass."""
     states, head = completion_states(draft, traces), output_head(draft)
     states = states if where is None else states[where.to(states.device)]
     num_columns = traces[0].vocab_size
@@ -78,12 +74,9 @@ def divergence_sum(
 
 @dataclass
 class SampledTail:
-    """
-    Sample tokens, for each batch again, from those that no row of the batch stores.
-
-    Each sampled token is weighted by the number of tokens that it represents, so that the tail's mass and its gradient
-    are right on average while the head computes few columns.
-    """
+    """Sample tokens, for each batch again, from those that no row of the batch stores. Each sampled token is weighted
+    by the number of tokens that it represents, so that the tail's mass and its gradient are right on average while the
+    head computes few columns."""
 
     size: int  # tokens to sample
     generator: torch.Generator  # on the CPU
@@ -220,12 +213,9 @@ def num_tokens(trace: Trace) -> int:
 
 
 def shortened(trace: Trace, max_tokens: int) -> Trace:
-    """
-    Cut a request to a number of tokens of prompt and answer, at least 2.
-
-    The answer and the end of the prompt are kept. An answer that alone is too long keeps its beginning, and the prompt
-    a quarter of the tokens. The input of an encoder keeps its beginning, as tokenizers cut it.
-    """
+    """Cut a request to a number of tokens of prompt and answer, at least 2. The answer and the end of the prompt are
+    kept. An answer that alone is too long keeps its beginning, and the prompt a quarter of the tokens. The input of an
+    encoder keeps its beginning, as tokenizers cut it."""
     prompt, answer = len(trace.prompt_ids), len(trace)
     if prompt + answer <= max_tokens:
         return trace

@@ -47,10 +47,8 @@ LOGIT_TOLERANCE = 1e-2  # of half-precision logits that should be at most 0
 
 
 class ReplayBuffer:
-    """
-    Keep requests to replay, of all traffic with more of the recent: above the capacity, each new request replaces a
-    random one. The caller holds a lock.
-    """
+    """Keep requests to replay, of all traffic with more of the recent: above the capacity, each new request replaces a
+    random one. The caller holds a lock."""
 
     def __init__(self, capacity: int, rng: np.random.Generator) -> None:
         self.capacity = capacity
@@ -199,12 +197,9 @@ class ExcludedRequests:
     def isolate(
         self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]
     ) -> Parts[list[T | None]]:
-        """
-        Work on traces. If that fails, work on each trace alone and exclude those that fail.
-
-        The work returns one independent result per trace. Excluded traces have the result `None`. If the work fails on
-        the simplest request as well, or on many traces in a row, its error is raised and no trace is excluded.
-        """
+        """Work on traces. If that fails, work on each trace alone and exclude those that fail. The work returns one
+        independent result per trace. Excluded traces have the result `None`. If the work fails on the simplest request
+        as well, or on many traces in a row, its error is raised and no trace is excluded."""
         if not traces:
             return []
         found, failure = _attempt(work, traces)

@@ -206,12 +206,9 @@ class Updater:
         return ordered[: max(int(np.searchsorted(ends, BATCH_POSITIONS, side="right")), 1)]
 
     def _step(self, traces: Sequence[Trace]) -> Parts[tuple[float | None, int]]:
-        """
-        Run one optimizer step; returns the loss (`None` if the step was dropped) and the number of positions.
-
-        If memory does not suffice, micro-batches become smaller, and a single request is shortened. A request that
-        fails even so, or for another reason, is excluded. An error that no request causes is raised.
-        """
+        """Run one optimizer step; returns the loss (`None` if the step was dropped) and the number of positions. If
+        memory does not suffice, micro-batches become smaller, and a single request is shortened. A request that fails
+        even so, or for another reason, is excluded. An error that no request causes is raised."""
         size = self.micro_batch
         read = {trace: shortened(trace, self.max_tokens) for trace in traces}
         while (total := sum(int(_learned_mask(read[t], self.config.learn_from).sum()) for t in traces)) > 0:
@@ -444,12 +441,9 @@ def trainable_parameters(model: PreTrainedModel, frozen: Container[str] = ()) ->
 
 
 class Float32Muon(torch.optim.Muon):
-    """
-    Run Muon in float32, on CPUs.
-
-    `torch.optim.Muon` iterates in bfloat16. On a CPU without instructions for it, a step for the bundled draft took
-    172 ms instead of 11 ms, with the same acceptance. Can go once torch lets users choose the dtype.
-    """
+    """Run Muon in float32, on CPUs. `torch.optim.Muon` iterates in bfloat16. On a CPU without instructions for it, a
+    step for the bundled draft took 172 ms instead of 11 ms, with the same acceptance. Can go once torch lets users
+    choose the dtype."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -256,12 +256,9 @@ def adapted(model: PreTrainedModel, peft_config: Any, seed: int) -> Any:
 
 
 def make_template(source: PreTrainedModel, peft_config: Any, seed: int) -> Any:
-    """
-    Return a `PeftModel` for copies into which an adapter's weights are loaded to be merged; `None` without adapters.
-
-    All but the adapter shares memory with `source`. Embeddings of `source` are untied if an adapter would change both.
-    Raises UnsupportedModelError for adapters that cannot be merged.
-    """
+    """Return a `PeftModel` for copies into which an adapter's weights are loaded to be merged; `None` without
+    adapters. All but the adapter shares memory with `source`. Embeddings of `source` are untied if an adapter would
+    change both. Raises UnsupportedModelError for adapters that cannot be merged."""
     with learning_context():
         if peft_config is None:
             return shared_copy(source) if is_peft(source) else None

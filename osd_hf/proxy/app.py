@@ -90,12 +90,9 @@ class Upstream:
         self._avoid_until = -float("inf")
 
     async def send(self, method: str, target: bytes, headers: Headers, body: bytes) -> httpx2.Response:
-        """
-        Send a request and return the response with an unread body; raises httpx2.TransportError.
-
-        An engine may close a connection that was kept alive while a request is sent on it. Then the request is sent
-        again on a new connection.
-        """
+        """Send a request and return the response with an unread body; raises httpx2.TransportError. An engine may
+        close a connection that was kept alive while a request is sent on it. Then the request is sent again on a new
+        connection."""
         is_new_connection = False
 
         async def trace(event: str, info: object) -> None:
@@ -173,13 +170,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class Proxy:
-    """
-    An ASGI application that passes requests to engines, and their answers back.
-
-    The least busy engine that can be reached answers; `routes` are engines for requests with a label. A `share` of the
-    requests get a recorded answer. `domain` is the label of requests without one. Larger bodies than `max_body_bytes`
-    are refused. With `allow_development`, requests to development endpoints are passed on.
-    """
+    """An ASGI application that passes requests to engines, and their answers back. The least busy engine that can be
+    reached answers; `routes` are engines for requests with a label. A `share` of the requests get a recorded answer.
+    `domain` is the label of requests without one. Larger bodies than `max_body_bytes` are refused. With
+    `allow_development`, requests to development endpoints are passed on."""
 
     def __init__(
         self,

@@ -25,11 +25,8 @@ DATA_LINE = re.compile(rb"(?:\A|(?<=[\r\n]))data: ?([^\r\n]*)")
 
 
 def add_fields(body: bytes, request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> bytes:
-    """
-    Return the body of a request with settings that ask for log-probs and token ids.
-
-    The client's own text stays unchanged. JSON parsers use the last of two values with the same name.
-    """
+    """Return the body of a request with settings that ask for log-probs and token ids. The client's own text stays
+    unchanged. JSON parsers use the last of two values with the same name."""
     added: dict[str, Any] = {"logprobs": num_logprobs}
     if is_chat:
         added = {"logprobs": True, "top_logprobs": num_logprobs}
@@ -60,12 +57,9 @@ def _has_more_than_text(messages: Any) -> bool:
 
 
 def remove_fields(body: bytes) -> bytes:
-    """
-    Return the JSON of a response with `null` in place of the fields that the proxy asked for.
-
-    vLLM writes `null` for fields that were not requested, so the client gets the bytes of a direct call. Text that is
-    not the JSON of a response is returned unchanged.
-    """
+    """Return the JSON of a response with `null` in place of the fields that the proxy asked for. vLLM writes `null`
+    for fields that were not requested, so the client gets the bytes of a direct call. Text that is not the JSON of a
+    response is returned unchanged."""
     try:
         response = json.loads(body)
         has_changed = _set_to_null(response, ADDED_TO_RESPONSE)
@@ -77,12 +71,8 @@ def remove_fields(body: bytes) -> bytes:
 
 
 def remove_fields_of_event(event: bytes) -> bytes:
-    """
-    Do the same for a server-sent event.
-
-    An engine that parses tool calls or reasoning sends events with token ids and without text. It would not send them
-    to a client that does not ask for ids, so they are removed.
-    """
+    """Do the same for a server-sent event. An engine that parses tool calls or reasoning sends events with token ids
+    and without text. It would not send them to a client that does not ask for ids, so they are removed."""
     data = event_data(event)
     if data is None or not data.startswith(b"{"):
         return event

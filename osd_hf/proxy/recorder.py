@@ -225,11 +225,9 @@ def _call_writer(method: str, *args: Any) -> Any:
 
 
 class Recorder:
-    """
-    Read and store answers in a separate process, because that would delay the events of other answers. The process
+    """Read and store answers in a separate process, because that would delay the events of other answers. The process
     opens the store again, and if the proxy is killed, it stores what it has read. Failures are counted and logged
-    once; only `close` raises one.
-    """
+    once; only `close` raises one."""
 
     def __init__(
         self,

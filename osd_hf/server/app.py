@@ -89,11 +89,9 @@ class Job:
 
 
 class Service:
-    """
-    Answer requests one after another in a thread. Beyond `max_queue` waiting requests, others are refused. Chats get
-    at most `max_new_tokens` if the request does not say a number, and the arguments of its chat template take
-    precedence over `chat_template_kwargs`.
-    """
+    """Answer requests one after another in a thread. Beyond `max_queue` waiting requests, others are refused. Chats
+    get at most `max_new_tokens` if the request does not say a number, and the arguments of its chat template take
+    precedence over `chat_template_kwargs`."""
 
     def __init__(
         self,
@@ -428,12 +426,9 @@ class Listener:
         on_start: Callable[[], object] = lambda: None,
         on_stop: Callable[[], object] = lambda: None,
     ) -> None:
-        """
-        Serve an ASGI application until SIGTERM, SIGINT or [`~Listener.stop`].
-
-        Then no connections are accepted, and running requests are canceled after some seconds, or at a second signal.
-        `on_start` and `on_stop` are called in the event loop when the address answers, and when stopping begins.
-        """
+        """Serve an ASGI application until SIGTERM, SIGINT or [`~Listener.stop`]. Then no connections are accepted, and
+        running requests are canceled after some seconds, or at a second signal. `on_start` and `on_stop` are called in
+        the event loop when the address answers, and when stopping begins."""
         config = uvicorn.Config(
             app,
             lifespan="on",

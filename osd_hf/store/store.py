@@ -214,10 +214,8 @@ class CorrectionStore:
         return list(islice(self._load(entries[i] for i in order), n))
 
     def to_dataset(self) -> datasets.Dataset:
-        """
-        Return all traces as a `datasets.Dataset` in memory, one row per trace, with the columns of the shards. Use
-        `datasets.load_dataset` for a store that is larger than the memory.
-        """
+        """Return all traces as a `datasets.Dataset` in memory, one row per trace, with the columns of the shards. Use
+        `datasets.load_dataset` for a store that is larger than the memory."""
         import datasets
 
         return datasets.Dataset(traces_to_table(list(self)))

@@ -99,11 +99,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def wait_for_lock(path: Path, seconds: float) -> FileLock:
-    """
-    Acquire a lock between processes, which ends with `release()` in any thread or with the process. It is not acquired
-    (see `is_locked`) if the file system has no locks. Raises TimeoutError if another process holds the lock for this
-    time, and OSError if the file cannot be created.
-    """
+    """Acquire a lock between processes, which ends with `release()` in any thread or with the process. It is not
+    acquired (see `is_locked`) if the file system has no locks. Raises TimeoutError if another process holds the lock
+    for this time, and OSError if the file cannot be created."""
     lock = FileLock(path, mode=0o600, thread_local=False)
     try:
         with contextlib.suppress(filelock.Timeout):
