@@ -16,6 +16,7 @@ import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -90,6 +91,39 @@ def threads() -> Iterator[None]:
     yield
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny random pair (`target`, `draft`), which no test may change."""
+    from saved_pair import save_pair
+
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def traces(pair: Path) -> list[Any]:
+    """Return 16 recorded requests of that pair, of two domains."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from osd_hf.prompts import encode_turn
+    from osd_hf.recording import record_traces
+
+    target, tokenizer = (kind.from_pretrained(pair / "target") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    prompts = {d: [encode_turn(tokenizer, f"{d} {i}") for i in range(8)] for d in ("sql", "math")}
+    return [t for d, texts in prompts.items() for t in record_traces(target, texts, max_new_tokens=12, domain=d)]
+
+
+@pytest.fixture(scope="session")
+def store(traces: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store of those requests, which no test may change."""
+    from osd_hf import CorrectionStore
+
+    path = tmp_path_factory.mktemp("store") / "store"
+    with CorrectionStore(path) as written:
+        for trace in traces:
+            written.append(trace)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from typing import Any
 import gradio as gr
 import pytest
 import torch
-from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import LONG
 
@@ -37,13 +36,8 @@ MANUAL = {"update_strategy": "manual", "gate": False, "batch_size": 2, "optimize
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def pair(folder: Path) -> ServedPair:
-    pair = ServedPair(str(folder / "target"), str(folder / "draft"))
+def pair(pair: Path) -> ServedPair:
+    pair = ServedPair(str(pair / "target"), str(pair / "draft"))
     pair.domains = DOMAINS  # as the bundled pair
     return pair
 

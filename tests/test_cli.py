@@ -10,44 +10,18 @@ import sys
 
 import pytest
 from saved_pair import save_pair
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, OnlineConfig, replay
 from osd_hf.cli.main import main, parse
 from osd_hf.errors import LearnerError
-from osd_hf.prompts import encode_turn
-from osd_hf.recording import record_traces
 from osd_hf.utils.report import json_text
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     path.write_text('{"question": "one", "n": 1}\n{"question": "two", "n": 2}\n')
-    return path
-
-
-@pytest.fixture(scope="module")
-def traces(pair):
-    target = AutoModelForCausalLM.from_pretrained(pair / "target")
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    prompts = {d: [encode_turn(tokenizer, f"{d} {i}") for i in range(8)] for d in ("sql", "math")}
-    return [
-        trace for d, texts in prompts.items() for trace in record_traces(target, texts, max_new_tokens=12, domain=d)
-    ]
-
-
-@pytest.fixture(scope="module")
-def store(traces, tmp_path_factory):
-    path = tmp_path_factory.mktemp("store") / "store"
-    with CorrectionStore(path) as written:
-        for trace in traces:
-            written.append(trace)
     return path
 
 
@@ -65,13 +39,6 @@ def test_the_list_of_commands_loads_no_model_library():
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True)
     assert "serve a stream of prompts" in done.stdout
     assert not [line for line in done.stderr.splitlines() if line.split()[-1] in ("torch", "transformers", "numpy")]
-
-
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run", "--update-interval", "soon"], ["learn"]])
-def test_bad_usage_exits_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
 
 
 def run_arguments(pair, rows, folder):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import logging
-import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,9 +18,8 @@ import pytest
 from fake_engine import FakeEngine, fake_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from waiting import LONG
+from waiting import LONG, full
 
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
@@ -47,11 +44,6 @@ def by_ourselves(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "MIN_PAUSE_SECONDS", 1e-3)
     monkeypatch.setattr(module, "MAX_PAUSE_SECONDS", 2e-3)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +103,6 @@ def assert_recorded(traces: Any, recorded: dict[tuple[int, ...], Trace], count: 
 
 def collected(client: CompletionClient, prompts: Any, store: CorrectionStore, **more: Any) -> CollectionReport:
     return collect(prompts, client, READER, store, **{"max_new_tokens": LENGTH, "concurrency": 1, **more})
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # --- from a server --------------------------------------------------------------------------------------------------

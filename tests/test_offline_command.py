@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import osd_hf
-from osd_hf import CorrectionStore, replay
+from osd_hf import replay
 from osd_hf.cli.distill import distill_command, make_parser
 from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, DataError, StoreError
@@ -24,31 +23,10 @@ SMALL += ["--report-to", "none", "--learning-rate", "1e-3"]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: Any) -> Path:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def rows(tmp_path_factory: Any) -> Path:
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     lines = [{"prompt": f"add {i}", "completion": f"= {i}", "question": f"what is {i}?"} for i in range(8)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-@pytest.fixture(scope="module")
-def traces(pair: Path) -> list[Any]:
-    target = AutoModelForCausalLM.from_pretrained(pair / "target")
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    return list(record_traces(target, [encode_turn(tokenizer, f"{i}") for i in range(8)], max_new_tokens=8))
-
-
-@pytest.fixture(scope="module")
-def store(traces: list[Any], tmp_path_factory: Any) -> Path:
-    path = tmp_path_factory.mktemp("store") / "store"
-    with CorrectionStore(path) as written:
-        for trace in traces:
-            written.append(trace)
     return path
 
 
@@ -131,7 +109,7 @@ def test_a_store_is_distilled_without_a_target(tmp_path: Path, pair: Path, store
     assert command(tmp_path, *flags, json_path="-") == 0
     printed = json.loads(capsys.readouterr().out)  # nothing but the report
     assert printed == report(tmp_path)
-    assert printed["num_requests"] == 6
+    assert printed["num_requests"] == 14
 
 
 def test_a_file_sets_what_flags_do_not(tmp_path: Path, pair: Path, rows: Path) -> None:
@@ -203,7 +181,7 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: 
         command(tmp_path, *draft, "--store", store, "--prompts", rows)
     with pytest.raises(ConfigError, match="--eval-store and --num-held-out exclude each other"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 2, "--eval-store", store)
-    with pytest.raises(DataError, match="leaves nothing of 8 requests"):
-        command(tmp_path, *draft, "--store", store, "--num-held-out", 8)
+    with pytest.raises(DataError, match="leaves nothing of 16 requests"):
+        command(tmp_path, *draft, "--store", store, "--num-held-out", 16)
     with pytest.raises(StoreError, match="There is no store"):
         command(tmp_path, *draft, "--store", tmp_path / "missing")

@@ -8,23 +8,17 @@ import re
 
 import pytest
 import torch
-from saved_pair import save_pair
 from transformers import AutoModelForCausalLM
 
 from osd_hf import AcceptanceStats, OnlineConfig
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
 from osd_hf.cli.quickstart import split_prompts
-from osd_hf.evaluation.benchmark import answer_greedily, compare_outputs, median_ratio
+from osd_hf.evaluation.benchmark import answer_greedily, compare_outputs
 from osd_hf.evaluation.display import rolling_alpha
 
 SIZES = {"learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8}
 SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +82,7 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     summary = (
         r"Your draft now proposes \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
     )
-    compiled = r"from the target alone, [\d.]+ times with the target compiled; "
+    compiled = r"from the target alone \(transformers' `generate`\), [\d.]+ times with the target compiled; "
     own = "every answer was the target's own, token for token."
     assert re.fullmatch(summary + compiled + re.escape(own), lines[-1])
 
@@ -104,24 +98,6 @@ def test_a_target_that_is_not_compiled_and_outputs_that_differ_are_told(pair, tm
     assert "with the target compiled" not in shown and "compiled x" not in shown
     assert "12 DIFFER" in shown
     assert "The target is not compiled and runs eagerly" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--timed-requests", "4"], "--timed-requests must be at most --later-requests, got 4 of 3"),
-        (["--output-dir", "{file}/out"], "The output folder"),
-    ],
-)
-def test_bad_input_is_one_line_and_exits_with_2(pair, tmp_path, capsys, more, message):
-    file = tmp_path / "file"
-    file.touch()
-    given = [part.format(file=file) for part in more]
-    assert main([*arguments(pair, tmp_path / "out"), *given]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "Traceback" not in err
 
 
 def test_later_prompts_pose_other_problems_than_those_learned_from():
@@ -154,12 +130,6 @@ def test_a_tie_of_the_two_best_tokens_is_told_from_a_difference(models):
         finally:
             weight[other] = before
     assert compare_outputs(target, prompt, alone, [other]) == "differing"
-
-
-def test_the_interval_of_a_ratio_holds_its_median():
-    ratio = median_ratio([1.0, 1.5, 2.0, 2.5, 3.0])
-    assert ratio["median"] == 2.0
-    assert ratio["interval"][0] < 2.0 < ratio["interval"][1]
 
 
 def one_request(accepted, examined):

@@ -11,7 +11,6 @@ import torch
 from models import rounding
 from processes import run_python
 from safetensors.torch import load_file
-from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from osd_hf import CorrectionStore, OnlineAssistant
@@ -26,11 +25,6 @@ LEARNING = [  # without the gate each update is a version
 ]  # fmt: skip
 OFTEN = ["--save-every", "1"]
 SAMPLING = ["--do-sample", "--temperature", "0.8", "--top-k", "20", "--seed", "3"]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(autouse=True)
