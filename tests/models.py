@@ -212,6 +212,15 @@ def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> 
     return output, trace
 
 
+def recorded(target: Any, draft: Any, number: int, *, domain: str | None = None, **settings: Any) -> list[Trace]:
+    """The traces of so many requests, with eight log-probs a position."""
+    traces: list[Trace] = []
+    with capture_traces(target, traces.append, num_logprobs=8, domain=domain):
+        for ids in prompts(number):
+            target.generate(ids, assistant_model=draft, **greedy(ids, **settings))
+    return traces
+
+
 def observe(updater: Updater, trace: Trace) -> None:
     """Let an updater without a learner learn from a request, if it can."""
     if updater.set_aside.accepts(trace):

@@ -11,9 +11,10 @@ import gradio as gr
 import pytest
 import torch
 from saved_pair import save_pair
+from test_app_strangers import parsed
 from waiting import LONG
 
-from osd_hf.cli.app import AppSettings, app_command, make_parser
+from osd_hf.cli.app import app_command
 from osd_hf.errors import ConfigError
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
@@ -64,12 +65,6 @@ def components(service: Service) -> dict[str, Any]:
     page = asyncio.run(built())
     page.close()
     return {getattr(b, "elem_id", None) or getattr(b, "label", None): b for b in page.blocks.values()}
-
-
-def parsed(*flags: str) -> AppSettings:
-    (settings,) = make_parser(flags).parse_settings(flags)
-    assert isinstance(settings, AppSettings)
-    return settings
 
 
 def test_the_flag_serves_what_the_cache_has(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from fake_vllm import FakeVLLM, connecting, windows
 from safetensors.torch import save_file
+from waiting import full
 
 from osd_hf.engines import deploy as module
 from osd_hf.engines.deploy import Deployer, DeployMethod, DraftCounts, compare_windows, read_counts, run_command
@@ -73,9 +74,8 @@ def test_too_few_windows_say_nothing() -> None:
     assert compare_windows(many, none * 2, WATCH) is None
     assert compare_windows([], none * 9, WATCH) is None
     assert compare_windows(many, [DraftCounts(10, 0, 0)] * 9, WATCH) is None
-    assert (
-        compare_windows([DraftCounts(200, 8000, 4800)], none * 3, WATCH) is not None
-    )  # what an engine had counted before
+    before = [DraftCounts(200, 8000, 4800)]  # what an engine had counted
+    assert compare_windows(before, none * 3, WATCH) is not None
 
 
 def test_counters_are_read_as_vllm_writes_them() -> None:
@@ -410,11 +410,8 @@ def test_a_full_disk_or_a_kill_loses_no_rollback(
     assert len(versions.take_rejections()) == 1
     lines = (versions.path / "deploy.jsonl").read_text().splitlines()
     assert [line[:8] for line in lines].count('{"event"') == 1
-    assert [json.loads(line)["event"] for line in lines if line[:8] != '{"event"'] == [
-        "loaded",
-        "rolled back",
-        "loaded",
-    ]
+    events = [json.loads(line)["event"] for line in lines if line[:8] != '{"event"']
+    assert events == ["loaded", "rolled back", "loaded"]
     # Killed before the disk had all: the version is known by either of its traces.
     (versions.path / "latest").unlink()
     os.symlink("v000001", versions.path / "latest")
@@ -423,10 +420,6 @@ def test_a_full_disk_or_a_kill_loses_no_rollback(
     drive(again, engine, requests=50)
     assert versions.latest == versions.path / "v000000"
     assert engine.loads == ["v000001", "v000000"]
-
-
-def full(*args: Any, **how: Any) -> Any:
-    raise OSError(28, "No space left on device")
 
 
 # --- ways -----------------------------------------------------------------------------------------------------------

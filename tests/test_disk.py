@@ -9,10 +9,9 @@ from typing import Any
 
 import models
 import pytest
-import torch
 from waiting import LONG
 
-from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import CorrectionStore, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.cli.run import RunSettings, open_folder, serve
 from osd_hf.engines.versions import VersionFolder
 from osd_hf.errors import ConfigError
@@ -46,12 +45,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
-    target, draft = models.pair()
-    seen: list[Trace] = []
-    with capture_traces(target, seen.append, num_logprobs=8):
-        for ids in models.prompts(3):
-            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=6)
-    return seen
+    return models.recorded(*models.pair(), 3, max_new_tokens=6)
 
 
 def write_store(folder: Path, traces: list[Trace]) -> None:

@@ -10,7 +10,7 @@ import torch
 from models import same, weights
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model, set_peft_model_state_dict
 
-from osd_hf import OnlineConfig, Trace, capture_traces
+from osd_hf import OnlineConfig, Trace
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
 from osd_hf.learning import drafts as drafts_module
 from osd_hf.learning.drafts import DomainDrafts
@@ -55,14 +55,7 @@ def logits(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
-    target, draft = models.pair()
-    seen: list[Trace] = []
-    with capture_traces(target, seen.append, num_logprobs=8):
-        for ids in models.prompts(6):
-            target.generate(
-                ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=8, do_sample=False
-            )
-    return seen
+    return models.recorded(*models.pair(), 6, max_new_tokens=8)
 
 
 # --- who serves -----------------------------------------------------------------------------------------------------

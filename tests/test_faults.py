@@ -1,4 +1,3 @@
-import errno
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import pytest
 import torch
 from processes import run_python
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from waiting import LONG
+from waiting import LONG, full
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.acceptance import Tally
@@ -51,10 +50,6 @@ def ask(
 
 def answers(generate: Any, numbers: Any, **settings: Any) -> list[list[int]]:
     return [ask(generate, number, **settings) for number in numbers]
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # --- a learner that dies --------------------------------------------------------------------------------------------

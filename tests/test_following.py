@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_store import damage_end, replace_table
 
 from osd_hf import CorrectionStore, Trace
 from osd_hf.engines import versions as module
@@ -145,15 +146,7 @@ def test_a_store_that_is_not_there_yet_is_begun(tmp_path: Path) -> None:
         StoreFollower([tmp_path / "photos"])
 
 
-def torn(shard: Path) -> None:
-    shard.write_bytes(shard.read_bytes()[:-20])
-
-
-def of_another_kind(shard: Path) -> None:
-    pq.write_table(pa.table({"text": ["a"]}), shard)
-
-
-@pytest.mark.parametrize("damage", [torn, of_another_kind])
+@pytest.mark.parametrize("damage", [damage_end, replace_table])
 def test_a_damaged_shard_is_left_out_and_said(
     damage: Callable[[Path], None], writers: Writers, caplog: pytest.LogCaptureFixture
 ) -> None:

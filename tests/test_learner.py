@@ -10,7 +10,7 @@ import pytest
 import torch
 from models import same, weights
 
-from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf import replay as replayed
 from osd_hf.learning import learner as module
 from osd_hf.learning.drafts import DomainDrafts
@@ -21,27 +21,16 @@ from osd_hf.learning.updater import Updater, finish
 from osd_hf.simulate import simulate
 
 CONFIG = OnlineConfig(
-    update_strategy="interval",
-    update_interval=4,
-    steps_per_update=3,
-    batch_size=8,
-    num_logprobs=8,
-    optimizer="adamw",
+    update_strategy="interval", update_interval=4, steps_per_update=3, batch_size=8, num_logprobs=8, optimizer="adamw",
     learning_rate=3e-3,
-)
+)  # fmt: skip
 NOISE = 0.2  # of the draft: there is something to learn
 DIFFERENT = 9  # prompts, of which each comes again and again, and each is held back now and then
 
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Trace]:
-    target, draft = models.pair(noise=NOISE)
-    seen: list[Trace] = []
-    with capture_traces(target, seen.append, num_logprobs=8):
-        for ids in models.prompts(DIFFERENT):
-            kwargs = {"attention_mask": torch.ones_like(ids), "assistant_model": draft, "do_sample": False}
-            target.generate(ids, max_new_tokens=12, **kwargs)
-    return seen
+    return models.recorded(*models.pair(noise=NOISE), DIFFERENT, max_new_tokens=12)
 
 
 def stream(recorded: list[Trace], requests: int) -> list[Trace]:

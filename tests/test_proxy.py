@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from processes import ModuleProcess
 from saved_pair import save_pair
 from table_engine import GROUP, VOCAB, FakeVLLM, Wire, served
+from waiting import Clock
 
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
@@ -47,16 +48,6 @@ ASKS = {
     COMPLETIONS: COMMON | {"prompt": "One, two"},
 }
 Answered = tuple[int, list[tuple[str, str]], bytes]
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclasses.dataclass

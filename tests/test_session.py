@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import run_python
 
-from osd_hf import OnlineConfig, Trace, capture_traces
+from osd_hf import OnlineConfig, Trace
 from osd_hf.errors import StateError
 from osd_hf.learning import session as module
 from osd_hf.learning.drafts import DomainDrafts
@@ -25,25 +25,14 @@ from osd_hf.learning.updater import Updater
 from osd_hf.utils.disk import wait_for_lock
 
 CONFIG = OnlineConfig(
-    num_assistant_tokens=5,
-    update_strategy="interval",
-    batch_size=4,
-    steps_per_update=1,
-    num_logprobs=8,
-    buffer_size=5,
-    optimizer="adamw",
-    gate=False,
-)
+    num_assistant_tokens=5, update_strategy="interval", batch_size=4, steps_per_update=1, num_logprobs=8,
+    buffer_size=5, optimizer="adamw", gate=False,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def traces() -> list[Trace]:
-    target, draft = models.pair()
-    seen: list[Trace] = []
-    with capture_traces(target, seen.append, num_logprobs=8, domain="d"):
-        for ids in models.prompts(7):
-            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=6)
-    return seen
+    return models.recorded(*models.pair(), 7, max_new_tokens=6, domain="d")
 
 
 def learner(traces: list[Trace], updates: int, config: OnlineConfig = CONFIG, draft: Any = None) -> Learner:

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from processes import run_python
-from waiting import LONG
+from waiting import LONG, Clock, full
 
 from osd_hf.errors import ConfigError, DataError, StoreError
 from osd_hf.store import arrow as tables
@@ -36,14 +36,6 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals, forks or locks")
-
-
-class Clock:
-    def __init__(self, now: float = 0.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_trace(time: float, *, positions: int = 12, kept: int = 8, domain: str | None = None) -> Trace:
@@ -84,19 +76,6 @@ def shards(path: Path) -> list[Path]:
 
 def unfinished(path: Path) -> list[Path]:
     return sorted(path.glob("*/.*.tmp"))
-
-
-@pytest.fixture
-def load_dataset(tmp_path: Path) -> Callable[..., Any]:
-    import datasets
-
-    def load(folder: Path) -> Any:
-        datasets.disable_progress_bars()
-        return datasets.load_dataset(
-            "parquet", data_files=f"{folder}/*/*.parquet", split="train", cache_dir=str(tmp_path / "cache")
-        )
-
-    return load
 
 
 # Round trips
@@ -230,7 +209,7 @@ def test_a_sample_keeps_to_a_domain_and_to_the_newest(path: Path | None) -> None
             store.sample(**arguments)
 
 
-def test_the_dataset_has_the_columns_of_the_shards(tmp_path: Path, load_dataset: Callable[..., Any]) -> None:
+def test_the_dataset_has_the_columns_of_the_shards(tmp_path: Path) -> None:
     import datasets
 
     store = CorrectionStore(tmp_path / "store", flush_every=3)
@@ -242,7 +221,9 @@ def test_the_dataset_has_the_columns_of_the_shards(tmp_path: Path, load_dataset:
     assert dataset["draft_version"] == [1, 2, 3, 4, 5, 7, 9]
     assert bits(tuple(table_to_traces(dataset.data.table))) == bits(tuple(store))
     store.flush()
-    loaded = load_dataset(tmp_path / "store")
+    datasets.disable_progress_bars()
+    files, cache = f"{tmp_path}/store/*/*.parquet", str(tmp_path / "cache")
+    loaded: Any = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=cache)
     assert loaded.features == dataset.features
     assert str(loaded.features["top_logits"].feature.feature.dtype) == "float16"
     read = sorted(table_to_traces(loaded.data.table), key=lambda t: t.created_at_seconds)
@@ -478,9 +459,6 @@ def test_the_end_of_a_program_flushes(tmp_path: Path) -> None:
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CorrectionStore(tmp_path, flush_every=3)
     store.append(make_trace(0))
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(folder_module.os, "fsync", full)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import json
 import logging
@@ -24,6 +23,7 @@ from processes import run_python
 from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from waiting import Clock, full
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineConfig, Trace, replay, simulate
 from osd_hf.cli import learn as learn_command
@@ -66,14 +66,6 @@ SELDOM = 1e9  # seconds between two publications: the first version goes out, an
 TOKENIZER = models.tokenizer()
 TEMPLATE = functools.cache(jinja2.Template)
 PLOT = learn_command.plot_alpha
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -147,10 +139,6 @@ def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 def facts(versions: VersionFolder | Path) -> Any:
     path = versions if isinstance(versions, Path) else versions.path
     return json.loads((path / "latest" / "version.json").read_text())
-
-
-def full(*_: Any, **__: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # --- what is learned ------------------------------------------------------------------------------------------------
