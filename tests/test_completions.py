@@ -405,7 +405,7 @@ def chat_by_text(asked: Any, response: Any) -> None:
     response["choices"][0]["logprobs"] = {"content": content}
 
 
-REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
+REFUSALS: list[tuple[Callable[[Any, Any], None], str | None]] = [  # `None`: any message
     (lambda asked, response: response.update(choices=[]), "the response has no choices"),
     (of_choice(finish_reason=None), "a piece of a stream, or was cut off; log complete responses"),
     (without_prompt, "no token ids of the prompt; ask with `return_token_ids=true`"),
@@ -439,11 +439,19 @@ REFUSALS: list[tuple[Callable[[Any, Any], None], str]] = [
         }.items()
     ],
     (of_request(min_tokens=2, echo=True), "shaped by min_tokens, echo"),
+    (lambda asked, response: response.pop("choices") and None, None),
+    (lambda asked, response: response.update(choices=["text"]), None),
+    (of_logprobs(token_logprobs=[-1.0]), None),
+    (of_position(lambda p: p["top_logprobs"].__setitem__(2, None)), None),
+    (rename("token_id:a"), None),
+    (rename(f"token_id:{1 << 70}"), None),
+    (of_logprobs(content=[{"token": "token_id:5"}]), None),  # a chat's entry without a log-prob
+    (of_request(max_tokens=math.inf), None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spoil", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
-def test_what_cannot_be_learned_from_is_refused(good: Any, spoil: Any, message: str) -> None:
+@pytest.mark.parametrize(("spoil", "message"), REFUSALS)
+def test_what_cannot_be_learned_from_is_refused(good: Any, spoil: Any, message: str | None) -> None:
     asked, response = good
     READER.traces(response, asked)
     spoil(asked, response)
@@ -461,26 +469,6 @@ def test_settings_that_change_nothing_are_accepted(good: Any, recorded: list[Tra
     (trace,) = READER.traces(response, asked)
     assert_same(trace, recorded[0])
     assert trace.sampling["processors"] == []  # top_p does nothing to a greedy answer
-
-
-OF_OTHER_KINDS: list[tuple[str, Callable[[Any, Any], None]]] = [
-    ("no choices at all", lambda asked, response: response.pop("choices") and None),
-    ("a choice that is no object", lambda asked, response: response.update(choices=["text"])),
-    ("a token without a log-prob", of_logprobs(token_logprobs=[-1.0])),
-    ("a position without log-probs", of_position(lambda p: p["top_logprobs"].__setitem__(2, None))),
-    ("an id that is no number", rename("token_id:a")),
-    ("an id beyond 64 bits", rename(f"token_id:{1 << 70}")),
-    ("a chat's entry without a log-prob", of_logprobs(content=[{"token": "token_id:5"}])),
-    ("a bound beyond all", of_request(max_tokens=math.inf)),
-]
-
-
-@pytest.mark.parametrize(("what", "spoil"), OF_OTHER_KINDS, ids=[w for w, _ in OF_OTHER_KINDS])
-def test_values_of_other_kinds_are_refused(good: Any, what: str, spoil: Any) -> None:
-    asked, response = good
-    spoil(asked, response)
-    with pytest.raises(DataError):
-        READER.traces(response, asked)
 
 
 def test_a_prompt_that_the_server_cut_is_not_taken_whole(good: Any) -> None:

@@ -116,35 +116,17 @@ def test_models_settings_and_data_of_the_caller_stay_as_they_are(tmp_path: Any, 
 
 @pytest.mark.parametrize(
     ("architecture", "source"),
-    [
-        *(("llama", source) for source in SAMPLE_SOURCES),
-        ("t5", "mix_request"),
-        ("bart", "student"),
-    ],
+    [*(("llama", source) for source in SAMPLE_SOURCES), ("t5", "mix_request"), ("bart", "student")],
 )
 def test_a_draft_gets_closer_to_its_target(tmp_path: Any, architecture: str, source: str) -> None:
     target, draft = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     before = weights(draft)
-    result = run(
-        (target, draft),
-        tmp_path,
-        sample_source=source,
-        max_steps=8,
-        learning_rate=1e-2,
-        per_device_train_batch_size=12,
-    )
+    how: dict[str, Any] = {"max_steps": 8, "learning_rate": 1e-2, "per_device_train_batch_size": 12}
+    result = run((target, draft), tmp_path, sample_source=source, **how)
     assert np.mean(losses(result)[-3:]) < 0.8 * np.mean(losses(result)[:3])
     assert torch.equal(weights(draft), before)
     assert type(result.draft) is type(draft)
     assert not result.draft.training
-
-
-def test_recorded_requests_need_no_target(tmp_path: Any, pair: Any) -> None:
-    store = CorrectionStore()
-    for trace in recorded(pair[0], 12, num_logprobs=16):
-        store.append(trace)
-    result = run((None, pair[1]), tmp_path, store, per_device_train_batch_size=12, max_steps=4)
-    assert losses(result)[-1] < losses(result)[0]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
@@ -479,10 +461,7 @@ def test_alpha_is_that_of_the_draft_on_held_out_requests(tmp_path: Any, architec
     settings = {"num_assistant_tokens": 3, "eval_strategy": "steps", "eval_steps": 3}
     for held_out in (HELD_OUT, answers):
         result = run((target, draft), tmp_path, eval_dataset=held_out, **settings)
-        assert result.alpha == {
-            0: replay(draft, answers, 3).alpha,
-            3: replay(result.draft, answers, 3).alpha,
-        }
+        assert result.alpha == {0: replay(draft, answers, 3).alpha, 3: replay(result.draft, answers, 3).alpha}
     entries = [entry for entry in result.log_history if "eval_block_efficiency" in entry]
     assert entries[-1]["eval_block_efficiency"] == replay(result.draft, answers, 3).block_efficiency
 

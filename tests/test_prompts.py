@@ -154,16 +154,7 @@ def test_empty_and_long_prompts_are_skipped_and_listed_once(plain_tokenizer, cap
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_a_row_that_is_no_text_costs_no_other_row(tmp_path, name):
-    rows = [
-        {"a": "x"},
-        {"a": None},
-        {"b": 1},
-        {"a": 5},
-        {"a": []},
-        {"a": {"b": "c"}},
-        {"a": "half \ud83d"},
-        {"a": "y"},
-    ]
+    rows = [{"a": "x"}, {"a": None}, {"b": 1}, *({"a": value} for value in (5, [], {"b": "c"}, "half \ud83d", "y"))]
     path = write_rows(tmp_path / name, rows)
     assert texts(path, column="a") == ["x", "", "", "", "", "", "", "y"]
     found = problems(path, column="a")

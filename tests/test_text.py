@@ -71,9 +71,6 @@ def test_a_guess_is_what_follows_the_longest_match_most_often(texts: list[list[i
     assert next(index.guesses(tail), None) == found_by_hand(text, tail)
 
 
-# --- of a request ---------------------------------------------------------------------------------------------------
-
-
 # --- whose it is ----------------------------------------------------------------------------------------------------
 
 
