@@ -109,9 +109,7 @@ def test_sampled_answers_have_the_targets_distribution_while_the_draft_learns() 
     assert transitions_fit(answers, table) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "what", [{"compile_target": False}, {"compile_draft": False}, {}], ids=str
-)
+@pytest.mark.parametrize("what", [{"compile_target": False}, {"compile_draft": False}, {}], ids=str)
 def test_what_is_compiled_answers_and_counts_as_the_eager_one(
     what: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

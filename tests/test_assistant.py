@@ -23,15 +23,9 @@ from osd_hf.router import RoutedPrompt
 
 # Without the gate each update is a version, so that versions can be counted.
 FAST = OnlineConfig(
-    num_assistant_tokens=5,
-    update_strategy="interval",
-    update_interval=3,
-    steps_per_update=2,
-    batch_size=4,
-    optimizer="adamw",
-    learning_rate=3e-3,
-    gate=False,
-)
+    num_assistant_tokens=5, update_strategy="interval", update_interval=3, steps_per_update=2, batch_size=4,
+    optimizer="adamw", learning_rate=3e-3, gate=False,
+)  # fmt: skip
 MANUAL = replace(FAST, update_strategy="manual")
 
 

@@ -10,13 +10,7 @@ import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessor,
-    MambaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, MambaForCausalLM, PreTrainedModel
 from transformers.generation import candidate_generator, logits_process
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
@@ -36,24 +30,17 @@ def parameters(function: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (
-            "_assisted_decoding",
-            "input_ids logits_processor stopping_criteria generation_config assistant_model assistant_tokenizer "
-            "inputs_tensor streamer",
-        ),
-        (
-            "_get_candidate_generator",
-            "generation_config input_ids inputs_tensor logits_processor model_kwargs assistant_model",
-        ),
-        (
-            "_sample",
-            "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer model_kwargs",
-        ),
+        ("_assisted_decoding", "input_ids logits_processor stopping_criteria generation_config assistant_model "
+         "assistant_tokenizer inputs_tensor streamer"),
+        ("_get_candidate_generator", "generation_config input_ids inputs_tensor logits_processor model_kwargs "
+         "assistant_model"),
+        ("_sample", "input_ids logits_processor stopping_criteria generation_config synced_gpus streamer "
+         "model_kwargs"),
         ("_get_logits_processor", "generation_config input_ids_seq_length encoder_input_ids device model_kwargs"),
         ("_prepare_special_tokens", "generation_config kwargs_has_attention_mask device"),
         ("prepare_inputs_for_generation", "input_ids next_sequence_length past_key_values is_first_iteration"),
     ],
-)
+)  # fmt: skip
 def test_methods_of_models(name: str, expected: str) -> None:
     assert set(expected.split()) <= parameters(getattr(GenerationMixin, name))
 

@@ -13,15 +13,9 @@ from osd_hf import OnlineAssistant, OnlineConfig, Router
 from osd_hf.errors import LearnerError, StateError
 
 CONFIG = OnlineConfig(
-    num_assistant_tokens=5,
-    update_strategy="interval",
-    update_interval=3,
-    steps_per_update=2,
-    batch_size=8,
-    num_logprobs=8,
-    optimizer="adamw",
-    learning_rate=3e-3,
-)
+    num_assistant_tokens=5, update_strategy="interval", update_interval=3, steps_per_update=2, batch_size=8,
+    num_logprobs=8, optimizer="adamw", learning_rate=3e-3,
+)  # fmt: skip
 NOISE = 0.2  # of the draft: there is something to learn
 DIFFERENT = 9  # prompts, of which each comes again and again
 

@@ -12,12 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
+from transformers import CompileConfig, GenerationConfig, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.errors import OSDError

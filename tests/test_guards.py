@@ -6,11 +6,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import (
-    LlamaModel,
-    SynthIDTextWatermarkingConfig,
-    WatermarkingConfig,
-)
+from transformers import LlamaModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from osd_hf import OnlineAssistant, capture_traces
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError

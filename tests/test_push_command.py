@@ -70,10 +70,7 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
     [
         (["push", "me/draft", "--bundled", "--draft", "nowhere"], "'nowhere' cannot be loaded"),
         (["push", "me/draft", "--draft", "d", "--dry-run"], "--output-dir"),
-        (
-            ["push", "me/draft", "--draft", "d"],
-            "No card in a folder d names the target: set --target, or",
-        ),
+        (["push", "me/draft", "--draft", "d"], "No card in a folder d names the target: set --target, or"),
         (["push", "--export", "new", "--draft", "."], "No card in a folder . names the target"),
         (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
         (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t is the target itself"),

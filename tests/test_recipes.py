@@ -27,20 +27,16 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
 SMOKES = {
     "frontier": [
-        *("--requests", "10", "--rules", "default", "steps / 2", "--datasets", "gsm8k", "--traces", "{traces}"),
+        *("--requests", "10", "--rules", "default", "steps / 2", "--datasets", "gsm8k", "--traces", "{traces}")
     ],
     "break_even": ["--requests", "9", "--datasets", "spider", "--no-compile"],
-    "batches": [
-        *("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4"),
-    ],
+    "batches": [*("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4")],
     "rollouts": [
         *("--pair", "lab", "--steps", "2", "--prompts", "2", "--generations", "2", "--dataset", "4", "--asked", "2"),
         *("--max-new-tokens", "4", "--ways", "all", "--threads", "1"),
     ],
     "proxy_cost": ["--url", "{engine}", "--smoke"],
-    "exactness_survey": [
-        *("--only", "Qwen2ForCausalLM default", "LoRA, mixed", "(mamba)", "--ways", "k = 3"),
-    ],
+    "exactness_survey": [*("--only", "Qwen2ForCausalLM default", "LoRA, mixed", "(mamba)", "--ways", "k = 3")],
     "random_settings": ["--examples", "2"],
 }
 

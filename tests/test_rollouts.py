@@ -22,15 +22,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from transformers import GenerationConfig, GenerationMixin, TrainerCallback
-from trl import (
-    GRPOConfig,
-    GRPOTrainer,
-    LogCompletionsCallback,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trl import GRPOConfig, GRPOTrainer, LogCompletionsCallback, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
 from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant
 from osd_hf.errors import VocabularyMismatchError

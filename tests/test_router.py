@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from osd_hf import router as routing
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError
-from osd_hf.router import (
-    CallableRouter,
-    LabelRouter,
-    LanguageRouter,
-    RoutedPrompt,
-    TopicRouter,
-    as_router,
-)
+from osd_hf.router import CallableRouter, LabelRouter, LanguageRouter, RoutedPrompt, TopicRouter, as_router
 
 VOCAB, WIDTH, OWN = 600, 64, 100
 TEMPLATE = [1, 3, 4]
@@ -176,13 +169,7 @@ def test_a_language_needs_text(six):
         six.route(RoutedPrompt(np.array([3, 4])))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"languages": ["xx"]}, "xx"),
-        ({"languages": []}, "languages"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [({"languages": ["xx"]}, "xx"), ({"languages": []}, "languages")])
 def test_settings_of_the_language_router_are_checked(six, arguments, message):
     with pytest.raises(ConfigError, match=message):
         LanguageRouter(**arguments)
@@ -246,11 +233,7 @@ def test_far_from_all_topics_goes_to_the_base_draft_when_there_is_no_room():
 
 
 @settings(max_examples=25)
-@given(
-    order=st.lists(st.integers(0, 4), max_size=150),
-    limit=st.integers(1, 4),
-    seed=st.integers(0, 10),
-)
+@given(order=st.lists(st.integers(0, 4), max_size=150), limit=st.integers(1, 4), seed=st.integers(0, 10))
 def test_never_more_topics_than_the_limit_and_names_only_of_topics(order, limit, seed):
     router = TopicRouter(Target(), max_topics=limit)
     for ids in traffic(order, seed):

@@ -31,15 +31,7 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import main
 from osd_hf.cli.serve import make_parser, open_assistant, serve_command
 from osd_hf.errors import ConfigError
-from osd_hf.server.app import (
-    MAX_BODY_BYTES,
-    MAX_DOMAINS,
-    Job,
-    Listener,
-    Service,
-    client_left_error,
-    make_app,
-)
+from osd_hf.server.app import MAX_BODY_BYTES, MAX_DOMAINS, Job, Listener, Service, client_left_error, make_app
 from osd_hf.server.openai_api import MAX_LOGIT_BYTES, ApiError, RequestReader
 from osd_hf.utils.streaming import Rounds
 

@@ -21,13 +21,7 @@ from starlette.testclient import TestClient
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.errors import ConfigError
-from osd_hf.server.metrics import (
-    assistant_metrics,
-    learner_metrics,
-    metrics_route,
-    proxy_metrics,
-    serve_metrics,
-)
+from osd_hf.server.metrics import assistant_metrics, learner_metrics, metrics_route, proxy_metrics, serve_metrics
 
 DOCS = Path(__file__).parents[1] / "docs"
 

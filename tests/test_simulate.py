@@ -11,15 +11,9 @@ from osd_hf.replay import replay_each
 
 # Without the gate each update is a version.
 CONFIG = OnlineConfig(
-    num_assistant_tokens=5,
-    update_strategy="interval",
-    update_interval=3,
-    steps_per_update=2,
-    batch_size=4,
-    optimizer="adamw",
-    learning_rate=3e-3,
-    gate=False,
-)
+    num_assistant_tokens=5, update_strategy="interval", update_interval=3, steps_per_update=2, batch_size=4,
+    optimizer="adamw", learning_rate=3e-3, gate=False,
+)  # fmt: skip
 
 
 def counts(stats: AcceptanceStats) -> tuple[Any, ...]:

@@ -20,14 +20,9 @@ from osd_hf.learning.updater import Updater
 from osd_hf.trace import DraftRound
 
 CONFIG = OnlineConfig(
-    update_strategy="interval",
-    update_interval=8,
-    steps_per_update=2,
-    batch_size=8,
-    num_logprobs=8,
-    optimizer="adamw",
+    update_strategy="interval", update_interval=8, steps_per_update=2, batch_size=8, num_logprobs=8, optimizer="adamw",
     num_assistant_tokens=5,
-)
+)  # fmt: skip
 LONG = 40  # tokens of the answer that is too long
 
 

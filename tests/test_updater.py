@@ -18,13 +18,9 @@ from osd_hf.learning import updater as updater_module
 from osd_hf.learning.updater import EMBEDDING_RATE, Float32Muon, Updater, make_optimizers
 
 CONFIG = OnlineConfig(
-    num_assistant_tokens=5,
-    update_strategy="interval",
-    batch_size=4,
-    steps_per_update=2,
-    learning_rate=1e-3,
+    num_assistant_tokens=5, update_strategy="interval", batch_size=4, steps_per_update=2, learning_rate=1e-3,
     num_logprobs=16,
-)
+)  # fmt: skip
 PLAIN = replace(CONFIG, optimizer="adamw", weight_average=0.0, replay_fraction=0.0)
 
 
