@@ -55,7 +55,7 @@ from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelE
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import unwrap
 from osd_hf.trace import Trace
-from osd_hf.utils.kernels import fast_kernels
+from osd_hf.utils.kernels import fast_kernels, onednn_is_faster
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class Call:
         )
         self.clock = self.draftings[0].clock
         drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
-        if drafts:
+        if drafts and onednn_is_faster():
             stack.enter_context(fast_kernels(self.model, *drafts.values(), is_request=True))
 
     def decode(self) -> Any:
