@@ -83,15 +83,16 @@ class AcceptanceStats:
     @classmethod
     def from_rounds(cls, rounds: Sequence[DraftRound]) -> AcceptanceStats:
         """Return the stats of one request from its rounds."""
-        text = [sum(counts) for counts in zip(*(r.text_counts for r in rounds), strict=True)] or [0, 0, 0]
+        counts = [(r.num_drafted, r.num_examined, r.num_accepted, r.num_emitted, *r.text_counts) for r in rounds]
+        drafted, examined, accepted, emitted, *text = map(sum, zip(*counts, strict=True)) if counts else [0] * 7
         return cls.from_counts(
-            drafted=sum(r.num_drafted for r in rounds) - text[0],
-            examined=sum(r.num_examined for r in rounds) - text[1],
-            accepted=sum(r.num_accepted for r in rounds) - text[2],
-            emitted=sum(r.num_emitted for r in rounds),
+            drafted=drafted - text[0],
+            examined=examined - text[1],
+            accepted=accepted - text[2],
+            emitted=emitted,
             target_forwards=len(rounds),
             **dict(zip(_TEXT_COUNTS, text, strict=True)),
-            accepted_length_histogram=Counter(r.num_accepted for r in rounds if r.num_drafted),
+            accepted_length_histogram=Counter(row[2] for row in counts if row[0]),
         )
 
     @classmethod

@@ -48,12 +48,14 @@ from osd_hf.decoding.record import (
     Round,
     Sink,
     hand_over,
+    stores_rows,
 )
 from osd_hf.decoding.rows import BatchTargetForward
 from osd_hf.decoding.sources import Drafting, DraftSource
 from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import unwrap
+from osd_hf.target_version import target_version
 from osd_hf.trace import Trace
 from osd_hf.utils.kernels import fast_kernels, onednn_is_faster
 
@@ -209,8 +211,9 @@ class Call:
     ) -> None:
         self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
         self.config, count = kwargs["generation_config"], len(input_ids)
+        version = target_version(model) if stores_rows(bindings) else None
         self.requests = [
-            Request(model, input_ids[i : i + 1], of_row(kwargs, i, count) if count > 1 else kwargs, bindings)
+            Request(model, input_ids[i : i + 1], of_row(kwargs, i, count) if count > 1 else kwargs, bindings, version)
             for i in range(count)
         ]
         self.draftings: list[Drafting] = []  # of each row
@@ -430,10 +433,9 @@ class Call:
         if len(requests) > 1:
             done = torch.stack([met.expand(len(requests)) for met in criteria.met[:total]]).cpu()
             ends = done.int().argmax(0).add(1).where(done.any(0), total).tolist()
-        nothing = self.input_ids[0, :0]
         for i, (request, end) in enumerate(zip(requests, ends, strict=True)):
             request.sequence = sequences[i : i + 1, : begins + end]
-            request.rounds = [Round(nothing, 1)] * end
+            request.rounds = [Round((), 1)] * end
         if len(times) > 1 and is_usual and self.length is not None:
             rounds = len(times) - 1
             time = RoundTime(seconds=(times[-1] - times[0]) / rounds, rounds=rounds)

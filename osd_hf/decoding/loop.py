@@ -396,8 +396,7 @@ class Loop:
         """Record the round of the i-th row in its request."""
         p, q = (None if part is None or not drafted else part[i, : len(drafted)] for part in (verdict.p, verdict.q))
         from_text = [True] * len(drafted) if is_text else []
-        tokens = torch.tensor(drafted, dtype=torch.long, device="cpu")
-        row.request.rounds.append(Round(tokens, len(emitted), from_text, p, q))
+        row.request.rounds.append(Round(drafted, len(emitted), from_text, p, q))
         if row.request.rows.parts:
             row.request.rows.add(logits[: len(emitted)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -209,7 +208,7 @@ class Rows:
 class Round(NamedTuple):
     """What one round proposed, and how many tokens it emitted."""
 
-    drafted: torch.Tensor
+    drafted: Sequence[int]
     num_emitted: int
     from_text: Sequence[bool] = ()
     p: torch.Tensor | None = None
@@ -217,15 +216,13 @@ class Round(NamedTuple):
 
 
 def _as_draft_rounds(completion: torch.Tensor, rounds: list[Round]) -> tuple[Any, tuple[DraftRound, ...]]:
-    """Return the completion's token ids and the rounds. Tensors are moved from the device together."""
+    """Return the completion's token ids and the rounds."""
     emitted = completion.to(torch.int32).cpu().numpy()
-    drafted = torch.cat([r.drafted for r in rounds]).to(torch.int32).cpu().numpy()
-    found = []
-    num_emitted = num_drafted = 0
+    found, num_emitted = [], 0
     for r in rounds:
         theirs = emitted[num_emitted : num_emitted + r.num_emitted]
-        ours = drafted[num_drafted : num_drafted + len(r.drafted)]
-        num_emitted, num_drafted = num_emitted + len(theirs), num_drafted + len(ours)
+        ours = np.array(r.drafted, np.int32)
+        num_emitted += len(theirs)
         accepted = num_accepted(ours, theirs)
         examined = min(accepted + 1, len(ours), len(theirs))
         p, q = (None if x is None else x[:examined].float().cpu().numpy() for x in (r.p, r.q))
@@ -244,9 +241,15 @@ class Request:
     Tensors stay on their device until the end."""
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any], bindings: Sequence[Binding]
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        kwargs: dict[str, Any],
+        bindings: Sequence[Binding],
+        version: str | None,
     ) -> None:
         self.model, self.input_ids, self.kwargs, self.bindings = model, input_ids, kwargs, bindings
+        self.version = version  # of the target; `None` if nothing is stored
         self.config = kwargs["generation_config"]
         cache = kwargs.get("past_key_values")
         cached = 0 if cache is None else int(cache.get_seq_length())
@@ -269,7 +272,6 @@ class Request:
         self.rounds: list[Round] = []
         self.ended_at_seconds = 0.0
         self.rows = Rows({b.num_logprobs for b in bindings})
-        self.version = target_version(model) if self.rows.parts else None
 
     @property
     def assistant_model(self) -> Any:
@@ -323,19 +325,11 @@ class Request:
             left -= min(left, r.num_emitted)
         self.rounds = rounds
 
-    @functools.cached_property
-    def is_of_changed_target(self) -> bool:
-        """Whether the target has changed since the request began, so that its rows are not stored."""
-        has_changed = bool(self.rows.parts) and target_version(self.model) != self.version
-        if has_changed:
-            logger.info("The target has changed during a request, so its rows are not stored.")
-        return has_changed
-
-    def trace(self, binding: Binding, lease: Lease) -> Trace:
-        """Return the trace for a listener."""
+    def trace(self, binding: Binding, lease: Lease, *, has_changed: bool) -> Trace:
+        """Return the trace for a listener, without rows if the target has changed during the request."""
         assert self.prompts is not None
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
-        width, size = 0 if self.is_of_changed_target else binding.num_logprobs, vocab_size_of(self.model)
+        width, size = 0 if has_changed else binding.num_logprobs, vocab_size_of(self.model)
         top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
         return Trace(
             prompt_ids=self.prompts[0],
@@ -350,8 +344,13 @@ class Request:
             draft_version=lease.version,
             sampling=self.settings,
             created_at_seconds=self.ended_at_seconds,
-            target=None if self.is_of_changed_target else self.version,
+            target=None if has_changed else self.version,
         )
+
+
+def stores_rows(bindings: Sequence[Binding]) -> bool:
+    """Whether a listener stores rows of the target."""
+    return any(binding.num_logprobs != 0 for binding in bindings)
 
 
 def hand_over(requests: Sequence[Request]) -> None:
@@ -368,9 +367,13 @@ def hand_over(requests: Sequence[Request]) -> None:
 
 def _traces(requests: Sequence[Request], number: int) -> Iterator[Trace]:
     """Yield the traces for a listener, without those of requests that cannot be captured."""
+    first = requests[0]
+    has_changed = stores_rows(first.bindings) and target_version(first.model) != first.version
+    if has_changed:
+        logger.info("The target has changed during a request, so its rows are not stored.")
     for request in requests:
         if request.prompts is not None:
             try:
-                yield request.trace(request.bindings[number], request.leases[number])
+                yield request.trace(request.bindings[number], request.leases[number], has_changed=has_changed)
             except Exception:  # such as too little memory: the answer is there
                 logger.exception("A request is not captured; its answer is delivered.")
