@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.decoding import vocabulary
+from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.recording import record_traces
 from osd_hf.trace import bare_trace
 
@@ -108,6 +109,16 @@ def served(assistant: OnlineAssistant, domain: str | None = None) -> list[int | 
         assistant.generate(ids, max_new_tokens=12, do_sample=False, domain=domain)
         sizes.append(assistant.drafting_plan(domain).vocab_size)  # type: ignore[union-attr]
     return sizes
+
+
+def test_graphs_can_go_on_reading_a_vocabulary_that_changes() -> None:
+    first, second = np.arange(8), np.arange(3, 11)
+    restricted = RestrictedDraft(models.build(num_hidden_layers=1), first)
+    address = restricted.token_ids.data_ptr()
+    restricted.choose(second)
+    assert restricted.token_ids.tolist() == second.tolist()
+    assert restricted.token_ids.data_ptr() == address
+    assert first.tolist() == list(range(8))
 
 
 def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogCaptureFixture) -> None:

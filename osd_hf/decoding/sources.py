@@ -270,7 +270,7 @@ class DraftSource:
         self._graph_key: Any = None  # equal for requests whose graphs are equal
         if forward.captures and is_capturable(applied):
             settings = [(type(p).__name__, sorted(vars(p).items())) for p in applied]
-            self._graph_key = repr((settings, do_sample, vocab_size)), None if token_ids is None else id(token_ids)
+            self._graph_key = repr((settings, do_sample, vocab_size)), token_ids is None or token_ids.data_ptr()
         self.times: list[float] = []  # seconds of each forward of the round
         self.reads_prompt = self._has_read_prompt = False  # in the round, and at all
         self.has_failed = False

@@ -179,6 +179,7 @@ class RestrictedDraft:
         self.model = copy.copy(draft)
         self.model._modules = {**draft._modules, name: None}
         self._source: tuple[Any, ...] = ()
+        self.token_ids = torch.tensor(token_ids, device=self._head.weight.device)
         self.choose(token_ids)
         self._check(draft)
 
@@ -201,7 +202,10 @@ class RestrictedDraft:
                     head.in_features, len(token_ids), head.bias is not None, "meta", head.weight.dtype
                 ).to_empty(device=head.weight.device)
                 self.model._modules[self._name] = part.requires_grad_(False)
-            self.token_ids = torch.from_numpy(token_ids).to(head.weight.device)
+            ids = torch.tensor(token_ids, device=head.weight.device)
+            if self.token_ids.device != ids.device:
+                self.token_ids = ids
+            self.token_ids.copy_(ids)  # captured graphs read them from where they were
             part.weight.copy_(head.weight[self.token_ids])
             if head.bias is not None:
                 part.bias.copy_(head.bias[self.token_ids])
