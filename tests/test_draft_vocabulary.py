@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from models import VOCAB
