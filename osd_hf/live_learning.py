@@ -148,15 +148,12 @@ class Traffic:
 
 
 class LiveLearning:
-    """
-    Serve the requests of an assistant, count them, and run its learner in one thread at a time.
-
-    A request ends by putting its traces on a queue. Then its thread takes them from the queue, counts them and, with
-    `"spread"` and `"interval"`, learns. With `"idle"`, a thread learns in parts while no request runs. An error of
-    learning never affects an answer: `failures` keeps it until the same work succeeds. After three failures in a row,
-    learning for a draft pauses for two update intervals, then four, then eight. The session is saved to `autosave` in
-    a thread after every 8 updates. Of `on_update`, only a weak reference is kept.
-    """
+    """Serve the requests of an assistant, count them, and run its learner in one thread at a time. A request ends by
+    putting its traces on a queue. Then its thread takes them from the queue, counts them and, with `"spread"` and
+    `"interval"`, learns. With `"idle"`, a thread learns in parts while no request runs. An error of learning never
+    affects an answer: `failures` keeps it until the same work succeeds. After three failures in a row, learning for a
+    draft pauses. The session is saved to `autosave` in a thread after every 8 updates. Of `on_update`, only a weak
+    reference is kept."""
 
     def __init__(
         self,

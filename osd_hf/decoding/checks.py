@@ -176,11 +176,8 @@ def not_watched(why: str) -> UnsupportedGenerationError:
 
 
 def needed_tokenizer(tokenizer: Any, *sources: Any) -> dict[str, Any]:
-    """Return the argument `tokenizer` of `generate` if a setting needs one. The keywords' own comes first.
-
-    Raises:
-        UnsupportedGenerationError: A setting needs a tokenizer, and there is none.
-    """
+    """Return the argument `tokenizer` of `generate` if a setting needs one; raises UnsupportedGenerationError if there
+    is none. The keywords' own comes first."""
     keywords = sources[0]
     name = next((name for name in _NEEDS_TOKENIZER if setting(sources, name) not in (None, False)), None)
     if name is None:
@@ -247,13 +244,9 @@ def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
 def check_request(
     target: Any, config: OnlineConfig, inputs: Any, kwargs: dict[str, Any], num_assistant_tokens: Any
 ) -> None:
-    """
-    Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings, the
-    shape of the prompt, and a number of assistant tokens that `config` could not have.
-
-    Raises:
-        UnsupportedGenerationError, ConfigError: Say what is wrong and what to do.
-    """
+    """Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings, the
+    shape of the prompt, and a number of assistant tokens that `config` could not have. Raises
+    UnsupportedGenerationError or ConfigError."""
     for name, reason in REFUSED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")

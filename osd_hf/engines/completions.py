@@ -67,12 +67,8 @@ def vllm_counters(metrics: str) -> defaultdict[str, float]:
 
 
 def parse_address(url: str) -> tuple[httpx2.URL, str, str]:
-    """
-    Split a URL into the address, the user, and the password.
-
-    Raises:
-        ServerError: the URL is not an address, or has a query, which libraries and servers would log.
-    """
+    """Split a URL into the address, the user, and the password. Raises ServerError if it is not an address, or has a
+    query, which libraries and servers would log."""
     rule = "http://HOST or https://HOST, without a query; in user and password, @ / ? # are percent-encoded"
     try:
         address = httpx2.URL(url)
@@ -284,14 +280,8 @@ class ResponseReader:
     def traces(
         self, response: Mapping[str, Any], request: Mapping[str, Any] | None = None, *, domain: str | None = None
     ) -> list[Trace]:
-        """
-        Return one trace per choice of a response, without rounds.
-
-        Without the request, an answer of most probable tokens counts as greedy.
-
-        Raises:
-            DataError: something is missing or invalid; the message says how to ask for it.
-        """
+        """Return one trace per choice of a response, without rounds. Without the request, an answer of most probable
+        tokens counts as greedy. Raises DataError if something is missing or invalid, with how to ask for it."""
         if changed := changed_sampling(request or {}):
             raise DataError(f"its tokens were shaped by {', '.join(changed)}, not by the target alone")
         try:

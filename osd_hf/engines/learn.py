@@ -315,12 +315,8 @@ class StoreLearner:
     # --- publishing -------------------------------------------------------------------------------------------------
 
     def publish(self) -> bool:
-        """
-        Publish and push the versions that wait; returns whether there were any.
-
-        Raises:
-            StateError: a version cannot be written, or its files differ from the draft. Another call tries again.
-        """
+        """Publish and push the versions that wait; returns whether there were any. Raises StateError if a version
+        cannot be written, or its files differ from the draft. Another call tries again."""
         self._follow_engines()
         if not self._unpublished and self._unpushed is None:
             return False

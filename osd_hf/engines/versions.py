@@ -51,15 +51,10 @@ def folder_name(domain: str) -> str | None:
 
 
 class VersionFolder:
-    """
-    Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one. The newest `keep` are kept.
-
+    """Versions `v000001`, `v000002`, ... and a symbolic link `latest` to the newest one. The newest `keep` are kept.
     Each version is written to a hidden folder, synced, and renamed; then the link is replaced. `v000000` is the
     original draft, for rollbacks. Other files in the folder stay unchanged. Methods may be called from any thread.
-
-    Raises:
-        ConfigError: the folder cannot be written, another process publishes there, or `latest` is not a link.
-    """
+    Raises ConfigError if the folder cannot be written, another process publishes there, or `latest` is not a link."""
 
     def __init__(self, path: Path, *, keep: int = 5) -> None:
         if keep < MIN_KEPT:
@@ -154,12 +149,8 @@ class VersionFolder:
                     _remove(gone)
 
     def reject(self, decision: GateDecision) -> None:
-        """
-        Roll back a version: point to the one that serves instead, and mark the rejected one with `REJECTED.json`.
-
-        Raises:
-            OSError: the disk failed. Calling again with the same decision continues.
-        """
+        """Roll back a version: point to the one that serves instead, and mark the rejected one with `REJECTED.json`.
+        After an OSError, calling again with the same decision continues."""
         with self._busy:
             if decision not in self._unfinished:
                 self._unfinished[decision] = max(self.number, decision.version)

@@ -86,18 +86,11 @@ class _Draft:
 
 
 class DomainDrafts:
-    """
-    Manage a base draft and, for each domain that is learned from, a separate draft: an adapter of `peft_config`, or by
-    default a full copy. Without `per_domain`, all domains share one draft.
-
-    Learned weights are kept by version. Models that serve are made from them when requests need them, with adapters
-    merged. The caller's draft is copied, except parameters of the names in `shared`, whose values stay those given
-    there. May be used from several threads.
-
-    Raises:
-        UnsupportedModelError: Adapters do not fit the draft, or cannot be merged.
-        ConfigError: The `learner_device` does not exist.
-    """
+    """Manage a base draft and, for each domain that is learned from, a separate draft: an adapter of `peft_config`, or
+    by default a full copy. Without `per_domain`, all domains share one draft. Models that serve are made from learned
+    weights when requests need them, with adapters merged. The caller's draft is copied, except parameters of the names
+    in `shared`, whose values stay those given there. May be used from several threads. Raises UnsupportedModelError
+    for adapters that do not fit or cannot be merged, and ConfigError if the `learner_device` does not exist."""
 
     def __init__(
         self,

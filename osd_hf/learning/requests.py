@@ -197,9 +197,9 @@ class ExcludedRequests:
     def isolate(
         self, work: Callable[[Sequence[Trace]], Sequence[T]], traces: Sequence[Trace]
     ) -> Parts[list[T | None]]:
-        """Work on traces. If that fails, work on each trace alone and exclude those that fail. The work returns one
-        independent result per trace. Excluded traces have the result `None`. If the work fails on the simplest request
-        as well, or on many traces in a row, its error is raised and no trace is excluded."""
+        """Work on traces. If that fails, work on each trace alone and exclude those that fail, with the result `None`.
+        The work returns one independent result per trace. If it fails on the simplest request as well, or on many
+        traces in a row, its error is raised and no trace is excluded."""
         if not traces:
             return []
         found, failure = _attempt(work, traces)
@@ -266,15 +266,10 @@ def _attempt(
 
 
 class DraftRequests:
-    """
-    Keep the requests of one draft, of a domain or shared by all.
-
-    A request is held back to judge versions, or pending until an update learns from it, or in the replay buffer. A
-    held-back request becomes pending when a newer one takes its place. All requests belong to one version of the
-    target or to the `target_lag` versions before; those of other versions are removed.
-
-    Requests may arrive in any thread. One thread learns.
-    """
+    """Keep the requests of one draft, of a domain or shared by all. A request is held back to judge versions, or
+    pending until an update learns from it, or in the replay buffer. A held-back request becomes pending when a newer
+    one takes its place. All requests belong to one version of the target or to the `target_lag` versions before;
+    others are removed. Requests may arrive in any thread. One thread learns."""
 
     def __init__(
         self,

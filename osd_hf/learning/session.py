@@ -37,16 +37,10 @@ def save_session(
     *,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> None:
-    """
-    Save the state of a learner that is not working.
-
-    A state is written to a hidden folder, which then gets the next number, so that a kill or a power failure leaves
-    the old state or the new one. Processes that save to one folder take turns, and wait for `patience_seconds`. Only
-    the owner can read the files. `facts` are ready for JSON. Files that this function did not write are never deleted.
-
-    Raises:
-        StateError: The folder cannot be written, or others save all the time. An earlier state in it stays intact.
-    """
+    """Save the state of a learner that is not working. It is written to a hidden folder, which then gets the next
+    number, so that a kill or a power failure leaves the old state or the new one. Processes that save to one folder
+    take turns, and wait for `patience_seconds`. Only the owner can read the files, and other files are never deleted.
+    `facts` are ready for JSON. Raises StateError if the folder cannot be written, or others save all the time."""
     unfinished = directory / f".state-{secrets.token_hex(4)}.tmp"
     with contextlib.ExitStack() as stack:
         try:
@@ -105,15 +99,8 @@ def has_session(directory: Path) -> bool:
 
 @learning_context()  # tensors loaded in inference mode could not learn
 def load_session(directory: Path, learner: Learner, router: Any = None) -> dict[str, Any]:
-    """
-    Load a saved state into a learner and, if there is one, a router; both or neither.
-
-    Returns:
-        `dict[str, Any]`: The facts that were saved with it.
-
-    Raises:
-        StateError: No readable state, or the state of another draft.
-    """
+    """Load a saved state into a learner and, if there is one, a router; both or neither. Returns the facts that were
+    saved with it. Raises StateError if there is no readable state, or it is one of another draft."""
     if not has_session(directory):
         raise StateError(f"There is no saved session in {directory}. Save one with `save_state` first.")
     try:

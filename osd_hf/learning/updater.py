@@ -97,18 +97,11 @@ class UpdateReport:
 
 
 class Updater:
-    """
-    Train an fp32 copy of a draft on traces. Copy and optimizer persist, so that updates continue where the last one
-    ended.
-
-    A draft with adapters learns its trainable parameters, and frozen fp32 weights are shared; otherwise all parameters
-    learn, except those of the names in `frozen`, which are shared. The serving draft has the given `dtype`, by default
-    that of `draft`.
-
-    Raises:
-        UnsupportedModelError: The draft has no trainable parameter.
-        ConfigError: The learner's device does not exist.
-    """
+    """Train an fp32 copy of a draft on traces. Copy and optimizer persist, so that updates continue where the last one
+    ended. A draft with adapters learns its trainable parameters, and frozen fp32 weights are shared; otherwise all
+    parameters learn, except those of the names in `frozen`, which are shared. The serving draft has the given `dtype`,
+    by default that of `draft`. Raises UnsupportedModelError if no parameter can learn, and ConfigError if the
+    learner's device does not exist."""
 
     def __init__(
         self,
@@ -441,9 +434,8 @@ def trainable_parameters(model: PreTrainedModel, frozen: Container[str] = ()) ->
 
 
 class Float32Muon(torch.optim.Muon):
-    """Run Muon in float32, on CPUs. `torch.optim.Muon` iterates in bfloat16. On a CPU without instructions for it, a
-    step for the bundled draft took 172 ms instead of 11 ms, with the same acceptance. Can go once torch lets users
-    choose the dtype."""
+    """Run Muon in float32, on CPUs. `torch.optim.Muon` iterates in bfloat16: on a CPU without instructions for it, a
+    step for the bundled draft took 172 ms instead of 11 ms. Can go once torch lets users choose the dtype."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -62,13 +62,9 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class Upstream:
-    """
-    An engine behind the proxy, at an address such as `http://localhost:8000`, with or without `/v1`.
-
-    Raises:
-        ServerError: the URL is not an address.
-        ConfigError: the URL contains a user, but the proxy passes on the keys of its clients.
-    """
+    """An engine behind the proxy, at an address such as `http://localhost:8000`, with or without `/v1`. Raises
+    ServerError if the URL is not an address, and ConfigError if it contains a user: the proxy passes on the keys of
+    its clients."""
 
     def __init__(
         self,

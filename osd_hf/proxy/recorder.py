@@ -125,12 +125,8 @@ def _parse(pieces: list[bytes]) -> Mapping[str, Any]:
 
 
 def response_of_stream(data: Iterable[bytes]) -> dict[str, Any]:
-    """
-    Build the response that a stream of events amounts to: ids, log-probs and reasons of each choice, without text.
-
-    Raises:
-        DataError: an event has an unexpected form.
-    """
+    """Build the response that a stream of events amounts to: ids, log-probs and reasons of each choice, without text.
+    Raises DataError if an event has an unexpected form."""
     response, choices = dict[str, Any](), dict[int, dict[str, Any]]()
     try:
         for text in data:

@@ -393,12 +393,8 @@ def make_app(
 
 
 class Listener:
-    """
-    An address where an application will be served, bound immediately; port 0 selects a free one.
-
-    Raises:
-        ConfigError: the address cannot be bound.
-    """
+    """An address where an application will be served, bound immediately; port 0 selects a free one. Raises ConfigError
+    if the address cannot be bound."""
 
     def __init__(self, host: str, port: int) -> None:
         try:
