@@ -363,9 +363,8 @@ class LiveLearning:
 
     def stop(self) -> None:
         """End the idle thread after its current part of work, and wait for a save in progress."""
-        with self.traffic.changed:
-            self._is_stopped = True
-            self.traffic.changed.notify_all()
+        self._is_stopped = True
+        self.traffic.wake()
         for thread in (self._idle_thread, self.save_thread):
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
@@ -383,7 +382,6 @@ class LiveLearning:
 
     def _wait_for_work(self) -> bool:
         """Wait until there is work, no request, and nobody else who learns or saves; `False` when stopped."""
-
         with self.traffic.changed:
             self.traffic.changed.wait_for(
                 lambda: self._is_stopped or (self.traffic.is_idle and self.learner.has_work())

@@ -17,24 +17,10 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.quickstart import serve_stream, split_prompts
-from osd_hf.cli.settings import (
-    THREADS,
-    CommandParser,
-    Loading,
-    Reporting,
-    RowSettings,
-    flag,
-    open_recorded,
-)
+from osd_hf.cli.settings import THREADS, CommandParser, Loading, Reporting, RowSettings, flag, open_recorded
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.evaluation.benchmark import (
-    BenchmarkReport,
-    System,
-    alone_systems,
-    answer_greedily,
-    benchmark,
-)
+from osd_hf.evaluation.benchmark import BenchmarkReport, System, alone_systems, answer_greedily, benchmark
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_bars, ratio_text, stats_interval, text_table
 from osd_hf.models import input_device, load_draft, load_model, load_pair, load_tokenizer, prompt_room

@@ -13,15 +13,7 @@ import huggingface_hub.constants
 
 from osd_hf import __version__
 from osd_hf.cli import BAD_INPUT, FAILED, INTERRUPTED
-from osd_hf.errors import (
-    CaptureError,
-    HubError,
-    LearnerError,
-    OSDError,
-    ServerError,
-    nearest,
-    without_credentials,
-)
+from osd_hf.errors import CaptureError, HubError, LearnerError, OSDError, ServerError, nearest, without_credentials
 
 # Each command is a module of this folder with `make_parser` and `NAME_command`.
 COMMANDS = {

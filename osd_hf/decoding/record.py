@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    WatermarkingConfig,
-)
+from transformers import GenerationConfig, PreTrainedModel, WatermarkingConfig
 from transformers.generation.configuration_utils import BaseWatermarkingConfig
 
 from osd_hf.decoding.checks import foreign_arguments, log_once

@@ -16,13 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from osd_hf.decoding.record import NO_WARPING, sampling_settings
-from osd_hf.errors import (
-    ConfigError,
-    DataError,
-    StateError,
-    UnsupportedModelError,
-    VocabularyMismatchError,
-)
+from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.models import prompt_room, until_end, unwrap, vocab_size_of
 from osd_hf.prompts import RowError, chat_message, prompt_text, render_chat, report_skipped
 from osd_hf.replay import padded

@@ -260,12 +260,8 @@ def evaluate(
             System("transformers, this draft", "stock", after, k),
             System("osd_hf, this draft, auto", "lean", after, "auto"),
         ]
-        how: dict[str, Any] = {
-            "max_new_tokens": dataset.max_new_tokens,
-            "tokenizer": tokenizer,
-            "show_progress": show_progress,
-        }
-        report = benchmark(target, systems, asked, **how)
+        how: dict[str, Any] = {"tokenizer": tokenizer, "show_progress": show_progress}
+        report = benchmark(target, systems, asked, max_new_tokens=dataset.max_new_tokens, **how)
         speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.kind != "alone"}
     sides = {name: replay_each(draft, traces, k) for name, draft in (("before", before), ("after", after))}
     return Evaluation(dataset, k, Comparison([p.domain for p in dataset.prompts], sides), speedups, provenance())

@@ -122,6 +122,7 @@ class DomainDrafts:
         # Copies share memory with their versions, unless a graph has captured addresses, or only parts learn.
         is_part = getattr(base, "_hf_peft_config_loaded", False)
         self._shares_weights = not is_part and self._static is None
+        self.base: Any = base  # the model of the original draft
         self._base = ServingDraft(base, self._drafting(base))  # serves as well, always unchanged
         self.held: list[ServingDraft] = []  # models with learned versions; overlapping requests may need several
         self.models: weakref.WeakSet[Any] = weakref.WeakSet([base])  # models that serve or have served
@@ -210,11 +211,6 @@ class DomainDrafts:
             with self._lock:
                 serving.leases -= 1
                 self._remove_outdated()
-
-    @property
-    def base(self) -> Any:
-        """The model of the original draft."""
-        return self._base.model
 
     def model(self, domain: str | None = None) -> Any:
         """Return the model that serves requests of a domain now."""
@@ -336,7 +332,14 @@ class DomainDrafts:
             draft = self._drafts.get(domain) or self._new_draft(domain)
             if draft.updater is not None:
                 return draft.updater
-        updater = self._new_updater(draft.requests)
+        source, peft_config = self._source, self.peft_config
+        if peft_config is not None:
+            with learning_context():
+                if self._fp32_base is None:  # shared by all adapters and, if it can be, with the serving base
+                    self._fp32_base = shared_copy(source).to(self._learner_device or source.device).float().eval()
+                source = adapted(adapter_base(self._fp32_base, peft_config), peft_config, self.config.seed)
+        how: dict[str, Any] = {"dtype": self.base.dtype, "frozen": self.shared}
+        updater = Updater(source, self.config, requests=draft.requests, **how)
         base = dict(self.base.named_parameters())
         is_adapter = self._template is not None
         original = updater.snapshot(base) if is_adapter else {n: base[n].detach() for n in updater.averaged}
@@ -347,15 +350,6 @@ class DomainDrafts:
             if not draft.serving.weights:
                 draft.serving = draft.serving._replace(weights=original)
         return updater
-
-    def _new_updater(self, requests: DraftRequests) -> Updater:
-        source, peft_config, seed = self._source, self.peft_config, self.config.seed
-        if peft_config is not None:
-            with learning_context():
-                if self._fp32_base is None:  # shared by all adapters and, if it can be, with the serving base
-                    self._fp32_base = shared_copy(source).to(self._learner_device or source.device).float().eval()
-                source = adapted(adapter_base(self._fp32_base, peft_config), peft_config, seed)
-        return Updater(source, self.config, requests=requests, dtype=self.base.dtype, frozen=self.shared)
 
     @property
     def learning(self) -> set[str | None]:

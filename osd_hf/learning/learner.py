@@ -199,14 +199,10 @@ class Learner:
         if self._work is not None:
             share = self._steps_total / self.drafts.requests[self._work[0]].update_interval
             self._steps_due += max(share, MIN_STEPS_PER_ANSWER)
-        while self._work is not None and self._is_behind():
+        is_last = self._steps_due > self._steps_total - 1e-6  # answer of the interval: it finishes the update
+        while self._work is not None and (is_last or self._steps_due - self._steps_done > BACKWARD_SHARE / 2):
             report = self.step()
         return report
-
-    def _is_behind(self) -> bool:
-        """Whether the next part of the update is due. The last answer of an interval finishes the update."""
-        is_last = self._steps_due > self._steps_total - 1e-6
-        return is_last or self._steps_due - self._steps_done > BACKWARD_SHARE / 2
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """Run an update in progress to its end, then an update of a domain's draft."""

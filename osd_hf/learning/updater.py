@@ -506,13 +506,8 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
 
 def log_update(accelerator: Accelerator, report: UpdateReport, requests: int, recent: AcceptanceStats) -> None:
     """Log an update and the acceptance since the last one, after a number of requests."""
-    values: dict[str, Any] = {
-        "version": report.version,
-        "dropped_steps": report.dropped_steps,
-        "update_seconds": report.seconds,
-    }
-    if report.loss is not None:
-        values["loss"] = report.loss
+    values: dict[str, Any] = {} if report.loss is None else {"loss": report.loss}
+    values |= {"version": report.version, "dropped_steps": report.dropped_steps, "update_seconds": report.seconds}
     if recent.examined:
         values |= {"alpha": recent.alpha, "block_efficiency": recent.block_efficiency}
     logger.info("Draft version %d after %d requests: %s", report.version, requests, values)
