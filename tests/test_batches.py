@@ -263,6 +263,16 @@ class EachHasSaid(StoppingCriteria):  # type: ignore[misc]
         return bool(self.done.all())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_rows_leave_after_the_caches_have_grown(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf.decoding.rows.AHEAD", 4)
+    assistant, batch = assistant_of(), padded((3, 11, 6, 8))
+    settings: dict[str, Any] = {"eos_token_id": [5, 9], "max_new_tokens": 60, "do_sample": False}
+    with mode():
+        assert divergences(assistant.target, ours := assistant.generate(**batch, **settings), batch, settings) == []
+    assert len({row.count(0) for row in ours[:, 11:].tolist()}) > 1
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 0.08])
 def test_criteria_that_remember_are_asked_as_without_a_draft(rows: int, noise: float) -> None:

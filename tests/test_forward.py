@@ -283,7 +283,10 @@ def test_a_target_that_computes_otherwise_when_captured_runs_eagerly(
     assert "its logits differ" in caplog.text
 
 
-def test_graphs_are_dropped_when_a_model_changes_otherwise_than_in_place(recorder: Recorder) -> None:
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_graphs_are_dropped_when_a_model_changes_otherwise_than_in_place(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
     assistant, seen = models.assistant_of(*small()), set()
     layer = assistant.target.model.layers[0]
 
@@ -300,11 +303,51 @@ def test_graphs_are_dropped_when_a_model_changes_otherwise_than_in_place(recorde
     assert graphs_made() == 0
     layer.mlp.up_proj.weight = torch.nn.Parameter(-layer.mlp.up_proj.weight.detach())
     assert graphs_made() > 0
-    hook = layer.mlp.register_forward_hook(lambda module, args, output: output * -0.7)
-    assert graphs_made() > 0
+    replays, factors = recorder.replays, [-0.7]
+    hook = layer.mlp.register_forward_hook(lambda module, args, output: output * factors[0])
+    assert graphs_made() == 0
+    factors[0] = 0.4
+    assert graphs_made() == 0
+    assert "it has hooks" in caplog.text
     hook.remove()
+    graphs_made()
+    assert recorder.replays > replays
+    adapted = get_peft_model(assistant.target, LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+    assert graphs_made() > 0
+    adapted.merge_adapter()  # changes weights in place, and what the layers do
     assert graphs_made() > 0
     assert len(seen) > 12
+
+
+def test_attention_may_change_between_requests(recorder: Recorder) -> None:
+    target, draft = small()
+    assistant = models.assistant_of(target, draft)
+    for attention in ("sdpa", "eager", "sdpa"):
+        target.set_attn_implementation(attention)
+        same_as_alone(assistant, models.prompt())
+
+
+def test_the_returned_cache_of_a_padded_prompt_has_its_padding(recorder: Recorder) -> None:
+    target, draft = small("mistral", sliding_window=8)
+    assistant = models.assistant_of(target, draft)
+    for pad in (0, 4):
+        ids = torch.cat([torch.zeros(1, pad, dtype=torch.long), models.prompt(5)], dim=1)
+        given = models.greedy(ids, max_new_tokens=12, return_dict_in_generate=True)
+        given["attention_mask"] = (torch.arange(pad + 5) >= pad).long()[None]
+        ours, theirs = assistant.generate(ids, **given), target.generate(ids, **given)
+        assert ours.sequences.tolist() == theirs.sequences.tolist()
+        same_caches(ours.past_key_values, theirs.past_key_values)
+
+
+def test_an_error_while_a_prompt_is_read_is_not_hidden(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = small()
+    assistant = models.assistant_of(target, draft)
+    same_as_alone(assistant, models.prompt())
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "forward", fail)
+        with pytest.raises(RuntimeError, match="no C"):
+            assistant.generate(models.prompt(), past_key_values=DynamicCache(), max_new_tokens=4, learn=False)
+    same_as_alone(assistant, models.prompt())
 
 
 def test_by_default_models_on_cuda_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:

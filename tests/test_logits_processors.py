@@ -135,6 +135,7 @@ def test_processors_see_each_position_at_its_length(ignored: Any, data: st.DataO
 
 
 def test_what_a_graph_may_contain_reads_no_values() -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)  # libraries may change it
     asked = {"do_sample": True, "temperature": 0.7, "top_k": 9, "epsilon_cutoff": 0.01, "eta_cutoff": 0.01}
     asked |= {"top_p": 0.5, "min_p": 0.5, "typical_p": 0.5, "top_h": 0.5, "renormalize_logits": True}
     made = Processors(model("llama"), rebuilt(bare_trace([3], [4], VOCAB), asked)).processors

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -150,6 +151,13 @@ class TargetForward:
 # --- rows of different lengths ---------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def usual_tensors() -> Iterator[None]:
+    """Create and change tensors of caches as usual ones, not as those of inference mode, without gradients."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class _Place:
     """Where the tokens of a forward are written: rows, `(rows, 1)`, and columns, `(rows, tokens)`. The first `width`
     columns are read."""
@@ -232,7 +240,6 @@ class Ragged:
         """Copy the content of a cache with padded rows."""
         self.rows = len(padding)
         self.cache.layers = self.cache.layers or [RaggedLayer(self.place) for _ in cache.layers]
-        self.size = max(self.size, cache.get_seq_length())
         for new, old in zip(self.cache.layers, cache.layers, strict=True):
             new.load(old, padding, self.capacity, self.size)
 
@@ -242,8 +249,9 @@ class Ragged:
         device, width = self.device or ids.device, max(starts) + ids.shape[1]
         if width > self.size:
             self.size, self.capacity = max(width + AHEAD, int(GROWTH * self.size)), self.rows
-            for layer in self.cache.layers:
-                layer.resize(self.rows, self.size)
+            with usual_tensors():
+                for layer in self.cache.layers:
+                    layer.resize(self.rows, self.size)
         last = None if last is None else last.to(device)
         return self.forward(self.model, ids.to(device), to_device(starts, device)[:, None], last, width, **settings)
 

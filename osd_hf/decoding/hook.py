@@ -57,7 +57,7 @@ from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import unwrap
 from osd_hf.target_version import target_version
 from osd_hf.trace import Trace
-from osd_hf.utils.kernels import fast_kernels, onednn_is_faster
+from osd_hf.utils import kernels
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +265,8 @@ class Call:
         )
         self.clock = self.draftings[0].clock
         drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
-        if drafts and onednn_is_faster():
-            stack.enter_context(fast_kernels(self.model, *drafts.values(), is_request=True))
+        if drafts and kernels.onednn_is_faster():
+            stack.enter_context(kernels.fast_kernels(self.model, *drafts.values(), is_request=True))
 
     def decode(self) -> Any:
         """Return the answers as `generate` returns them. Calls that cannot have candidates are decoded by the target
@@ -295,6 +295,8 @@ class Call:
         rows, mask = self.input_ids.tolist(), self.kwargs.get("attention_mask")
         if mask is not None:
             rows = [row[len(row) - shown :] for row, shown in zip(rows, mask.sum(1).tolist(), strict=True)]
+        if len(rows) == 1 and len(rows[0]) < self.input_ids.shape[1]:
+            return None  # the cache that is given back has the padding
         more = int(self.config.max_length) - self.input_ids.shape[1]
         made = BatchTargetForward(self.model, self.input_ids, self.kwargs, rows, more, static)
         return made if made.is_static else None

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.decoding.draft_length import MAX_K
-from osd_hf.decoding.forward import AHEAD, Ragged, forward_arguments, read_padded
-from osd_hf.decoding.static import MAX_STATIC_TOKENS, StaticForward, static_mode
+from osd_hf.decoding.forward import AHEAD, Ragged, forward_arguments, read_padded, usual_tensors
+from osd_hf.decoding.static import MAX_STATIC_TOKENS, StaticForward
 from osd_hf.utils.context import to_device
 
 DRAFTED_AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, MAX_K)  # tokens of a graph; other numbers are rounded up
@@ -30,10 +30,11 @@ class _RaggedForward:
 
     def load(self, cache: DynamicCache, padding: Sequence[int], more: int) -> None:
         """Take over the content of a cache with padded rows, to which so many tokens will be added."""
-        if self.ragged is None:
-            size = cache.get_seq_length() + min(more + MAX_K, AHEAD)
-            self.ragged = Ragged(self.model, len(padding), size)
-        with static_mode():
+        held = cache.get_seq_length()
+        if self.ragged is None or held > self.ragged.size:
+            self.close()  # a cache that is too small
+            self.ragged = Ragged(self.model, len(padding), held + min(more + MAX_K, AHEAD))
+        with usual_tensors():
             self.ragged.load(cache, padding)
         self.is_loaded = True
 
@@ -60,7 +61,7 @@ class _RaggedForward:
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
         if self.ragged is not None and self.is_loaded:
-            with static_mode():
+            with usual_tensors():
                 self.ragged.leave(row)
 
     def close(self) -> None:
@@ -278,7 +279,10 @@ class BatchTargetForward:
 
     def close(self) -> None:
         """End the request. The cache that was given gets the content of a single row back."""
-        if len(self._padding) == 1 and self._forward.ragged is not None and self._forward.ragged.cache.layers:
-            for layer, ours in zip(self.cache.layers, self._forward.ragged.cache.layers, strict=True):
-                layer.update(*(x[:, :, : self._kept].clone() for x in (ours.keys, ours.values)))
-        self._forward.close()
+        try:
+            if len(self._padding) == 1 and self._forward.is_loaded and self._forward.ragged is not None:
+                for layer, ours in zip(self.cache.layers, self._forward.ragged.cache.layers, strict=True):
+                    layer.update(*(x[:, :, : self._kept].clone() for x in (ours.keys, ours.values)))
+                self.cache.crop(0)  # sliding windows drop what they do not need
+        finally:
+            self._forward.close()

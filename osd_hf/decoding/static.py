@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.exactness import batch_hindrance, difference, unsupported
-from osd_hf.decoding.forward import AHEAD, Ragged, read_padded
+from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
 from osd_hf.utils.context import to_device
@@ -68,6 +68,7 @@ class StaticCache(Ragged):
     def __init__(self, model: PreTrainedModel, rows: int, size: int) -> None:
         super().__init__(model, rows, size)
         self.graphs: WeakKeyDictionary[Any, tuple[Any, dict[Any, Replay]]] = WeakKeyDictionary()
+        self.key: Any = None  # of caches that can stand in for this one
         self.step: Any = None  # the compiled forward
         self.is_checked = False  # whether the compiled forward is known to fit the model in this request
 
@@ -95,6 +96,7 @@ class StaticForward:
         self._steps: dict[tuple[Any, ...], Any] = {}  # compiled; `None` if compiling failed or is under way
         self._signatures: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._failures = 0
+        self._has_hooks = False
         self._lock, self._running = threading.Lock(), threading.Lock()
         why = "its weights are offloaded" if model.device.type == "meta" else unsupported(model)
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
@@ -140,20 +142,27 @@ class StaticForward:
 
     def _lease(self, model: PreTrainedModel, rows: int, size: int) -> StaticCache | None:
         head = getattr(model.get_output_embeddings(), "out_features", 0)
-        key = rows, size, model.dtype, model.device
+        attention = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+        key = rows, size, model.dtype, model.device, attention
+        if self.is_captured:
+            self._signatures[model] = signature = _signature(model)
+            if signature is None:
+                if not self._has_hooks:
+                    self._warn("it has hooks, which a graph would not call")
+                self._has_hooks = True
+                return None
         with self._lock:
             free = self._free.setdefault(key, [])
             is_new = not self.is_captured and (*key, head) not in self._steps
             if is_new:
                 self._steps[*key, head] = None
             cache = free.pop() if free else None
-        with static_mode():
+        with usual_tensors():
             cache = cache or StaticCache(model, rows, size)
-            cache.model, cache.rows = model, rows
+            cache.model, cache.rows, cache.key = model, rows, key
             if is_new:
                 self._steps[*key, head] = self._compile(cache)
         if self.is_captured:
-            self._signatures[model] = _signature(model)
             return cache
         cache.step, cache.is_checked = self._steps[*key, head], self.role == "draft"
         return None if cache.step is None else cache
@@ -161,14 +170,15 @@ class StaticForward:
     def release(self, cache: StaticCache) -> None:
         """Take a cache back."""
         with self._lock:
-            key = cache.capacity, cache.size, cache.model.dtype, cache.model.device
-            self._free.setdefault(key, []).append(cache)
+            free = self._free.setdefault(cache.key, [])
+            if all(other is not cache for other in free):  # an interrupt may have left it here already
+                free.append(cache)
 
     def larger(self, cache: StaticCache, tokens: int) -> StaticCache | None:
         """Exchange a cache for one that holds more tokens; `None` if the model continues eagerly."""
         new = self.lease(cache.model, cache.capacity, tokens, tokens)
         if new is not None:
-            with static_mode():
+            with usual_tensors():
                 new.load(cache.cache, [0] * cache.capacity)
             new.rows = cache.rows
             self.release(cache)
@@ -194,7 +204,7 @@ class StaticForward:
         """Return the logits after tokens, `(rows, tokens, vocab)`, as [`~Ragged.feed`] does."""
         rows, count = ids.shape
         least = next(n for n in COUNTS if n >= count) if self.is_captured else max(count, 1 + (self.role == "target"))
-        with static_mode():
+        with usual_tensors():
             at = to_device([*starts, *[0] * (cache.capacity - rows)], ids.device)[:, None]
             last = at + (count - 1) if last is None else _padded(last, cache.capacity, 1)
             given = _padded(ids, cache.capacity, least)
@@ -210,7 +220,7 @@ class StaticForward:
         graphs = cache.graphs_of(model, self._signatures[model])
         if key in graphs:
             return graphs[key](*inputs)
-        with static_mode():
+        with usual_tensors():
             expected = run(*inputs)  # libraries choose their kernels here
             try:
                 replay = capture(run, inputs)
@@ -314,13 +324,6 @@ class StaticForward:
         return step
 
 
-@contextlib.contextmanager
-def static_mode() -> Iterator[None]:
-    """Create and change static caches as usual tensors. The loop writes into logits."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def _step(model: PreTrainedModel, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Any:
     return cache.forward(model, ids, starts, last, cache.size)
 
@@ -366,15 +369,17 @@ def _check(step: Any, cache: StaticCache) -> None:
 Replay = Callable[..., Tensors]
 
 
-def _signature(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return what a graph of a model depends on besides the values of its tensors: where they are, hooks, and adapters
-    of PEFT that are active."""
+def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
+    """Return what a graph of a model depends on besides the values of its tensors: where they are, and the state of
+    PEFT's adapters. `None` if the model has hooks or replaced forwards: they may do anything at each call."""
     parts: list[Any] = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     for module in model.modules():
         state = vars(module)
-        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state or "_active_adapter" in state:
-            kept = [state.get(name) for name in ("forward", "_active_adapter", "_disable_adapters")]
-            parts.append((*map(repr, kept), *state["_forward_hooks"], *state["_forward_pre_hooks"]))
+        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+            return None
+        if "_active_adapter" in state:
+            names = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
+            parts.append(tuple(repr(state.get(name)) for name in names))
     return tuple(parts)
 
 
