@@ -31,11 +31,16 @@ class _RaggedForward:
     def load(self, cache: DynamicCache, padding: Sequence[int], more: int) -> None:
         """Take over the content of a cache with padded rows, to which so many tokens will be added."""
         held = cache.get_seq_length()
-        if self.ragged is None or held > self.ragged.size:
-            self.close()  # a cache that is too small
-            self.ragged = Ragged(self.model, len(padding), held + min(more + MAX_K, AHEAD))
         with usual_tensors():
-            self.ragged.load(cache, padding)
+            try:
+                if self.cache is not None and held <= self.cache.size:
+                    self.cache.load(cache, padding)
+            except torch.OutOfMemoryError:
+                self.cache = self.ragged = None  # not used again
+            if self.ragged is None or held > self.ragged.size or self.cache is None:
+                self.close()  # a cache that is too small
+                self.ragged = Ragged(self.model, len(padding), held + min(more + MAX_K, AHEAD))
+                self.ragged.load(cache, padding)
         self.is_loaded = True
 
     def feed(self, ids: Tensor, starts: Sequence[int], last: Tensor | None = None, **settings: Any) -> Tensor:

@@ -173,15 +173,21 @@ class StaticForward:
             free = self._free.setdefault(cache.key, [])
             if all(other is not cache for other in free):  # an interrupt may have left it here already
                 free.append(cache)
+                cache.model = None  # type: ignore[assignment]  # which need not live as long
 
     def larger(self, cache: StaticCache, tokens: int) -> StaticCache | None:
         """Exchange a cache for one that holds more tokens; `None` if the model continues eagerly."""
         new = self.lease(cache.model, cache.capacity, tokens, tokens)
-        if new is not None:
+        if new is None:
+            return None
+        try:
             with usual_tensors():
                 new.load(cache.cache, [0] * cache.capacity)
-            new.rows = cache.rows
-            self.release(cache)
+        except torch.OutOfMemoryError as error:
+            self._warn(f"no cache of {new.size} tokens could be made: {first_line(error)}")
+            return None
+        new.rows = cache.rows
+        self.release(cache)
         return new
 
     def prepare(self, model: PreTrainedModel, tokens: int) -> None:
