@@ -20,9 +20,15 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.checks import answered_alone, check_request, log_once, needed_tokenizer, setting
+from osd_hf.decoding.checks import (
+    answered_alone,
+    check_request,
+    drop_adapter_hooks,
+    log_once,
+    needed_tokenizer,
+    setting,
+)
 from osd_hf.decoding.draft_length import DraftingPlan
-from osd_hf.decoding.exactness import drop_adapter_hooks
 from osd_hf.decoding.hook import bind
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_target

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
-from osd_hf.decoding.exactness import UNLIMITED, Limits, known_limits, limits_of
+from osd_hf.decoding.checks import UNLIMITED, Limits, known_limits, limits_of
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError
 
 pytestmark = [

@@ -30,8 +30,12 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.decoding.checks import (
     ASSISTED_ONLY,
+    Limits,
+    batch_hindrance,
     check_generation,
     given_arguments,
+    has_adapter_per_row,
+    limits_of,
     log_failed_draft,
     log_once,
     not_watched,
@@ -39,7 +43,6 @@ from osd_hf.decoding.checks import (
     undrafted,
 )
 from osd_hf.decoding.draft_length import DraftLength, RoundTime
-from osd_hf.decoding.exactness import Limits, batch_hindrance, has_adapter_per_row, limits_of
 from osd_hf.decoding.loop import Loop
 from osd_hf.decoding.record import (
     Binding,

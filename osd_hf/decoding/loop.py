@@ -13,8 +13,8 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
+from osd_hf.decoding.checks import Limits
 from osd_hf.decoding.draft_length import DraftLength, RoundPlan, RoundTime
-from osd_hf.decoding.exactness import Limits
 from osd_hf.decoding.forward import TargetForward
 from osd_hf.decoding.record import Request, Round
 from osd_hf.decoding.rows import BatchTargetForward

@@ -78,7 +78,7 @@ class _RaggedForward:
 
 class BatchDraftForward:
     """Run a draft over rows, each with its own length. The methods are those of
-    [`~osd_hf.decoding.sources.DraftForward`]. For the draft, [`~osd_hf.decoding.exactness.batch_hindrance`] returns
+    [`~osd_hf.decoding.sources.DraftForward`]. For the draft, [`~osd_hf.decoding.checks.batch_hindrance`] returns
     `None`. Sequences have at most `most` tokens."""
 
     def __init__(
@@ -208,7 +208,7 @@ class BatchDraftForward:
 
 class BatchTargetForward:
     """Verify the candidates of rows, which continue independently. `kwargs` are the arguments of the loop, `texts` the
-    prompts without padding. For the model, [`~osd_hf.decoding.exactness.batch_hindrance`] returns `None`."""
+    prompts without padding. For the model, [`~osd_hf.decoding.checks.batch_hindrance`] returns `None`."""
 
     def __init__(
         self,

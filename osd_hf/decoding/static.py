@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.exactness import batch_hindrance, difference, unsupported
+from osd_hf.decoding.checks import batch_hindrance, difference, unsupported
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
