@@ -173,7 +173,7 @@ class StaticForward:
             free = self._free.setdefault(cache.key, [])
             if all(other is not cache for other in free):  # an interrupt may have left it here already
                 free.append(cache)
-                cache.model = None  # type: ignore[assignment]  # which need not live as long
+                cache.model = None  # which need not live as long
 
     def larger(self, cache: StaticCache, tokens: int) -> StaticCache | None:
         """Exchange a cache for one that holds more tokens; `None` if the model continues eagerly."""
