@@ -398,7 +398,8 @@ class Loop:
         from_text = [True] * len(drafted) if is_text else []
         row.request.rounds.append(Round(drafted, len(emitted), from_text, p, q))
         if row.request.rows.parts:
-            row.request.rows.add(logits[: len(emitted)])
+            rows = logits[: len(emitted)]  # recorded later, while the caller may change what is returned
+            row.request.rows.add(rows if self.returned is None else rows.clone())
 
     # --- where answers end ---
 
