@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.checks import batch_hindrance, difference, unsupported
+from osd_hf.decoding.checks import batch_hindrance, difference, log_once, unsupported
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
@@ -96,7 +96,6 @@ class StaticForward:
         self._steps: dict[tuple[Any, ...], Any] = {}  # compiled; `None` if compiling failed or is under way
         self._signatures: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._failures = 0
-        self._has_hooks = False
         self._lock, self._running = threading.Lock(), threading.Lock()
         why = "its weights are offloaded" if model.device.type == "meta" else unsupported(model)
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
@@ -147,9 +146,8 @@ class StaticForward:
         if self.is_captured:
             self._signatures[model] = signature = _signature(model)
             if signature is None:
-                if not self._has_hooks:
-                    self._warn("it has hooks, which a graph would not call")
-                self._has_hooks = True
+                what = f"The {self.role} is not captured and runs eagerly"
+                log_once(model, f"{what}: it has hooks, which a graph would not call.")
                 return None
         with self._lock:
             free = self._free.setdefault(key, [])
