@@ -293,7 +293,7 @@ class Call:
         """Return forwards of the target over a static cache; `None` if it runs eagerly."""
         static = next((b.static for b in reversed(self.bindings) if b.static is not None), None)
         has_states = self.config.output_attentions or self.config.output_hidden_states
-        if static is None or has_states or self._rows_hindrance():
+        if static is None or has_states or (len(self.requests) == 1 and self._rows_hindrance()):  # batches passed it
             return None
         rows, mask = self.input_ids.tolist(), self.kwargs.get("attention_mask")
         if mask is not None:
