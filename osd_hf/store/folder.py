@@ -169,7 +169,7 @@ class Folder:
         traces_to_table([])  # pyarrow imports pandas at the first conversion, which fails while Python exits
 
     def write(self, traces: Sequence[Trace]) -> None:
-        """Write a shard, which the next `refresh` finds."""
+        """Write a shard."""
         self.start_writing()
         assert self.own is not None
         sink = pa.BufferOutputStream()
@@ -179,6 +179,8 @@ class Folder:
         with store_errors("write", path):
             write_whole(path, sink.getvalue())
         self.own_count += 1
+        # From memory: reading a file starts a thread of pyarrow, and a program that ends just then may crash.
+        self.shards[str(path)] = Shard(str(path), pq.ParquetFile(pa.BufferReader(sink.getvalue())))
 
     def delete(self, shard: Shard) -> None:
         """Delete a shard, unless it was not written by a store."""
