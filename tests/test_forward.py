@@ -18,6 +18,7 @@ from waiting import LONG
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf import assistant as assistant_module
 from osd_hf.decoding import static as forwards
+from osd_hf.decoding.fast_copy import LayerCode
 from osd_hf.decoding.static import SMALLEST_SIZE, StaticForward, static_draft, static_target
 from osd_hf.learning import drafts as drafts_module
 
@@ -258,6 +259,38 @@ def test_plain_decoding_is_captured(recorder: Recorder, fed: list[int]) -> None:
     same_as_alone(assistant, models.prompt(), num_assistant_tokens=0)
     assert fed == [1] * (len(fed))
     assert len(fed) > 15
+
+
+@pytest.mark.parametrize(
+    ("architecture", "what"), [("llama", "works"), ("gemma3", "works"), ("llama", "fails"), ("llama", "is wrong")]
+)
+def test_layers_of_captured_targets_share_compiled_code(
+    architecture: str, what: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _example: Any) -> Any:
+        graphs.append(graph)
+        return {"works": graph.forward, "fails": fail, "is wrong": lambda *args: [2 * x for x in graph(*args)]}[what]
+
+    code = LayerCode(backend=backend)
+    made = StaticForward.__init__
+    monkeypatch.setattr(
+        StaticForward, "__init__", lambda self, model, role, **how: made(self, model, role, **how, code=code)
+    )
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if architecture == "gemma3" else {}
+    target = models.build(architecture, num_hidden_layers=4, max_position_embeddings=1024, **kinds)
+    layers = [vars(module).get("layer_idx") for module in target.modules()]
+    with models.assistant_of(target, copy.deepcopy(target), compile_draft=False) as assistant:
+        for tokens in (3, 250):
+            for k in (0, 2, 5):
+                same_as_alone(assistant, models.prompt(tokens), num_assistant_tokens=k)
+    assert recorder.replays > recorder.graphs > 0
+    assert "eagerly" not in caplog.text
+    assert ("The layers of the target are not compiled" in caplog.text) == (what != "works")
+    assert len(graphs) == 2 or what != "works"  # for one token, and for several
+    assert [vars(module).get("layer_idx") for module in target.modules()] == layers
+    assert target.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(("fails", "is_given_up"), [(1, False), (2 * forwards.MAX_CAPTURE_FAILURES, True)])

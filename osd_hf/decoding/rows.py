@@ -172,11 +172,11 @@ class BatchDraftForward:
         cache, static, limit = self._forward.cache, self._forward.static, self._limit
         assert cache is not None and static is not None
 
-        def run(ids: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
+        def run(model: PreTrainedModel, ids: Tensor, starts: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
             found, length = [], 2
             for j in range(least):
                 last = starts + (length - 1) if limit is None else (starts + (length - 1)).clamp(max=limit - 1)
-                logits = cache.forward(cache.model, ids, starts, last, cache.size, **self._settings)[:, -1]
+                logits = cache.forward(model, ids, starts, last, cache.size, **self._settings)[:, -1]
                 found.append(choose(logits, noise[:, j]))
                 ids, starts, length = found[-1][0][:, None], starts + length, 1
             return tuple(torch.stack(parts, 1) for parts in zip(*found, strict=True))

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.checks import batch_hindrance, difference, log_once, unsupported
+from osd_hf.decoding.fast_copy import LayerCode, fast_copy
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
@@ -34,6 +35,7 @@ COUNTS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, MAX_STATIC_TOKENS)  # tokens of captu
 PREPARED_COUNTS = (1, 2, 3, 4, 5, 6, 8)
 CHECKED_PROMPT_TOKENS = 4  # before the tokens on which a compiled forward is compared with the eager one
 MAX_CAPTURE_FAILURES = 3  # in a row: other threads may break a capture
+MAX_CODES = 64  # versions of a compiled layer: numbers of tokens and rows, kinds of layers
 MAX_GRAPHS = 64  # of one cache and model; the oldest are dropped
 
 Tensors = tuple[Tensor, ...]
@@ -83,18 +85,25 @@ class StaticForward:
     """
     Run few tokens of a model, or its copies, over caches of a fixed size.
 
-    On CUDA devices a forward is captured as a graph, for each copy of the model, cache, and number of tokens. The
-    first replay of a target's graph is compared with the eager forward. Weights that change in place keep the graphs;
-    other changes of the model drop them. Elsewhere forwards are compiled, for each size. What cannot be captured or
-    compiled runs eagerly, and the log says why, once.
+    On CUDA devices a forward is captured as a graph, for each copy of the model, cache, and number of tokens. Its
+    layers are compiled before, where that is possible ([`~osd_hf.decoding.fast_copy.fast_copy`]). The first replay of
+    a target's graph is compared with the eager forward. Weights that change in place keep the graphs; other changes of
+    the model drop them. Elsewhere forwards are compiled, for each size. What cannot be captured or compiled runs
+    eagerly, and the log says why, once.
     """
 
-    def __init__(self, model: PreTrainedModel, role: str, *, is_captured: bool | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, role: str, *, is_captured: bool | None = None, code: LayerCode | None = None
+    ) -> None:
         self.role = role
         self.is_captured = model.device.type == "cuda" if is_captured is None else is_captured
         self._free: dict[tuple[Any, ...], list[StaticCache]] = {}
         self._steps: dict[tuple[Any, ...], Any] = {}  # compiled; `None` if compiling failed or is under way
         self._signatures: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        # What graphs are captured from: copies with compiled layers, or else without.
+        code = LayerCode() if code is None and model.device.type == "cuda" else code
+        self._codes: list[LayerCode | None] = [None] if code is None else [code, None]
+        self._copies: WeakKeyDictionary[Any, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
         self._failures = 0
         self._lock, self._running = threading.Lock(), threading.Lock()
         why = "its weights are offloaded" if model.device.type == "meta" else unsupported(model)
@@ -219,32 +228,48 @@ class StaticForward:
         return logits[:rows, :count]
 
     def run(self, cache: StaticCache, key: Any, run: Callable[..., Tensors], inputs: Tensors) -> Tensors:
-        """Run a function of tensors over a cache by its graph; at first eagerly, and capture it then."""
+        """Run a function of a model and tensors over a cache by its graph; at first eagerly, and capture it then."""
         model = cache.model
         graphs = cache.graphs_of(model, self._signatures[model])
         if key in graphs:
             return graphs[key](*inputs)
         with usual_tensors():
-            expected = run(*inputs)  # libraries choose their kernels here
-            try:
-                replay = capture(run, inputs)
-                self._failures = 0
-            except RuntimeError as error:
-                self._failures += 1
-                if self._failures == MAX_CAPTURE_FAILURES:
-                    self._give_up(error)
-                return expected
-            if self.role == "target" and (why := difference(model, list(replay(*inputs)[0]), list(expected[0]))):
-                self._give_up(UnsupportedModelError(f"captured, {why}"))
-            else:
-                while len(graphs) >= MAX_GRAPHS:
-                    del graphs[next(iter(graphs))]
-                graphs[key] = replay
+            expected = run(model, *inputs)
+            while self.is_possible and (error := self._capture(model, graphs, key, run, inputs, expected)):
+                if self._codes.pop(0) is not None:
+                    logger.warning("The layers of the %s are not compiled: %s", self.role, first_line(error))
+                if not self._codes:
+                    self.is_possible = False
+                    self._warn_failed(error)
         return expected
 
-    def _give_up(self, error: Exception) -> None:
-        self.is_possible = False
-        self._warn_failed(error)
+    def _capture(
+        self, model: PreTrainedModel, graphs: dict[Any, Replay], key: Any, run: Any, inputs: Tensors, expected: Tensors
+    ) -> Exception | None:
+        """Capture a function; return why this cannot be done from such copies of the model."""
+        is_ready = False
+        try:
+            fast = self._copy(model)
+            with torch._dynamo.config.patch(recompile_limit=MAX_CODES):
+                run(fast, *inputs)  # compilers and libraries choose their kernels here
+            is_ready = True
+            replay = capture(functools.partial(run, fast), inputs)
+        except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the eager forward does the same
+            self._failures += is_ready
+            return error if not is_ready or self._failures == MAX_CAPTURE_FAILURES else None
+        self._failures = 0
+        if self.role == "target" and (why := difference(model, list(replay(*inputs)[0]), list(expected[0]))):
+            return UnsupportedModelError(f"captured, {why}")
+        while len(graphs) >= MAX_GRAPHS:
+            del graphs[next(iter(graphs))]
+        graphs[key] = replay
+        return None
+
+    def _copy(self, model: PreTrainedModel) -> PreTrainedModel:
+        signature, code = self._signatures[model], self._codes[0]
+        if self._copies.get(model, (None,))[0] != (signature, code):
+            self._copies[model] = (signature, code), fast_copy(model, code)
+        return self._copies[model][1]
 
     # --- compiled forwards ------------------------------------------------------------------------------------------
 
@@ -332,8 +357,8 @@ def _step(model: PreTrainedModel, cache: StaticCache, ids: Tensor, starts: Tenso
     return cache.forward(model, ids, starts, last, cache.size)
 
 
-def _step_of(cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Tensors:
-    return (_step(cache.model, cache, ids, starts, last),)
+def _step_of(cache: StaticCache, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor) -> Tensors:
+    return (_step(model, cache, ids, starts, last),)
 
 
 def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
