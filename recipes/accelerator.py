@@ -82,6 +82,7 @@ class Sizes:
 
     shape: Found
     dtype: torch.dtype = torch.bfloat16
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")  # of `exactness`
     answers: int = 64
     answer_tokens: int = 24
     new_tokens: int = 128
@@ -99,7 +100,26 @@ class Sizes:
     later: int = 8  # of each data set, answered in turns
 
 
-SMOKE = Sizes(TINY, torch.float32, 5, 6, 9, 2, 6, 6, (1,), (1024,), (256,), (2,), False, (3, 3), 14, 4, 2)
+SMOKE = Sizes(
+    TINY,
+    torch.float32,
+    ("float32", "bfloat16"),
+    5,
+    6,
+    9,
+    2,
+    6,
+    6,
+    (1,),
+    (1024,),
+    (256,),
+    (2,),
+    False,
+    (3, 3),
+    14,
+    4,
+    2,
+)
 
 
 # --- random weights, and drafts with a given acceptance -------------------------------------------------------------
@@ -193,9 +213,9 @@ def shown(report: Any, dataset: str) -> Found:
 def exactness(device: str, sizes: Sizes) -> Iterator[Found]:
     examples = [e for domain in DOMAINS for e in bundled_prompts(domain, sizes.answers, seed=0)]
     found: Found = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in sizes.dtypes:
         pair = load_pair(device=device)
-        target, draft = pair.target.to(dtype), pair.draft.to(dtype)
+        target, draft = (model.to(getattr(torch, dtype)) for model in (pair.target, pair.draft))
         fast = {"update_strategy": "interval", "update_interval": 4, "steps_per_update": 3, "gate": False}
         outcomes, parted = [], []
         with OnlineAssistant(target, draft, pair.tokenizer, OnlineConfig(num_assistant_tokens=K, **fast)) as assistant:
@@ -208,8 +228,9 @@ def exactness(device: str, sizes: Sizes) -> Iterator[Found]:
                     parted.append({"request": number, **parting(target, ids, expected, ours)})
             versions = assistant.version
         counts = {name: outcomes.count(name) for name in ("identical", "tied", "differing")}
-        found[str(dtype).removeprefix("torch.")] = {**counts, "versions": versions, "parted": parted}
-        yield {"holds": found["float32"]["differing"] == 0 and found["float32"]["versions"] > 0, **found}
+        found[dtype] = {**counts, "versions": versions, "parted": parted}
+        holds = all(row["versions"] and not row["differing"] for row in found.values())
+        yield {"holds": holds, **found}
 
 
 def costs(device: str, sizes: Sizes) -> Iterator[Found]:
@@ -256,20 +277,27 @@ def round_of(target: Model, draft: Model, k: int, head: int, sizes: Sizes) -> tu
     """Return the seconds of a round in which no candidate is accepted, and how often it waits for the device."""
     count, device = sizes.answer_tokens, str(target.device)
     config = OnlineConfig(num_assistant_tokens=k, update_strategy="manual")
-    with OnlineAssistant(target, draft, None, config) as assistant, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with OnlineAssistant(target, draft, None, config) as assistant:
         chosen = np.arange(head) if head < target.config.vocab_size else None
         assistant.drafts.requests[None].vocabulary.chosen = chosen
         answer = functools.partial(assistant.generate, learn=False)
-        *warm, timed, traced = prompts(4, target.config.vocab_size, count)
+        *warm, timed, short, long = prompts(5, target.config.vocab_size, 2 * count)
         for ids in warm:
             Moments(answer, ids, count, device)
         seconds = Moments(answer, timed, count, device).round_seconds
-        watch: Any = torch.cuda.set_sync_debug_mode if device != "cpu" else len
+        waits = [waits_of(answer, ids, n, device) for ids, n in ((short, count), (long, 2 * count))]
+    return seconds, (waits[1] - waits[0]) / count
+
+
+def waits_of(generate: Any, ids: Sequence[int], count: int, device: str) -> int:
+    """Return how often a request waits for the device."""
+    watch: Any = torch.cuda.set_sync_debug_mode if device != "cpu" else len
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         watch("warn")
-        Moments(answer, traced, count, device)
+        Moments(generate, ids, count, device)
         watch("default")
-    return seconds, sum("synchronizing CUDA operation" in str(each.message) for each in told) / count
+    return sum("synchronizing CUDA operation" in str(each.message) for each in told)
 
 
 def memory(device: str, sizes: Sizes) -> Iterator[Found]:
@@ -407,7 +435,8 @@ def stretched_systems(device: str, sizes: Sizes) -> Iterator[Found]:
     asked, tokens = questions_to(small, tokenizer, sizes), sizes.new_tokens // 2
     found: Found = {"holds": True, "models": facts, "live": {}, "in_turns": {}}
     if sizes.compiles:  # transformers keeps the size of the largest static cache, and compiles for each larger one
-        Moments(target.generate, max(sum(asked.values(), []), key=len), tokens, device, cache_implementation="static")
+        longest = max(MAX_QUESTION, *map(len, sum(asked.values(), [])))
+        Moments(target.generate, [7] * longest, tokens, device, cache_implementation="static")
     for name, group in asked.items():
         first, later = group[: -sizes.later], group[-sizes.later :]
         traces, stats, rates = list[Trace](), list[AcceptanceStats](), list[float]()
@@ -469,7 +498,7 @@ def cost_model() -> Found:
 
 # Each with the seconds that it may take.
 PARTS: dict[str, tuple[Callable[[str, Sizes], Iterator[Found]], int]] = {
-    "exactness": (exactness, 60), "costs": (costs, 60), "memory": (memory, 40), "speed": (speed, 140),
+    "exactness": (exactness, 150), "costs": (costs, 90), "memory": (memory, 40), "speed": (speed, 140),
     "latency": (latency, 60), "stretched": (stretched_systems, 330), "batches": (batches, 200),
 }  # fmt: skip
 
@@ -527,6 +556,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--requests", type=int, help="of each data set, which the stretched model's draft learns from")
     parser.add_argument("--later", type=int, help="of each data set, answered in turns")
+    parser.add_argument("--rows", type=int, nargs="+", help="of the batches")
+    parser.add_argument("--dtypes", nargs="+", help="of exactness, such as float32")
     parser.add_argument("--cost-model", action="store_true", help="print the cost model, and end")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on the CPU")
     args = parser.parse_args()
@@ -538,7 +569,8 @@ def main() -> None:
         sys.exit("There is no accelerator here: torch.cuda.is_available() is false. --smoke runs on the CPU.")
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("osd_hf").setLevel(logging.INFO)  # tells what is compiled, and how long that took
-    chosen = {name: value for name in ("requests", "later") if (value := getattr(args, name)) is not None}
+    given = {name: getattr(args, name) for name in ("requests", "later", "rows", "dtypes")}
+    chosen = {name: value for name, value in given.items() if value is not None}
     device, sizes = ("cpu", SMOKE) if args.smoke else ("cuda", Sizes(LARGE))
     facts = {"device": "cpu" if args.smoke else torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     found: Found = {}

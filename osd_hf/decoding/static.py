@@ -38,6 +38,7 @@ MAX_CAPTURE_FAILURES = 3  # in a row: other threads may break a capture
 MAX_CODES = 64  # versions of a compiled layer: numbers of tokens and rows, kinds of layers
 MAX_GRAPHS = 64  # of one cache and model; the oldest are dropped
 
+LAYER_CODE = LayerCode()  # models of one architecture share compiled layers
 Tensors = tuple[Tensor, ...]
 
 
@@ -101,7 +102,7 @@ class StaticForward:
         self._steps: dict[tuple[Any, ...], Any] = {}  # compiled; `None` if compiling failed or is under way
         self._signatures: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         # What graphs are captured from: copies with compiled layers, or else without.
-        code = LayerCode() if code is None and model.device.type == "cuda" else code
+        code = LAYER_CODE if code is None and model.device.type == "cuda" else code
         self._codes: list[LayerCode | None] = [None] if code is None else [code, None]
         self._copies: WeakKeyDictionary[Any, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
         self._failures = 0
