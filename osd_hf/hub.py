@@ -61,11 +61,12 @@ class EvaluationSet:
     @property
     def digest(self) -> str:
         """Hash of the prompts."""
-        return hashlib.sha256(json.dumps([prompt.text for prompt in self.prompts]).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([p.messages or p.text for p in self.prompts]).encode()).hexdigest()[:16]
 
     def write(self, path: Path) -> None:
         """Write one JSON object per line: `prompt`, and `domain` if there is one."""
-        rows = [{"prompt": p.text} | ({} if p.domain is None else {"domain": p.domain}) for p in self.prompts]
+        labels = [{} if p.domain is None else {"domain": p.domain} for p in self.prompts]
+        rows = [{"prompt": p.messages or p.text} | label for p, label in zip(self.prompts, labels, strict=True)]
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import logging
@@ -18,7 +19,12 @@ from osd_hf.errors import ConfigError, DataError, first_line
 
 logger = logging.getLogger(__name__)
 
-FILES = (".json", ".jsonl", ".parquet")
+FILES = (".json", ".jsonl", ".parquet", ".csv")
+# Columns of common formats, best first: chats (TRL, ShareGPT), then a user message (TRL, Alpaca, and others).
+CHATS, TEXTS = ("messages", "conversations"), ("prompt", "instruction", "question")
+INPUTS = ("input", "context")  # what an instruction is about
+CHAT_COLUMNS = ("tools", "chat_template_kwargs")
+ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 MAX_LISTED_ROWS, MAX_LISTED_REASONS = 5, 8
 # Arguments of `apply_chat_template` that are set here, so they cannot be among a caller's `chat_template_kwargs`.
 OF_CHAT = {
@@ -34,23 +40,27 @@ class RowError(DataError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn."""
+    """One user turn, or a chat that ends before an answer."""
 
     index: int  # row of its source, from 0
     text: str  # without chat template
     domain: str | None = None
     problem: str | None = None  # why the row cannot be used; the text is empty then
+    messages: tuple[Mapping[str, Any], ...] = ()  # of a chat
+    chat_template_kwargs: Mapping[str, Any] | None = None  # of this row
 
 
 @dataclass(frozen=True)
 class PromptSource:
     """
-    A source of prompts, and how a row becomes a prompt. A template is a text with columns in braces, such as
-    `"db: {db}\\n{question}"` or `"{messages[-1][content]}"`. A written `\\n` or `\\t` is a line break or a tab. Other
-    braces, such as those of JSON, are text.
+    A source of prompts, and how a row becomes a prompt: by a column, by a template, or by a common format, which is
+    detected: `messages`, `conversations` (ShareGPT), `prompt` (text or messages), `instruction` with `input`,
+    `question`, `text`, or a single column. Of a chat, a last answer is left out. A template is a text with columns in
+    braces, such as `"db: {db}\\n{question}"` or `"{messages[-1][content]}"`. A written `\\n` or `\\t` is a line break
+    or a tab. Other braces, such as those of JSON, are text.
 
     Raises:
-        ConfigError: neither or both of `column` and `template`; two kinds of label.
+        ConfigError: both of `column` and `template`; two kinds of label.
     """
 
     location: str  # a file, a folder that `datasets.load_dataset` reads, or a Hub data set id
@@ -62,11 +72,8 @@ class PromptSource:
     subset: str | None = None  # configuration of a Hub data set
 
     def __post_init__(self) -> None:
-        if (self.column is None) == (self.template is None):
-            raise ConfigError(
-                "One of `column` and `template` says where in a row the prompt is; "
-                f"got {'neither' if self.column is None else 'both'}."
-            )
+        if self.column is not None and self.template is not None:
+            raise ConfigError("One of `column` and `template` says where in a row the prompt is; got both.")
         if self.domain is not None and self.domain_column is not None:
             raise ConfigError("`domain` labels all prompts, `domain_column` each by its row; give one of them.")
 
@@ -110,13 +117,14 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
 
     Raises:
         ConfigError: a template without a column.
-        DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows.
+        DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows, no known
+            format.
     """
     known, read = open_rows(source)
-    text_of: Callable[[Mapping[str, Any]], str]
+    text_of: Callable[[Mapping[str, Any]], Any]
     if source.template is None:
-        column = str(source.column)
-        columns, text_of = [column], lambda row: prompt_text(row.get(column), column)
+        column, *more = _detected(source, known) if source.column is None else [source.column]
+        columns, text_of = [column, *more], lambda row: _prompt_of(row, column, *more)
     else:
         template = source.template.replace("\\n", "\n").replace("\\t", "\t")
         fields = _template_fields(template, known)
@@ -129,7 +137,59 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
     return _prompts(read(wanted), source, text_of)
 
 
-def _prompts(rows: Iterable[Any], source: PromptSource, text_of: Callable[[Any], str]) -> Iterator[Prompt]:
+def _detected(source: PromptSource, known: Collection[str]) -> list[str]:
+    """Return the column of the prompt in a common format, and others that belong to it; raises DataError."""
+    names = [name for name in known if name != source.domain_column]
+    chats, texts = ([name for name in some if name in names] for some in (CHATS, TEXTS))
+    if chats or len(texts) == 1 or (not texts and "text" in names):
+        column = (chats or texts or ["text"])[0]
+        more = INPUTS if column == "instruction" else CHAT_COLUMNS if column in (*CHATS, "prompt") else ()
+        return [column, *(name for name in more if name in names)]
+    if len(names) == 1:
+        return names
+    raise DataError(
+        f"{source.location} has {'several columns' if texts else 'no column'} that may be the prompt; its columns are "
+        f"{', '.join(known)}. Name one by `column`, or combine several in a `template`."
+    )
+
+
+def _prompt_of(row: Mapping[str, Any], column: str, *more: str) -> str | dict[str, Any]:
+    """Return the text of a row, or the fields of a prompt that is a chat; raises RowError."""
+    value = row.get(column)
+    is_chat = isinstance(value, list) and all(isinstance(m, Mapping) and m.keys() & {"role", "from"} for m in value)
+    if value and is_chat:
+        return {"messages": _turns(value), "chat_template_kwargs": _template_kwargs(row) if more else None}
+    parts = [prompt_text(row[name], name) for name in more if name in INPUTS and row.get(name)]
+    return "\n\n".join([prompt_text(value, column), *parts])
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a chat up to its last answer, as chat templates read them; raises RowError."""
+    turns = []
+    for message in messages:
+        if "from" in message:
+            role = str(message["from"])
+            message = {"role": ROLES.get(role, role), "content": message.get("value")}
+        try:
+            turns.append(chat_message(message))
+        except RowError as error:
+            raise RowError(f"`content` {error}") from None
+    while turns and turns[-1].get("role") == "assistant":
+        turns.pop()
+    if not any(turn["content"].strip() for turn in turns):
+        raise RowError(NO_TEXT)
+    return tuple(turns)
+
+
+def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a row's arguments of the chat template."""
+    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
+    tools = _parsed(tools.encode(errors="replace")) if isinstance(tools, str) else tools
+    found = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    return (found | ({"tools": tools} if isinstance(tools, list) and tools else {})) or None
+
+
+def _prompts(rows: Iterable[Any], source: PromptSource, text_of: Callable[[Any], Any]) -> Iterator[Prompt]:
     for index, row in enumerate(rows):
         text, problem, label = "", None, source.domain
         try:
@@ -139,7 +199,12 @@ def _prompts(rows: Iterable[Any], source: PromptSource, text_of: Callable[[Any],
             text = text_of(row)
         except RowError as error:
             problem = str(error)
-        yield Prompt(index, text, None if label is None else str(label), problem)
+        domain = None if label is None else str(label)
+        if isinstance(text, str):
+            yield Prompt(index, text, domain, problem)
+        else:
+            whole = "\n".join(turn["content"] for turn in text["messages"])
+            yield Prompt(index, whole, domain, **text)
 
 
 def prompt_text(value: Any, name: str) -> str:
@@ -213,7 +278,7 @@ def open_rows(source: PromptSource) -> tuple[list[str], Callable[[Collection[str
             names, count = file.schema_arrow.names, file.metadata.num_rows
             read = lambda columns: (row for part in file.iter_batches(columns=columns) for row in part.to_pylist())  # noqa: E731
         else:
-            names, rows = _json_rows(path)
+            names, rows = _csv_rows(path) if kind == ".csv" else _json_rows(path)
             count, read = len(rows), lambda _: rows
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, pa.ArrowException) as error:
         raise DataError(f"{source.location} cannot be read: {first_line(error.__cause__ or error)}.") from error
@@ -229,6 +294,16 @@ def _hub_dataset(source: PromptSource) -> Any:
         return datasets.load_dataset(source.location, source.subset, split=source.split)
     except datasets.exceptions.DatasetsError as error:
         raise ValueError(first_line(error)) from error.__cause__
+
+
+def _csv_rows(path: Path) -> tuple[list[str], list[Any]]:
+    """Return the names of all columns, and the rows with all values as text. Raises ValueError if it is no CSV."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            return list(reader.fieldnames or ()), list(reader)
+    except csv.Error as error:
+        raise ValueError(str(error)) from error
 
 
 def _json_rows(path: Path) -> tuple[list[str], list[Any]]:
@@ -317,19 +392,25 @@ def render_chat(
 
 
 def encode_turn(
-    tokenizer: Any, text: str, *, chat_template: bool = True, chat_template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Any,
+    text: str | Prompt,
+    *,
+    chat_template: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the token ids of a user turn, in the tokenizer's chat template if it has one and `chat_template` is set.
-    Raises ConfigError for `chat_template_kwargs` without a template or with an argument that is set here, and RowError
-    if the template cannot take the text."""
+    """Return the token ids of a user turn or a prompt, in the tokenizer's chat template if it has one and
+    `chat_template` is set. Raises ConfigError for `chat_template_kwargs` without a template or with an argument that
+    is set here, and RowError if the template cannot take the text."""
+    prompt = text if isinstance(text, Prompt) else Prompt(0, text)
     if chat_template and getattr(tokenizer, "chat_template", None):
-        turn = [{"role": "user", "content": text}]
-        text = render_chat(tokenizer, turn, chat_template_kwargs, add_generation_prompt=True)
+        turn = prompt.messages or [{"role": "user", "content": prompt.text}]
+        kwargs = {**(chat_template_kwargs or {}), **(prompt.chat_template_kwargs or {})}
+        text = render_chat(tokenizer, turn, kwargs, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if chat_template_kwargs:
         why = "the tokenizer has none" if chat_template else "prompts are plain text here"
         raise ConfigError(f"`chat_template_kwargs` are for a chat template, and {why}. Leave them out.")
-    return list(tokenizer(text)["input_ids"])
+    return list(tokenizer(prompt.text)["input_ids"])
 
 
 def encode_prompts(
@@ -351,7 +432,7 @@ def encode_prompts(
         try:
             if prompt.problem is not None:
                 raise RowError(prompt.problem)
-            ids = encode_turn(tokenizer, prompt.text, **how) if prompt.text.strip() else []
+            ids = encode_turn(tokenizer, prompt, **how) if prompt.text.strip() else []
             if not ids:
                 raise RowError(NO_TEXT)
             if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:

@@ -309,5 +309,5 @@ def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch
     configs = [{"config_name": name, "data_files": f"{name}.jsonl"} for name in ("main", "socratic")]
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
     (found,) = settings_of("bench", "--prompts", str(folder), "--subset", "socratic")
-    source: PromptSource = found.source(found.prompts[0], default_column="prompt")
+    source: PromptSource = found.source(found.prompts[0])
     assert [prompt.text for prompt in read_prompts(source)] == ["of socratic"]

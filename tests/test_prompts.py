@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ import pytest
 from saved_pair import save_pair
 from transformers import AutoTokenizer
 
+from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.prompts import (
     Prompt,
@@ -39,6 +42,11 @@ def plain_tokenizer(tmp_path_factory):
 def write_rows(path, rows):
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
@@ -46,7 +54,7 @@ def write_rows(path, rows):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.csv"])
 def test_a_column_of_a_file_is_read_in_order(tmp_path, name):
     location = write_rows(tmp_path / name, ROWS)
     prompts = list(read_prompts(PromptSource(location, column="question", domain_column="n")))
@@ -83,7 +91,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
         (tmp_path / "nowhere.jsonl", "There is no file"),
         (tmp_path / "empty.jsonl", "has no rows"),
         (tmp_path / "rows.parquet", "has no rows"),
-        (tmp_path / "rows.txt", "none of .json, .jsonl, .parquet"),
+        (tmp_path / "rows.txt", "none of .json, .jsonl, .parquet, .csv"),
         ("nobody/nothing", "nobody/nothing cannot be read"),
     ):
         with pytest.raises(DataError, match=reason):
@@ -102,7 +110,6 @@ def test_an_unreadable_file_is_refused_in_one_line(tmp_path, name, capfd):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "got neither"),
         ({"column": "a", "template": "{a}"}, "got both"),
         ({"column": "a", "domain": "x", "domain_column": "y"}, "one of them"),
     ],
@@ -258,3 +265,60 @@ def test_a_message_is_given_to_the_template_without_nulls_and_with_parsed_argume
     assert chat_message({"role": "assistant", "tool_calls": [odd]})["tool_calls"] == [odd]
     with pytest.raises(DataError, match="must be a text"):
         chat_message({"role": "user", "content": None})
+
+
+# --- common formats -------------------------------------------------------------------------------------------------
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
+LABELED = {"id": 7, "answer": "no"}
+FORMATS = {  # file -> a row, and its prompt in the chat template
+    "trl_chat.jsonl": ({"prompt": [USER], "completion": [ANSWER]}, "[user]Hi[answer]"),
+    "trl_text.parquet": ({"prompt": "Hi", "completion": "Yes"}, "[user]Hi[answer]"),
+    "trl_preference.json": ({"prompt": [USER], "chosen": [ANSWER], "rejected": [ANSWER]}, "[user]Hi[answer]"),
+    "messages.parquet": ({"messages": [USER, ANSWER, USER, ANSWER]}, "[user]Hi[assistant]Yes[user]Hi[answer]"),
+    "messages_and_prompt.jsonl": ({**LABELED, "prompt": "x", "messages": [USER, ANSWER]}, "[user]Hi[answer]"),
+    "share_gpt.json": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}, "[user]Hi[answer]"
+    ),
+    "prompt.csv": ({**LABELED, "prompt": "Hi"}, "[user]Hi[answer]"),
+    "question.jsonl": ({**LABELED, "question": "Hi"}, "[user]Hi[answer]"),
+    "alpaca.json": ({"instruction": "Hi", "input": "you", "output": "Yes", "text": "all"}, "[user]Hi\n\nyou[answer]"),
+    "dolly.parquet": ({"instruction": "Hi", "context": "", "response": "Yes"}, "[user]Hi[answer]"),
+    "text.csv": ({**LABELED, "text": "Hi"}, "[user]Hi[answer]"),
+    "single.parquet": ({"anything": "Hi"}, "[user]Hi[answer]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_common_format_is_served_without_flags(
+    tmp_path: Path, name: str, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
+    row, shown = FORMATS[name]
+    location, folder = write_rows(tmp_path / name, [row, row]), tmp_path / "run"
+    given = ["run", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output-dir", str(folder)]
+    assert main([*given, "--prompts", location, "--keep-text", "--no-learn", "--max-new-tokens", "2"]) == 0
+    lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+    prompts = encode_prompts(read_prompts(PromptSource(location)), tokenizer)
+    assert [tokenizer.decode(ids) for _, ids in prompts.prompts] == [f"<s>{shown}"] * 2
+    assert [line["prompt"] for line in lines] == [prompt.text for prompt, _ in prompts.prompts]
+
+
+def test_data_that_may_be_read_in_two_ways_names_the_columns(tmp_path):
+    for row in ({"prompt": "a", "question": "b"}, {"title": "a", "body": "b"}):
+        location = write_rows(tmp_path / "rows.jsonl", [row])
+        with pytest.raises(DataError, match=f"its columns are {', '.join(row)}. Name one by `column`"):
+            read_prompts(PromptSource(location))
+
+
+def test_chats_with_tools_of_a_row_and_unusable_chats(tmp_path, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ tools[0].name }}{{ mark }}{{ messages[-1].content }}"
+    empty = {"messages": [{"role": "user", "content": " "}], "tools": None, "chat_template_kwargs": None}
+    wrong = {**empty, "messages": [{"role": "user", "content": 5}]}
+    row = {"messages": [USER, ANSWER], "tools": json.dumps([{"name": "T"}]), "chat_template_kwargs": {"mark": "M"}}
+    found = list(read_prompts(PromptSource(write_rows(tmp_path / "rows.jsonl", [row, empty, wrong]))))
+    assert tokenizer.decode(encode_turn(tokenizer, found[0], chat_template_kwargs={"mark": "other"})) == "TMHi"
+    assert [prompt.problem for prompt in found][:2] == [None, "no text"]
+    assert "`content` must be a text" in str(found[2].problem)

@@ -187,7 +187,7 @@ def _read_prompts(
         name = Path(location).stem if Path(location).is_file() else location
         if name in prompts:
             raise ConfigError(f"Two sources of prompts have the name {name}.")
-        source = settings.source(location, default_column="prompt")
+        source = settings.source(location)
         encoded = encode_prompts(
             read_prompts(source), tokenizer, limit=wanted, max_prompt_tokens=room, **settings.chat
         )

@@ -112,16 +112,12 @@ def _read(settings: DistillSettings, tokenizer: Any, room: int | None) -> tuple[
             return list(itertools.islice(open_recorded(store), limit))
         if prompts is None:
             return None
-        source = settings.source(prompts, default_column="prompt", split=split)
-        if settings.column is None and settings.prompt_template is None:  # rows with TRL's columns
-            names, read = open_rows(source)
-            rows = read(ROW_COLUMNS)
-            if not {"prompt", "messages"} & set(names):
-                raise DataError(
-                    f"{prompts} has no column 'prompt' or 'messages'; its columns are {', '.join(names)}. Name the "
-                    "column of the prompt by --column."
-                )
-            return [_with_kwargs(row, settings.template_kwargs) for row in itertools.islice(rows, limit)]
+        source = settings.source(prompts, split=split)
+        names, read = open_rows(source)
+        is_plain = settings.column is None and settings.template is None
+        if is_plain and {"prompt", "messages"} & set(names):  # rows with TRL's columns, maybe with answers
+            rows = itertools.islice(read(ROW_COLUMNS), limit)
+            return [_with_kwargs(row, settings.template_kwargs) for row in rows]
         encoded = encode_prompts(read_prompts(source), tokenizer, limit=limit, max_prompt_tokens=room, **settings.chat)
         return [{"prompt": ids} for _, ids in encoded.prompts]
 

@@ -323,8 +323,8 @@ class RowSettings(Settings):
 
     split: str = flag("split of a data set", "train", needs=SOURCES)
     subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME")
-    column: str | None = flag("column of the prompt", None, needs=SOURCES)
-    prompt_template: str | None = flag(
+    column: str | None = flag("column of the prompt, if the format is not detected", None, needs=SOURCES)
+    template: str | None = flag(
         "text with columns in braces, in place of a column, such as 'db: {db_id} {question}'",
         None,
         needs=SOURCES,
@@ -346,14 +346,14 @@ class RowSettings(Settings):
         """Arguments of [`~osd_hf.prompts.encode_prompts`] and `encode_turn`; raises ConfigError."""
         return {"chat_template": self.chat_template, "chat_template_kwargs": self.template_kwargs}
 
-    def source(self, location: str, *, default_column: str | None = None, **more: Any) -> PromptSource:
+    def source(self, location: str, **more: Any) -> PromptSource:
         """Return the source of prompts in a file or data set; `more` takes precedence. Raises ConfigError."""
         own = {"split", "subset"} - more.keys()
         if Path(location).is_file() and any(getattr(self, name) != getattr(type(self), name) for name in own):
             raise ConfigError(f"{location} is a file, which has neither --split nor --subset.")
         known = {
-            "column": self.column or (None if self.prompt_template else default_column),
-            "template": self.prompt_template,
+            "column": self.column,
+            "template": self.template,
             "domain_column": self.domain_column,
             "split": self.split,
             "subset": self.subset,
@@ -364,7 +364,7 @@ class RowSettings(Settings):
         """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError, DataError."""
         if location is None:
             return EvaluationSet.bundled(num_requests, max_new_tokens=max_new_tokens)
-        source = self.source(location, default_column="prompt")
+        source = self.source(location)
         prompts = tuple(itertools.islice(read_prompts(source), num_requests))
         dataset_id = hub_id(location)
         parts = [dataset_id or Path(location).name, self.subset, self.split if dataset_id else None]
@@ -390,7 +390,7 @@ class PromptSettings(RowSettings):
     """Prompts to serve. Without `--prompts`, prompts of the bundled domains."""
 
     prompts: str | None = flag(
-        "Hub id or folder of a data set, or a json, jsonl or parquet file", None, needs="url", metavar="ID|FILE"
+        "Hub id or folder of a data set, or a json, jsonl, parquet or csv file", None, needs="url", metavar="ID|FILE"
     )
     domain: list[str] | None = flag(
         "label of all prompts; of bundled prompts, the domains to serve", None, metavar="NAME"
@@ -442,11 +442,11 @@ def learning_parser(kind: type, arguments: Sequence[str], *, k: int | None = Non
 
 def check_auto(config: OnlineConfig) -> None:
     """Raise ConfigError for flags that have no meaning with a fixed number of drafted tokens."""
-    plain = OnlineConfig()
-    names = [name for name in ("candidates", "text_scope") if getattr(config, name) != getattr(plain, name)]
-    if names and config.num_assistant_tokens != "auto":
+    if config.unused:
+        names = " and ".join(map(option, config.unused))
         raise ConfigError(
-            f"{' and '.join(map(option, names))} would change nothing: only --num-assistant-tokens auto uses them."
+            f"{names} would change nothing: only --num-assistant-tokens auto uses candidates, and --text-scope needs "
+            "candidates from text."
         )
 
 

@@ -1,0 +1,124 @@
+"""What would have no effect is said once, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+from transformers import pipeline
+
+from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
+
+Log = pytest.LogCaptureFixture
+
+
+def ask(target: Any, number: int = 4, **settings: Any) -> None:
+    for ids in models.prompts(number):
+        target.generate(ids, **models.greedy(ids, max_new_tokens=6, **settings))
+
+
+def assert_said_once(caplog: Log, text: str) -> None:
+    assert sum(text in message for message in caplog.messages) == 1, caplog.messages
+
+
+def test_calls_inside_attached_and_captured_blocks_without_a_draft(caplog: Log) -> None:
+    target, draft = models.pair()
+    assistant, traces = models.assistant_of(target, draft), list[Trace]()
+    with assistant.attached():
+        ask(target)
+        assert_said_once(caplog, "drafts nothing, and nothing is learned. Pass `assistant_model=assistant.draft`")
+    with capture_traces(target, traces.append):
+        ask(target)
+    assert_said_once(caplog, "Pass `assistant_model=` to the call")
+    ask(target)  # outside
+    assert (len(caplog.messages), traces, assistant.stats.num_requests) == (2, [], 0)
+
+
+def test_a_pipeline_inside_attached_without_a_draft(caplog: Log) -> None:
+    target, draft = models.pair()
+    tokenizer = models.tokenizer()
+    assistant = OnlineAssistant(target, draft, tokenizer)
+    how: dict[str, Any] = {"model": target, "tokenizer": tokenizer}
+    with assistant.attached():
+        pipeline("text-generation", **how)("abc", max_new_tokens=4)
+        assert_said_once(caplog, "or to `pipeline`")
+        pipeline("text-generation", **how, assistant_model=assistant.draft)("abc", max_new_tokens=4)
+    assert assistant.stats.num_requests == 1
+
+
+def test_a_request_that_the_target_must_answer_alone_gives_its_own_reason(caplog: Log) -> None:
+    assistant = models.assistant_of(*models.pair())
+    embeddings = assistant.target.get_input_embeddings()(models.prompt())
+    with assistant.attached():
+        assistant.generate(inputs_embeds=embeddings, max_new_tokens=2, on_trace=print)
+    assert not [message for message in caplog.messages if "drafts nothing" in message]
+    assert_said_once(caplog, "`on_trace` is not called")
+
+
+def test_a_block_that_sees_no_request(caplog: Log) -> None:
+    assistant = models.assistant_of(*models.pair())
+    with assistant.attached():
+        pass
+    assert_said_once(caplog, "`attached()` has seen no request of this target. Requests of other threads need")
+    with assistant.attached():
+        ids = models.prompt()
+        assistant.generate(ids, **models.greedy(ids, max_new_tokens=2))
+    assert len(caplog.messages) == 1
+
+
+def test_the_draft_that_was_passed_in_is_served_by_the_newest_version(caplog: Log) -> None:
+    target, draft = models.pair(noise=0.3)
+    store, other = CorrectionStore(), models.draft_of(target)
+    config = OnlineConfig(num_assistant_tokens=5, update_strategy="manual", gate=False)
+    assistant = OnlineAssistant(target, draft, None, config, store=store)
+    with assistant.attached():
+        ask(target, assistant_model=draft)
+        assistant.update()
+        ask(target, 1, assistant_model=draft)
+        assert [trace.draft_version for trace in store] == [0] * 4 + [1]
+        assert not caplog.messages
+        ask(target, 2, assistant_model=other)
+    assert_said_once(caplog, "drafts with another model than the assistant's")
+    assert [trace.draft_version for trace in store][5:] == [0, 0]
+
+
+def test_a_draft_that_is_larger_or_slower_than_its_target(caplog: Log) -> None:
+    small, draft = models.build(num_hidden_layers=1), models.draft_of(models.build())
+    with OnlineAssistant(small, draft) as assistant:
+        assert_said_once(caplog, "more than the target with")
+        ids = models.prompt()
+        now = [0.0]  # seconds, which only forwards take
+        for model, seconds in ((small, 0.1), (assistant.draft, 0.2)):
+            model.register_forward_pre_hook(lambda *_, seconds=seconds: now.append(now.pop() + seconds))
+        assistant.drafting.clock = lambda: now[0]
+        for _ in range(20):
+            assistant.generate(ids, **models.greedy(ids, max_new_tokens=12))
+    assert_said_once(caplog, "drafting cannot pay. Choose a smaller draft")
+
+
+def test_saving_a_draft_that_has_learned_nothing(tmp_path: Path, caplog: Log) -> None:
+    target, draft = models.pair()
+    config = OnlineConfig(num_assistant_tokens=5, update_strategy="manual", gate=False)
+    assistant = OnlineAssistant(target, draft, models.tokenizer(), config, router=LabelRouter())
+    for ids in models.prompts(4):
+        assistant.generate(ids, domain="sql", **models.greedy(ids, max_new_tokens=6))
+    assistant.update(domain="sql")
+    assistant.save_pretrained(tmp_path / "sql", domain="sql")
+    assert not caplog.messages
+    assistant.save_pretrained(tmp_path / "base")
+    assert_said_once(caplog, "The original draft is saved: no learned version serves. Name one that has learned: ")
+    assistant.save_pretrained(tmp_path / "other", domain="poems")
+    assert_said_once(caplog, "serves 'poems'. Name one that has learned: domain='sql'.")
+
+
+def test_a_callback_that_is_never_called_and_settings_without_an_effect(caplog: Log) -> None:
+    target, draft = models.pair()
+    config = OnlineConfig(num_assistant_tokens=5, candidates="draft", text_scope="request")
+    with OnlineAssistant(target, draft, None, config, on_update=print) as assistant:
+        for name in ("candidates", "text_scope"):
+            assert_said_once(caplog, f"`{name}` has no effect")
+        ids = models.prompt()
+        assistant.generate(ids, **models.greedy(ids, max_new_tokens=6))
+    assert_said_once(caplog, "`on_update` was never called: 1 requests, and no update.")
