@@ -29,7 +29,7 @@ from osd_hf.decoding.checks import (
     setting,
 )
 from osd_hf.decoding.draft_length import DraftingPlan
-from osd_hf.decoding.hook import bind
+from osd_hf.decoding.hook import bind, warn_unused
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_target
 from osd_hf.errors import ConfigError, LearnerError
@@ -151,6 +151,16 @@ class OnlineAssistant:
             make_accelerator(report_to, self.config),
             self._on_update,
         )
+        if not isinstance(draft, str | os.PathLike):  # requests that name it are served by the newest version
+            self.drafts.models.update({draft, unwrap(draft)})
+        for name in self.config.unused:
+            logger.warning("`%s` has no effect with this `num_assistant_tokens` and these `candidates`.", name)
+        sizes = [unwrap(model).num_parameters() for model in (self.target, source)]
+        if sizes[1] > sizes[0]:
+            logger.warning(
+                "The draft has %d parameters, more than the target with %d, so drafting cannot pay. Are they swapped?",
+                *reversed(sizes),
+            )
         self._learner = self._live.learner
         self._learned_before = self._learner.seconds  # the last reset of the statistics
         weakref.finalize(self, self._live.stop)
@@ -209,9 +219,8 @@ class OnlineAssistant:
         prompt = () if inputs is None else (inputs,)  # some models have another name for it
         if why := answered_alone(self.target, generate_kwargs):
             log_once(target, f"The target answers without a draft: {why}.")
-            with self._live.traffic.request():
-                return self.target.generate(*prompt, **generate_kwargs)
-        generate_kwargs["assistant_model"] = self.drafts.base
+        else:
+            generate_kwargs["assistant_model"] = self.drafts.base
         seen: list[Trace] | None = None if on_trace is None else []
         binding = self._live.binding(
             domain, learn, self.store, owner=owner, is_begun=True, k=num_assistant_tokens, seen=seen
@@ -224,6 +233,8 @@ class OnlineAssistant:
                 raise
         self._live.take_in_finished()
         if on_trace is not None:
+            if not seen:
+                log_once(target, "`on_trace` is not called for a prompt that does not consist of token ids alone.")
             for trace in seen or ():
                 try:
                     on_trace(trace)
@@ -304,8 +315,9 @@ class OnlineAssistant:
         self, *, domain: str | None = None, learn: bool = True, owner: str | None = None
     ) -> Iterator[OnlineAssistant]:
         """
-        Capture and learn from any assisted `generate` on the target inside, with `assistant_model=assistant.draft`.
-        Only requests of this context (thread or task) are captured; start other threads with
+        Capture and learn from any assisted `generate` on the target inside, with `assistant_model=assistant.draft`, or
+        the draft that the assistant was made of: the newest version serves. A call without a draft is logged. Only
+        requests of this context (thread or task) are captured; start other threads with
         `contextvars.copy_context().run`.
 
         ```python
@@ -318,8 +330,10 @@ class OnlineAssistant:
             domain (`str`, *optional*), learn (`bool`, *optional*, defaults to `True`), owner (`str`, *optional*):
                 As for [`~OnlineAssistant.generate`].
         """
-        with bind(self.target, self._live.binding(domain, learn, self.store, owner=owner)):
+        binding = self._live.binding(domain, learn, self.store, owner=owner)
+        with bind(self.target, binding):
             yield self
+        warn_unused(self.target, binding, "`attached()`")
 
     def remember(self, token_ids: Any, *, owner: str | None = None, domain: str | None = None) -> None:
         """
@@ -532,6 +546,7 @@ class OnlineAssistant:
             save_directory (`str` or `Path`): Created if missing.
             domain (`str`, *optional*): Domain of the draft; `None` is the base or the shared draft.
         """
+        self._warn_if_original(domain)
         version = self.drafts.serving(domain).target_version
         with self.drafts.lease(domain) as draft:
             draft.model.save_pretrained(save_directory)
@@ -539,9 +554,21 @@ class OnlineAssistant:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
 
+    def _warn_if_original(self, domain: str | None) -> None:
+        """Log that the draft to be saved has learned nothing."""
+        if self.drafts.serving_version(domain) == 0:
+            learned = [name for name in self.drafts.domains if name is not None and self.drafts.serving_version(name)]
+            hint = f" Name one that has learned: domain={' or '.join(map(repr, learned))}." if learned else ""
+            logger.warning(
+                "The original draft is saved: no learned version serves%s.%s",
+                "" if domain is None else f" {domain!r}",
+                hint,
+            )
+
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
         """Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.
         Takes the arguments of `osd_hf.hub.push_folder`: private unless `private=False`."""
+        self._warn_if_original(domain)
         training = {"requests served": self.stats.num_requests, "version": self.drafts.serving_version(domain)}
         facts = facts_of(self.target, self.drafts.base, () if domain is None else (domain,), training)
         facts = replace(facts, target_version=self.drafts.serving(domain).target_version)

@@ -162,6 +162,13 @@ class OnlineConfig:
         return self.num_assistant_tokens == "auto" and self.candidates != "draft"
 
     @property
+    def unused(self) -> list[str]:
+        """Names of changed fields that have no effect with the others."""
+        plain, is_auto = OnlineConfig(), self.num_assistant_tokens == "auto"
+        used = {"candidates": is_auto, "text_scope": self.reads_text}
+        return [name for name, is_used in used.items() if not is_used and getattr(self, name) != getattr(plain, name)]
+
+    @property
     def compared_k(self) -> int | None:
         """Tokens drafted per round in replay and comparisons: the served number, or 5 with `"auto"`."""
         k = self.num_assistant_tokens

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats, Tally
+from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.record import Binding, Lease
 from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES, EarlierText
@@ -40,6 +41,12 @@ AUTOSAVE_PATIENCE_SECONDS = 5.0  # to wait for another process that saves to the
 # Work that must not affect answers, as phrases that begin a sentence.
 ROUTING, TAKING_IN, LOGGING = "Routing a request", "Taking in a request", "Logging a request"
 SAVING, TRACKING, REPORTING = "Saving the session", "Tracking", "`on_update`"
+UNDRAFTED = "Pass `assistant_model=assistant.draft` to the call, or to `pipeline`."
+OTHER_DRAFT = (
+    "A request drafts with another model than the assistant's, which never learns. Pass "
+    "`assistant_model=assistant.draft`."
+)
+TIMED_REQUESTS = 16  # after which a draft that is slower than its target is reported
 
 
 class Failures:
@@ -228,6 +235,7 @@ class LiveLearning:
                     with self.failures.kept(ROUTING):  # after an error, the base draft serves
                         label = self.router.route(RoutedPrompt(prompt, self.tokenizer, learn=learn))
                 if assistant_model not in self.drafts.models:  # serves itself
+                    log_once(self.target, OTHER_DRAFT)
                     yield Lease(domain=label)
                     return
                 earlier = self.earlier.of(owner, label) if self.reads_text else ()
@@ -241,6 +249,7 @@ class LiveLearning:
             num_logprobs=self.config.num_logprobs if learn or seen is not None else 0,
             num_assistant_tokens=k,
             static=self.static,
+            undrafted=None if is_begun else UNDRAFTED,
         )
 
     def take_in_finished(self) -> None:
@@ -264,6 +273,8 @@ class LiveLearning:
             with self._taking_in:
                 self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
                 self.learner.observe(trace.domain, trace, learn=learn)
+            if self.tally.requests == TIMED_REQUESTS:
+                self._warn_of_slow_draft()
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":
@@ -271,6 +282,16 @@ class LiveLearning:
         elif learn:
             self._learn(self.learner.after_answer)
             self._report_decisions()
+
+    def _warn_of_slow_draft(self) -> None:
+        plan = self.drafts.pacer.plan()
+        if plan.plain_seconds is not None and (plan.draft_seconds or 0.0) >= plan.plain_seconds:
+            logger.warning(
+                "The draft needs %.1f ms for a token, and the target %.1f ms: drafting cannot pay. Choose a smaller "
+                "draft, or make one with `make_draft`.",
+                1e3 * (plan.draft_seconds or 0.0),
+                1e3 * plan.plain_seconds,
+            )
 
     # --- learning ---------------------------------------------------------------------------------------------------
 
@@ -446,6 +467,8 @@ class LiveLearning:
         self.is_closed = True
         self.stop()
         self._report_decisions()
+        if self._on_update() is not None and not self.learner.decisions:
+            logger.warning("`on_update` was never called: %d requests, and no update.", self.tally.requests)
         if self.autosave is not None:
             with self.failures.kept(SAVING):
                 self.save(self.autosave)

@@ -89,6 +89,7 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
             "class that has a language modeling head, such as `AutoModelForCausalLM`."
         )
     owners = _enter(type(model), _LOOP)
+    watched = _enter(type(model), _GENERATE) if binding.undrafted else []
     try:
         binding.target = model
         _bindings.set((*_living(), binding))
@@ -98,6 +99,17 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
         binding.end()
         _bindings.set(_living())
         _leave(owners, _LOOP)
+        _leave(watched, _GENERATE)
+
+
+def warn_unused(target: Any, binding: Binding, block: str) -> None:
+    """Log, once for each target, that a block has seen no request."""
+    if not binding.has_requests:
+        log_once(
+            unwrap(target),
+            f"{block} has seen no request of this target. Requests of other threads need "
+            "`contextvars.copy_context().run`.",
+        )
 
 
 @contextlib.contextmanager
@@ -145,12 +157,13 @@ def _wrapped_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = _answers.get(self)
         answer = None if found is None else found()
+        is_assisted = kwargs.get("assistant_model") is not None
+        if answer is None and not (is_assisted or "custom_generate" in kwargs):
+            for binding in _listening(self):
+                if binding.undrafted:
+                    log_once(self, f"A call of `generate` drafts nothing, and nothing is learned. {binding.undrafted}")
         # A model's own `generate` may call that of its parent.
-        if (
-            answer is None
-            or any(model is self for model in _answering.get())
-            or kwargs.get("assistant_model") is not None
-        ):
+        if answer is None or is_assisted or any(model is self for model in _answering.get()):
             return generate(self, *args, **kwargs)
         before = _answering.set((*_answering.get(), self))
         try:
@@ -166,7 +179,10 @@ def _living() -> tuple[Binding, ...]:
 
 
 def _listening(model: Any) -> list[Binding]:
-    innermost = {id(binding.owner): binding for binding in _bindings.get() if binding.target is model}
+    bindings = [binding for binding in _bindings.get() if binding.target is model]
+    for binding in bindings:
+        binding.has_requests = True
+    innermost = {id(binding.owner): binding for binding in bindings}
     return list(innermost.values())
 
 
@@ -543,8 +559,11 @@ def capture_traces(
                 failures.append(error)
 
     lease = contextlib.nullcontext(Lease(domain=domain))
-    with bind(target, Binding(deliver, lambda *_: lease, owner=object(), num_logprobs=num_logprobs)):
+    how: dict[str, Any] = {"num_logprobs": num_logprobs, "undrafted": "Pass `assistant_model=` to the call."}
+    binding = Binding(deliver, lambda *_: lease, owner=object(), **how)
+    with bind(target, binding):
         yield
+    warn_unused(target, binding, "`capture_traces`")
     if failures:
         raise CaptureError(
             f"The sink failed on a trace ({failures[0]!r}). Answers were delivered, and later traces were still "
