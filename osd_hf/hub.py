@@ -65,7 +65,7 @@ class EvaluationSet:
 
     def write(self, path: Path) -> None:
         """Write one JSON object per line: `prompt`, and `domain` if there is one."""
-        labels = [{} if p.domain is None else {"domain": p.domain} for p in self.prompts]
+        labels: list[dict[str, Any]] = [{} if p.domain is None else {"domain": p.domain} for p in self.prompts]
         rows = [{"prompt": p.messages or p.text} | label for p, label in zip(self.prompts, labels, strict=True)]
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
 

@@ -177,11 +177,42 @@ def test_an_interrupted_sampled_run_goes_on_with_the_same_draws(pair, prompts, t
     with monkeypatch.context() as patch:
         interrupt(patch, 11)
         assert main(arguments_of("resumed")) == 130
-    assert "osd-hf: interrupted: go on with the same command and --resume" in capsys.readouterr().err
-    assert main(arguments_of("resumed", "--resume")) == 0
+    folder = str(tmp_path / "resumed")
+    assert f"osd-hf: interrupted: go on with: osd-hf run --resume --output-dir {folder}" in capsys.readouterr().err
+    assert main(["run", "--resume", "--output-dir", folder]) == 0
     assert_same_run(tmp_path / "resumed", tmp_path / "straight")
     updates = json.loads((tmp_path / "straight" / "report.json").read_text())["updates"]
     assert updates[-1]["decision"]["alpha_after"] is not None  # the gate has judged
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_a_resumed_run_needs_no_flags(
+    straight, pair, prompts, tmp_path, monkeypatch, capsys, number
+):
+    folder = tmp_path / "run"
+    generate, calls = OnlineAssistant.generate, []
+
+    def signaled(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 8:  # the answer in progress is dropped
+            signal.raise_signal(number)
+        return generate(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OnlineAssistant, "generate", signaled)
+        assert main(arguments(pair, prompts, folder)) == 130
+    assert f"7 of {REQUESTS} requests are saved in {folder}; go on with: osd-hf run --res" in capsys.readouterr().err
+    assert len((folder / "journal.jsonl").read_text().splitlines()) == 7
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--resume", "--output-dir", "run", "--learning-rate", "1"]) == 2
+    assert "config.learning_rate was 0.003, is 1.0" in capsys.readouterr().err
+    assert main(["run", "--resume", "--output-dir", "run"]) == 0
+    assert_same_run(folder, straight)
+
+
+def test_there_is_nothing_to_resume(tmp_path, capsys):
+    assert main(["run", "--resume", "--output-dir", str(tmp_path / "run")]) == 2
+    assert f"There is no run in {tmp_path / 'run'} to resume." in capsys.readouterr().err
 
 
 def test_a_folder_in_use_is_refused(straight, pair, prompts, capsys):

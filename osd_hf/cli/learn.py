@@ -199,6 +199,10 @@ class LearnSettings(CollectSettings, StoreSettings):
         if self.repo_id is not None and self.by_domain:
             raise ConfigError("--repo-id takes one draft. Push the versions of --by-domain with `osd-hf push`.")
 
+    def state(self, folder: Path) -> Path:
+        """Return the folder of the saved state of a learner that publishes to `folder`."""
+        return (self.state_dir or folder.with_name(f"{folder.name}-state")).expanduser()
+
     def ways(self) -> dict[str | None, list[DeployMethod]]:
         """Return the engines by the label of their versions; raises ConfigError."""
         found: dict[str | None, list[DeployMethod]] = {}
@@ -241,7 +245,7 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
         )
         with serving, _deploying(settings, ways, learner) as deployers:
             is_done = _learn(settings, learner, folder, deployers, limit)
-        is_done &= _close(learner, folder)  # after the deployers, as the next process may begin now
+        is_done &= _close(settings, learner, folder)  # after the deployers, as the next process may begin now
     report, compared = _report(learner, deployers), _compared(learner)
     settings.say(
         f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
@@ -344,7 +348,6 @@ def _report_collection(settings: LearnSettings, report: CollectionReport, folder
 def _make_learner(
     settings: LearnSettings, config: OnlineConfig, versions: VersionFolder, token: str | None
 ) -> StoreLearner:
-    state = settings.state_dir or versions.path.with_name(f"{versions.path.name}-state")
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
         if settings.rescore:
@@ -366,7 +369,7 @@ def _make_learner(
         target_version=settings.target_version,
         target=target if settings.rescore else None,
         facts=facts,
-        state=state.expanduser(),
+        state=settings.state(versions.path),
         repo_id=settings.repo_id,
         token=token,
         private=False if settings.public else None,
@@ -433,7 +436,7 @@ def _learn(
     return not failed
 
 
-def _close(learner: StoreLearner, folder: Path) -> bool:
+def _close(settings: LearnSettings, learner: StoreLearner, folder: Path) -> bool:
     """Close the learner; returns whether everything could be written."""
     try:
         learner.close()
@@ -442,6 +445,7 @@ def _close(learner: StoreLearner, folder: Path) -> bool:
         return False
     finally:
         _plot(learner, folder)
+    print(f"osd-hf: the state is saved in {settings.state(folder)}", file=sys.stderr)
     return True
 
 

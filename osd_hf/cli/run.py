@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -26,6 +27,7 @@ from osd_hf.cli.settings import (
     check_auto,
     flag,
     learning_parser,
+    stop_on_signal,
 )
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
@@ -38,6 +40,7 @@ from osd_hf.prompts import EncodedPrompts, prompts_digest
 from osd_hf.replay import replay
 from osd_hf.utils.disk import hold_lock, open_privately, sync_folder, write_whole
 from osd_hf.utils.report import json_text, make_folder, provenance, write_report
+from osd_hf.utils.streaming import Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class RunSettings(PromptSettings, Loading, Reporting):
     learn: bool = flag("let the draft learn", True)
     paper: bool = flag(PAPER, False)
     output_dir: Path = flag("folder of report, plot, journal, draft and state", Path("osd_hf_run"), metavar="DIR")
-    resume: bool = flag("resume the run in the output folder", False)
+    resume: bool = flag("resume the run in the output folder, with its settings", False)
     save_every: int | None = flag(
         "updates between two saves; by default one save per minute", None, minimum=1, metavar="N"
     )
@@ -83,16 +86,27 @@ class RunSettings(PromptSettings, Loading, Reporting):
 
     def check(self) -> None:
         if not self.bundled and (missing := [name for name in SOURCES if not getattr(self, name)]):
-            raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.")
+            hint = f" There is no run in {self.output_dir} to resume." if self.resume else ""
+            raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.{hint}")
         temperature, top_p = (1 if value is None else value for value in (self.temperature, self.top_p))
         if not (0 < temperature < math.inf and 0 < top_p <= 1):
             raise ConfigError("--temperature must be positive, and --top-p above 0 and at most 1.")
 
+    def flags(self, config: OnlineConfig) -> dict[str, Any]:
+        """Return the values of all flags with which a run is resumed, ready for JSON."""
+        found = {**vars(self), **config.to_dict(), "store": self.store and str(Path(self.store).resolve())}
+        own = {name: value for name, value in found.items() if name not in ("resume", "output_dir", "json")}
+        return own | {name: self.place(name) for name in SOURCES}
+
+    def place(self, name: str) -> str | None:
+        """Return the Hub id of a source, or its absolute path."""
+        place: str | None = getattr(self, name)
+        return str(Path(place).resolve()) if place is not None and Path(place).exists() else place
+
     def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
         """Return what must stay the same for a run to be resumed, ready for JSON."""
-        places = {name: "bundled" if self.bundled else getattr(self, name) for name in SOURCES}
         return {
-            **{n: str(Path(p).resolve()) if p is not None and Path(p).exists() else p for n, p in places.items()},
+            **{name: "bundled" if self.bundled else self.place(name) for name in SOURCES},
             "requests": len(encoded.prompts),
             "prompts_fingerprint": prompts_digest(encoded.prompts),
             "dtype": "float32" if self.bundled else self.dtype,
@@ -107,7 +121,13 @@ class RunSettings(PromptSettings, Loading, Reporting):
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
     # Updates run between two requests, so that a run can be resumed.
-    return learning_parser(RunSettings, arguments, without=("update_strategy",), k=5, **how)
+    parser = learning_parser(RunSettings, arguments, without=("update_strategy",), k=5, **how)
+    given = parser.read(arguments)
+    if given["resume"]:  # flags of the first command are the defaults
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            saved = json.loads((given["output_dir"] / SETTINGS).read_text())["flags"]
+            parser.set_defaults(**{name: value for name, value in saved.items() if name in parser.rules})
+    return parser
 
 
 def run_command(settings: RunSettings, config: OnlineConfig) -> int:
@@ -123,12 +143,13 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     _check_folder(folder, identity, resume=settings.resume)
     config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
-    open_folder(folder, identity)
+    open_folder(folder, {**identity, "flags": settings.flags(config)})
     try:
         with assistant:
             served = serve(settings, assistant, draft, encoded)
     except KeyboardInterrupt as interrupt:
-        raise KeyboardInterrupt("go on with the same command and --resume") from interrupt
+        where = "" if not interrupt.args else f"{interrupt.args[0]} requests are saved in {folder}; "
+        raise KeyboardInterrupt(f"{where}go on with: osd-hf run --resume --output-dir {folder}") from interrupt
     assistant.save_pretrained(folder / "draft")
     origin = provenance(device=str(target.device), dtype=str(target.dtype), seed=config.seed)
     _report(settings, {"provenance": origin, "settings": identity}, encoded, served)
@@ -208,11 +229,14 @@ def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) ->
         earlier = json.loads((folder / SETTINGS).read_text())
     except (OSError, ValueError) as error:
         raise StateError(f"There is no run in {folder} to resume: {SETTINGS} is missing or broken.") from error
+    earlier.pop("flags", None)
     current = json.loads(json.dumps(identity))
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
         shown = "; ".join(f"{name} was {earlier.get(name)!r}, is {current.get(name)!r}" for name in differing)
-        raise StateError(f"The run in {folder} has other settings: {shown}. Resume with the same, or start a new run.")
+        raise StateError(
+            f"The run in {folder} has other settings: {shown}. Leave these flags out to resume it, or start a new run."
+        )
 
 
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -229,7 +253,9 @@ def serve(
 
     The saved state decides where a run resumes: later journal lines are dropped and their requests are served again,
     from the same draft and, if sampled with a fixed k, with the same tokens. A resumed run therefore ends as an
-    uninterrupted one. Only the store may hold a request twice. Without learning, the journal alone decides.
+    uninterrupted one. Only the store may hold a request twice. Without learning, the journal alone decides. SIGINT and
+    SIGTERM drop the answer in progress, or wait for the update in progress, save, and raise KeyboardInterrupt with the
+    number of saved requests.
 
     The assistant is new and has the strategy `"manual"`. `frozen` is the original draft. Raises ConfigError,
     StateError and LearnerError.
@@ -245,13 +271,23 @@ def serve(
         with (
             open(folder / JOURNAL, "a", opener=open_privately) as file,
             display.alpha_bar(len(prompts.prompts), "serving") as advance,
+            stop_on_signal() as stop,
         ):
+
+            def check_signal(_: Any) -> None:
+                if stop.is_set():
+                    raise Stopped
+
+            generate_kwargs["streamer"] = Rounds(check_signal)
             for request in served:
                 advance(request.learned, request.frozen, request.draft_version)
             for count, (prompt, ids) in enumerate(prompts.prompts[len(served) :], len(served) + 1):
                 torch.manual_seed(assistant.config.seed * 1_000_003 + count - 1)
                 started, learned_before = time.perf_counter(), assistant.learning_seconds
-                answer, trace = answer_traced(assistant, ids, domain=prompt.domain, learn=learn, **generate_kwargs)
+                try:
+                    answer, trace = answer_traced(assistant, ids, domain=prompt.domain, learn=learn, **generate_kwargs)
+                except Stopped:  # a request that failed leaves nothing
+                    break
                 seconds = time.perf_counter() - started - (assistant.learning_seconds - learned_before)
                 # With "auto", the draft drafts easy tokens and text comes first: replay compares both drafts fairly.
                 if assistant.config.num_assistant_tokens == k:
@@ -286,9 +322,19 @@ def serve(
                     _save(assistant, file, folder)
                     saved_at = time.monotonic()
                 advance(request.learned, request.frozen, request.draft_version)
+                if stop.is_set():
+                    break
+            if stop.is_set() and len(served) < len(prompts.prompts):
+                if learn:
+                    _save(assistant, file, folder)
+                raise KeyboardInterrupt(f"{len(served)} of {len(prompts.prompts)}")
         return served
     finally:
         lock.release()
+
+
+class Stopped(Exception):
+    """An answer was dropped because of a signal."""
 
 
 def _save(assistant: OnlineAssistant, journal: TextIO, folder: Path) -> None:

@@ -141,6 +141,8 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     if failed:
         raise failed[0]
     service.close()
+    if settings.learn and settings.state_dir is not None:
+        print(f"osd-hf: the state is saved in {settings.state_dir}", file=sys.stderr)
     return 0
 
 
