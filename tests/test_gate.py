@@ -444,10 +444,47 @@ def test_what_does_not_pay_is_not_learned_although_acceptance_rises(seed: int) -
     assert rising(Effort(1.0), pays / 100, 0.1, seed) == 1  # asked for
 
 
+def chats(effort: Effort, alphas: object, seconds: float = 1.0) -> float:
+    """Seconds of learning for requests of 90 tokens with a learned draft of these alphas. Above 0.3, drafting pays."""
+
+    def token_seconds(alpha: float) -> float:
+        return 0.05 / (1 + 2 * max(alpha - 0.3, 0.0))
+
+    spent = 0.0
+    for alpha in alphas:  # type: ignore[attr-defined]
+        spent += seconds * effort.share
+        effort.spent(seconds * effort.share)
+        effort.add(of(0.19), of(float(alpha)), 0.0, 1, 90, token_seconds)
+    return spent
+
+
+def test_learning_that_does_not_promise_to_pay_gets_little_time_until_it_does() -> None:
+    effort = Effort(1 / 16)
+    first = chats(effort, np.linspace(0.19, 0.21, 16))
+    assert first <= 16
+    assert chats(effort, np.linspace(0.21, 0.22, 134)) < 0.03 * 134 * 90 * 0.05
+    assert effort.share > 0
+    changed = Effort(1 / 16)
+    chats(changed, np.full(30, 0.2))
+    assert changed.share < 0.1
+    chats(changed, np.full(40, 0.4))
+    assert changed.share == 1
+    asked = Effort(1.0)
+    assert chats(asked, np.full(50, 0.2)) == 50
+
+
+def test_learning_goes_on_while_it_promises_to_pay() -> None:
+    effort = Effort(1 / 16)
+    assert chats(effort, 0.19 + 0.3 * np.linspace(0, 1, 100) ** 0.5, seconds=0.5) == 50
+    for _ in range(30):
+        effort.add(stats := of(0.19), stats, 0.0, 1, 90, lambda alpha: 0.05)  # no version serves yet
+    assert effort.share == 1
+
+
 def test_a_saved_effort_goes_on() -> None:
     one, other = Effort(1 / 16), Effort(1 / 16)
     rising(one, 0.01, 0.1, count=3 * GAIN_WINDOW + 5)
-    one.share = one.least
+    chats(one, np.full(30, 0.2))
     one.spent(5.0)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     for effort in (one, other):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,10 @@ GAIN_FALL_ERRORS = 3.0  # standard errors of a fall of the gain
 WORSE_ERRORS = 4.0  # standard errors of a learned draft that is worse than the original one
 SAVING_ERRORS = 2.0  # standard errors of saved seconds
 MIN_SAVING = 0.25  # of the cost of learning; below it, even the optimistic estimate is hopeless
+FIRST_REQUESTS = 8  # compared requests from which on learning may be hopeless
+UNLEARNED_REQUESTS = 24  # after which learning may be hopeless although no version has served
+PROMISED_GAINS = 3.0  # times the gain so far that learning is expected to reach early on
+MAX_IDLE_LEARNING = 0.02  # of the time of answers, for learning that does not promise to pay
 
 
 # --- the gate -------------------------------------------------------------------------------------------------------
@@ -199,16 +203,31 @@ class Effort:
       the saved seconds (minus two standard errors, over the same number of further requests) exceed the seconds spent
       on learning; it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
     - returns to 1 if the gain falls or the original draft becomes better: then the traffic has changed.
+
+    From `FIRST_REQUESTS` compared requests on, learning gets `MAX_IDLE_LEARNING` of the time of answers as long as even
+    `PROMISED_GAINS` times the gain would save less than `MIN_SAVING` of its cost by the measured costs of rounds.
     """
 
     def __init__(self, least: float = MIN_EFFORT) -> None:
         self.least = least
-        self.share = 1.0
+        self._share, self._limit = 1.0, 1.0
         # By request, oldest first: alpha gained, and seconds saved (NaN if rounds are not timed).
         self._gains: deque[tuple[float, float]] = deque(maxlen=2 * GAIN_WINDOW)
         self._undecided = 0  # requests since the last decision
         self._cost = 0.0  # seconds of learning since the last decision
         self._requests = 0  # since the last change of traffic
+        # Newest scores of both drafts, and tokens that text did not propose; seconds and requests of full effort.
+        self._scores: deque[tuple[AcceptanceStats, AcceptanceStats, float]] = deque(maxlen=2 * DECISION_INTERVAL)
+        self._full = [0.0, 0]
+
+    @property
+    def share(self) -> float:
+        """The share of the configured updates that are done."""
+        return self._share if self.least == 1 else min(self._share, self._limit)
+
+    @share.setter
+    def share(self, share: float) -> None:
+        self._share, self._limit = share, 1.0
 
     def add(
         self,
@@ -216,12 +235,20 @@ class Effort:
         learned: AcceptanceStats,
         saved_seconds: float | None = None,
         num_requests: int = 1,
+        tokens: float = 0.0,
+        token_seconds: Callable[[float], float | None] | None = None,
     ) -> None:
-        """Add one comparison, which stands for `num_requests` requests, with the scores of both drafts and the seconds
-        that
-        the learned one saved, if known; and adapt the share."""
+        """Add one comparison, which stands for `num_requests` requests, with the scores of both drafts, the seconds
+        that the learned one saved, if known, and the tokens that did not come from text; and adapt the share.
+        `token_seconds` returns the time of a token at an acceptance, `None` if unknown."""
+        if self.share == 1:
+            self._full[1] += num_requests
         if original.examined == 0 or learned.examined == 0:
             return
+        if learned is not original or self._full[1] > UNLEARNED_REQUESTS:  # before, no version has served
+            self._scores.append((original, learned, tokens))
+        if token_seconds is not None and len(self._scores) >= FIRST_REQUESTS:
+            self._limit = self._limited(token_seconds)
         saved_seconds = math.nan if saved_seconds is None else saved_seconds
         self._gains.append((learned.alpha - original.alpha, saved_seconds))
         self._undecided += 1
@@ -232,10 +259,24 @@ class Effort:
         else:
             self._adapt(gains, saved)
 
+    def _limited(self, token_seconds: Callable[[float], float | None]) -> float:
+        """Return the share of learning that takes `MAX_IDLE_LEARNING` of the time of answers, or 1 if it promises to
+        pay."""
+        of_original, of_learned, tokens = zip(*self._scores, strict=True)
+        before, now = (sum(stats, AcceptanceStats()).alpha for stats in (of_original, of_learned))
+        promised = min(before + PROMISED_GAINS * max(now - before, 0.0), 1.0)
+        seconds = [token_seconds(alpha) for alpha in (before, promised)]
+        cost = self._full[0] / max(self._full[1], 1)
+        if None in seconds or not cost:
+            return 1.0
+        answer, answer_then = (float(np.mean(tokens)) * float(each or 0.0) for each in seconds)
+        is_hopeless = answer - answer_then < MIN_SAVING * cost
+        return min(MAX_IDLE_LEARNING * answer / cost, 1.0) if is_hopeless else 1.0
+
     def _has_fallen(self, gains: NDArray[np.float64]) -> bool:
         """Whether the newest gains are below zero, or below the ones before."""
         recent, before = gains[-RECENT_REQUESTS:], gains[:-RECENT_REQUESTS]
-        if self.share == 1 or len(before) <= RECENT_REQUESTS:
+        if self._share == 1 or len(before) <= RECENT_REQUESTS:
             return False
         error = math.sqrt(before.var() / RECENT_REQUESTS + before.var() / len(before))
         is_worse = recent.mean() < -WORSE_ERRORS * before.std() / math.sqrt(RECENT_REQUESTS)
@@ -258,27 +299,32 @@ class Effort:
         if high < MIN_SAVING * cost:
             self._decide(self.least)
         else:  # comparisons with NaN are false: untimed savings do not count
-            self._decide(self.share * (2.0 if rise > error and not low < cost else 0.5))
+            self._decide(self._share * (2.0 if rise > error and not low < cost else 0.5))
 
     def _decide(self, share: float) -> None:
-        self.share = min(max(share, self.least), 1.0)
+        self._share = min(max(share, self.least), 1.0)
         self._undecided = 0
         self._cost = 0.0
 
     def spent(self, seconds: float) -> None:
         """Add seconds of learning."""
         self._cost += seconds
+        self._full[0] += seconds * (self.share == 1)
 
     def restart(self) -> None:
         """Restart with all updates, and forget all gains."""
         self._decide(1.0)
-        self._requests = 0
+        self._requests, self._limit, self._full = 0, 1.0, [0.0, 0]
         self._gains.clear()
+        self._scores.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, ready for JSON."""
         return {
-            "share": self.share,
+            "share": self._share,
+            "limit": self._limit,
+            "full": list(self._full),
+            "scores": [[a.to_dict(), b.to_dict(), tokens] for a, b, tokens in self._scores],
             "gains": [list(row) for row in self._gains],
             "undecided": self._undecided,
             "cost": self._cost,
@@ -287,7 +333,12 @@ class Effort:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state."""
-        self.share = min(max(float(state["share"]), self.least), 1.0)
+        self._share = min(max(float(state["share"]), self.least), 1.0)
+        self._limit, self._full = float(state["limit"]), list(state["full"])
+        self._scores.clear()
+        for original, learned, tokens in state["scores"]:
+            stats = AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned)
+            self._scores.append((*stats, float(tokens)))
         self._undecided = int(state["undecided"])
         self._cost = float(state["cost"])
         self._requests = int(state["requests"])

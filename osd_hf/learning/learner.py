@@ -310,7 +310,8 @@ class Learner:
             with requests.lock:
                 for trace in arrived:
                     stats = AcceptanceStats.from_trace(trace)
-                    requests.effort.add(stats, stats, 0.0, num_requests)
+                    tokens = len(trace) - stats.text_accepted
+                    requests.effort.add(stats, stats, 0.0, num_requests, tokens, self.drafts.pacer.token_seconds)
             return
         if not arrived:
             return
@@ -324,7 +325,7 @@ class Learner:
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
                     self._saved_seconds += (saved or 0.0) * num_requests
-                requests.compare(trace, original, learned, saved, num_requests)
+                requests.compare(trace, original, learned, saved, num_requests, self.drafts.pacer.token_seconds)
 
     def _watch(self, requests: DraftRequests) -> Parts[None]:
         """Roll back to an earlier version if it would have been accepted more on the served requests."""

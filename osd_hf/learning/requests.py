@@ -449,12 +449,14 @@ class DraftRequests:
         learned: AcceptanceStats,
         saved_seconds: float | None,
         num_requests: int = 1,
+        token_seconds: Callable[[float], float | None] | None = None,
     ) -> None:
         """Add the scores of both drafts on an arrived request; see [`Effort.add`]."""
         with self.lock:
             if self.is_current(trace):
                 self.choice.add(original, learned)
-                self.effort.add(original, learned, saved_seconds, num_requests)
+                tokens = len(trace) - AcceptanceStats.from_trace(trace).text_accepted
+                self.effort.add(original, learned, saved_seconds, num_requests, tokens, token_seconds)
                 self.unwatched.append((trace, original, learned))
 
     def begin_watching(self, version: int) -> None:
