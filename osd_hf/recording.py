@@ -19,7 +19,7 @@ from osd_hf.decoding import vocabulary
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.record import NO_WARPING, Rows, compress_rows, sampling_settings
 from osd_hf.decoding.sources import DraftForward
-from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError
+from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.speedup import ForwardSeconds
@@ -139,29 +139,6 @@ class _Recorder(LogitsProcessor):
         """Return `top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
         top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
         return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
-
-
-def rescore(target: PreTrainedModel, traces: Sequence[Trace], *, batch_size: int = 8) -> list[Trace]:
-    """
-    Return traces with the rows of another target with the same vocabulary, by one forward over each prompt and answer.
-    Drafts can learn from them. The answers are those of the earlier target, so the traces have no rounds, and
-    [`replay`] refuses them. Traces without rows are returned as they are.
-
-    Raises:
-        VocabularyMismatchError: A trace has another vocabulary.
-    """
-    size, version = vocab_size_of(target), target_version(target)
-    if odd := next((trace for trace in traces if trace.vocab_size != size), None):
-        raise VocabularyMismatchError(
-            f"A trace has a vocabulary of {odd.vocab_size} tokens, the target {size}. Leave it out."
-        )
-    known = [trace for trace in traces if trace.num_kept]
-    widths = [trace.top_ids.shape[1] or None for trace in known]
-    rescored = dict(zip(known, scored(target, known, widths, batch_size), strict=True))
-    for trace, new in rescored.items():
-        sampling = {**trace.sampling, "rescored": True}
-        rescored[trace] = replace(new, rounds=(), target=version, draft_version=0, sampling=sampling)
-    return [rescored.get(trace, trace) for trace in traces]
 
 
 @torch.inference_mode()

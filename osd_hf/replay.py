@@ -57,7 +57,6 @@ def replay(draft: PreTrainedModel, traces: Iterable[Trace], num_assistant_tokens
 
     Raises:
         ConfigError: k is below 1.
-        DataError: A trace is rescored: its rows are of another target than its answer.
         VocabularyMismatchError: A trace has another vocabulary than the draft.
     """
     return sum(replay_each(draft, list(traces), num_assistant_tokens), AcceptanceStats())
@@ -102,8 +101,6 @@ def _scores(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> list[NDA
 def _check(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> None:
     if k < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
-    if any(trace.is_rescored for trace in traces):
-        raise DataError("A trace has rows of another target than its answer (see `rescore`). Leave it out.")
     for trace in traces:
         _check_vocabulary(draft, trace)
 

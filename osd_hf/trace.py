@@ -131,11 +131,6 @@ class Trace:
         return bool(self.sampling.get("do_sample", False))
 
     @property
-    def is_rescored(self) -> bool:
-        """Whether answer and rows are of different targets (see [`rescore`]): its acceptance is meaningless."""
-        return bool(self.sampling.get("rescored", False))
-
-    @property
     def num_kept(self) -> int:
         """Entries kept per row (K)."""
         return int(self.top_logits.shape[1])

@@ -16,17 +16,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, replay
+from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.distillation.data import read_traces
-from osd_hf.errors import DataError, LearnerError, VocabularyMismatchError
+from osd_hf.errors import DataError, LearnerError
 from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.requests import DraftRequests
 from osd_hf.learning.updater import Updater
-from osd_hf.recording import record_traces, rescore
+from osd_hf.recording import record_traces, scored
 from osd_hf.replay import completion_logits
-from osd_hf.target_version import fingerprint, target_version
+from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -361,24 +361,6 @@ def test_with_a_lag_earlier_targets_teach_and_the_newest_judges(
     assert not kept(lesson)
 
 
-def test_a_request_scored_anew_is_learned_from_and_judges_nothing(recorded: list[Trace]) -> None:
-    config = replace(CONFIG, update_strategy="manual")
-    taught = Learner(DomainDrafts(pair_as_it_was()[1], config, per_domain=False))
-    other = pair_as_it_was()[0]
-    train(other)
-    anew = rescore(other, recorded)
-    for trace in anew:
-        taught.observe(None, trace)
-    lesson = taught.drafts.requests[None]
-    assert list(lesson.pending) == anew
-    assert not lesson.held_back
-    assert not lesson.arrived
-    report = taught.update()
-    assert report.steps == 1
-    assert report.decision is not None
-    assert report.decision.requests == 0
-
-
 def test_offline_one_run_takes_one_target(recorded: list[Trace]) -> None:
     def read(names: str) -> int:
         traces = [replace(t, target=None if n == "-" else n) for t, n in zip(recorded, names, strict=False)]
@@ -394,10 +376,6 @@ def test_offline_requests_without_rows_are_left_out(recorded: list[Trace], caplo
     mixed = [bare, *recorded[:2], bare]
     assert read_traces(mixed, pair_as_it_was()[0]) == recorded[:2]
     assert [r.getMessage() for r in caplog.records] == ["2 requests without the target's rows are left out."]
-    # Nor is a request without rows one with whole rows, where it is scored anew.
-    anew = rescore(pair_as_it_was()[0], mixed[:2])
-    assert anew[0] is bare
-    assert (anew[1].is_rescored, anew[1].num_kept) == (True, recorded[0].num_kept)
 
 
 # --- scored anew ----------------------------------------------------------------------------------------------------
@@ -409,33 +387,23 @@ def test_rows_scored_anew_are_those_of_the_target(architecture: str, width: int 
     target = models.build(architecture, **models.SHALLOW[architecture])
     prompts = [p[0].tolist() for p in models.prompts(3)]
     own = list(record_traces(target, prompts, max_new_tokens=6, num_logprobs=width, batch_size=1))
-    for before, after in zip(own, rescore(target, own), strict=True):
+    for before, after in zip(own, scored(target, own, [width] * 3, 2), strict=True):
         assert np.abs(before.top_logits.astype(float) - after.top_logits).max() < 1e-2
-        assert after.target == before.target == fingerprint(target)
-        assert (after.is_rescored, before.is_rescored, after.rounds) == (True, False, ())
         np.testing.assert_array_equal(before.completion_ids, after.completion_ids)
     train(target) if architecture == "llama" else target.lm_head.weight.data.mul_(2)
-    target_version(target)
-    for after in rescore(target, own):
+    for after in scored(target, own, [width] * 3, 2):
         rows = completion_logits(target, [after])[0].float().log_softmax(-1)
         ids = torch.arange(rows.shape[1])[None] if width is None else torch.from_numpy(after.top_ids.astype(np.int64))
         wanted = rows.gather(1, ids.expand(len(rows), -1)).detach().numpy()
         assert np.abs(wanted - after.kept_logprobs()).max() < 1e-2
 
 
-def test_nothing_is_judged_on_what_was_scored_anew(recorded: list[Trace], tmp_path: Path) -> None:
-    target, draft = pair_as_it_was()
-    anew = rescore(target, recorded[:2])
-    with pytest.raises(DataError, match="another target"):
-        replay(draft, anew)
-    with pytest.raises(VocabularyMismatchError, match="65"):
-        rescore(target, [replace(recorded[0], vocab_size=65)])
+def test_a_store_keeps_the_version_of_the_target(recorded: list[Trace], tmp_path: Path) -> None:
+    target, _ = pair_as_it_was()
     with CorrectionStore(tmp_path) as store:
-        for trace in (*anew, *recorded[2:4], replace(recorded[4], target=None)):
+        for trace in (recorded[2], replace(recorded[4], target=None)):
             store.append(trace)
-    found = list(CorrectionStore(tmp_path))
-    said = [(t.is_rescored, t.target is None) for t in found]
-    assert said == [(True, False)] * 2 + [(False, False)] * 2 + [(False, True)]
+    assert [t.target for t in CorrectionStore(tmp_path)] == [fingerprint(target), None]
     with pytest.raises(DataError, match="Unicode"):
         CorrectionStore().append(replace(recorded[0], target="\ud800"))
     assert copy.copy(recorded[0]).target == fingerprint(target)

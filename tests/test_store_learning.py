@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 import models
-import numpy as np
 import pytest
 import torch
 from fake_engine import completion
@@ -36,14 +35,13 @@ from osd_hf.engines.deploy import Deployer
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import VersionFolder, folder_name
 from osd_hf.engines.vllm_reload import weights_digest
-from osd_hf.errors import ConfigError, StateError, VocabularyMismatchError
+from osd_hf.errors import StateError
 from osd_hf.learning import session as session_module
 from osd_hf.learning.gate import GateDecision
 from osd_hf.prompts import encode_turn
-from osd_hf.recording import record_traces, rescore
+from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
 from osd_hf.store.folder import StoreFollower
-from osd_hf.target_version import fingerprint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 
@@ -240,51 +238,8 @@ def test_only_the_newest_target_is_learned_from_unless_asked(
         assert config.get("osd_hf_target") == (16 * kept[0] if kept[0] in "abcdef" else None)
 
 
-def test_older_requests_are_scored_anew_where_the_target_is_at_hand(
-    begin: Any, pair: Any, traces: list[Trace], tmp_path: Path
-) -> None:
-    other = models.build(seed=3, num_hidden_layers=1)
-    names = "zzzzzzyyyy"
-    learner = begin(path=written(tmp_path / "mixed", said(traces, names)), target=other)
-    learn(learner)
-    lesson = learner.learner.drafts.requests[None]
-    found = [*lesson.pending, *lesson.buffer]
-    assert (learner.requests, len(learner.learned), learner.skipped) == (10, 4, {})
-    assert {trace.target for trace in found} == {16 * "y"}
-    assert sorted(trace.is_rescored for trace in found) == [False] * 4 + [True] * 6
-    anew = next(trace for trace in found if trace.created_at_seconds == 2)
-    [wanted] = rescore(other, traces[2:3])
-    assert np.array_equal(anew.top_ids, wanted.top_ids)
-    assert not np.array_equal(anew.top_ids, traces[2].top_ids)
-    assert learner.learner.drafts.serving_version() > 0
-    learner = begin(path=written(tmp_path / "scored", rescore(other, traces[:4])), versions="others")
-    learn(learner)
-    assert (learner.requests, len(learner.learned), dict(learner.set_aside)) == (4, 0, {})
-
-
 def later(traces: Sequence[Trace], names: str, seconds: float) -> list[Trace]:
     return [replace(t, created_at_seconds=t.created_at_seconds + seconds) for t in said(traces, names)]
-
-
-def test_the_target_at_hand_scores_for_its_own_version_alone(begin: Any, traces: list[Trace], tmp_path: Path) -> None:
-    other = models.build(seed=3, num_hidden_layers=1)
-    store = written(tmp_path / "mixed", said(traces, "zzyy"))
-    learner = begin(path=store, target=other)
-    learn(learner)
-    assert (learner.requests, learner.skipped) == (4, {})
-    written(store, later(traces, "zxx", 50))  # the model stays what it was
-    learn(learner)
-    lesson = learner.learner.drafts.requests[None]
-    assert {(trace.target, trace.is_rescored) for trace in (*lesson.pending, *lesson.buffer)} == {(16 * "x", False)}
-    assert (learner.requests, learner.skipped) == (6, {"of another version of the target": 1})
-    store = written(tmp_path / "told", said(traces, "aabb"))
-    with pytest.raises(ConfigError, match=f"{fingerprint(other)}.*{16 * 'b'}"):
-        begin(path=store, target=other)
-    learner = begin(path=store, target=other, target_version=fingerprint(other), versions="others")
-    learn(learner)
-    assert (learner.requests, learner.skipped) == (4, {})
-    with pytest.raises(VocabularyMismatchError, match="target has 48 tokens, the draft 64"):
-        begin(path=store, target=models.build(vocab_size=48))
 
 
 def test_a_target_that_comes_back_is_learned_from_again(begin: Any, traces: list[Trace], tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class CollectSettings(PromptSettings):
 
 # Flags that a collection does not use, besides those of the assistant.
 OF_LEARNING = """
-    output_dir draft paper lora_rank threads by_domain rescore once state_dir keep publish_seconds repo_id public token
+    output_dir draft paper lora_rank threads by_domain once state_dir keep publish_seconds repo_id public token
     license metrics_port metrics_host report_to deploy watch_requests deploy_seconds
     dtype device attn_implementation device_map quantization
 """
@@ -161,7 +161,6 @@ class LearnSettings(CollectSettings, StoreSettings):
     threads: int | None = flag("number of torch threads", None, minimum=1, metavar="N")
     by_domain: bool = flag("train a draft for each label, published to OUTPUT_DIR/LABEL", False)
     collect_only: bool = flag("end when the answers are stored", False, needs="url", excludes=OF_LEARNING)
-    rescore: bool = flag("load the target and recompute the log-probs of requests of its other versions", False)
     once: bool = flag("end when everything in the stores is learned", False)
     poll_seconds: float = flag("seconds between two looks at stores and engines", 2.0, minimum=0, metavar="S")
     state_dir: Path | None = flag(
@@ -350,8 +349,6 @@ def _make_learner(
 ) -> StoreLearner:
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
-        if settings.rescore:
-            target = load_model(settings.target, **settings.target_loading)
         draft = align_vocab(load_model(settings.draft, **settings.draft_loading), target)
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:
@@ -367,7 +364,6 @@ def _make_learner(
         by_domain=settings.by_domain,
         peft_config=lora_config(settings.lora_rank),
         target_version=settings.target_version,
-        target=target if settings.rescore else None,
         facts=facts,
         state=settings.state(versions.path),
         repo_id=settings.repo_id,

@@ -155,7 +155,7 @@ def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows:
     if len(versions) > 1:
         raise DataError(
             f"The recordings hold rows of {len(versions)} versions of the target ({', '.join(versions)}). Leave out "
-            "the others, or give all of them the rows of one by `rescore`."
+            "the others."
         )
     return traces
 

@@ -178,8 +178,7 @@ def train_draft(
         else:
             requests = read_traces(_of_this_version(target, traces), target, needs_rows=False)
         training, held_out = split_requests(requests, config.seed)
-        # Drafts are judged by the target's own answers, even if the rows have others.
-        held_out = [unanswered(t) if traces is None or t.sampling.get("rescored") else t for t in held_out]
+        held_out = held_out if traces is not None else [unanswered(trace) for trace in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
         trials = _worthwhile(target, trials, held_out[0].prompt_ids, new_tokens, budget)
         held_out = read_traces(_answers(target, held_out, config.max_new_tokens), target)

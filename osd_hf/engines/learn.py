@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
 from osd_hf.engines.versions import FACTS, VersionFolder, folder_name
-from osd_hf.errors import ConfigError, OSDError, StateError, VocabularyMismatchError, first_line
+from osd_hf.errors import ConfigError, OSDError, StateError, first_line
 from osd_hf.hub import DraftFacts, check_written, push_folder, save_draft
 from osd_hf.learning import session
 from osd_hf.learning.drafts import DomainDrafts
@@ -28,13 +28,10 @@ from osd_hf.learning.requests import ExcludedRequests, ReadableTraces
 from osd_hf.learning.session import has_session, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, finish, log_update, make_accelerator
 from osd_hf.learning.weights import Snapshot
-from osd_hf.models import vocab_size_of
-from osd_hf.recording import rescore
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.folder import StoreFollower
 from osd_hf.target_version import is_fingerprint
-from osd_hf.target_version import target_version as version_of
 from osd_hf.trace import Trace
 from osd_hf.utils.report import provenance
 
@@ -54,13 +51,11 @@ class StoreLearner:
     continues without learning a request twice or not at all. With `domain`, only requests with this label count; with
     `by_domain`, each label has a draft of its own, with versions in a subfolder. Adapters (`peft_config`) are merged
     in versions. Requests of other target versions than `target_version`, by default the one with the newest requests,
-    are left out, unless `target` rescores them ([`rescore`]). They are then learned from, but not used by the gate.
-    Requests without a version count as that one while it is the only one. Versions are pushed to `repo_id`, at least
-    `publish_seconds` apart. `accelerator` runs the training steps, and has the trackers.
+    are left out. Requests without a version count as that one while it is the only one. Versions are pushed to
+    `repo_id`, at least `publish_seconds` apart. `accelerator` runs the training steps, and has the trackers.
 
     Raises:
-        ConfigError: no fixed number of draft tokens, or a `target` of another version.
-        VocabularyMismatchError: a `target` with another vocabulary size.
+        ConfigError: no fixed number of draft tokens.
         StateError: the session belongs to another draft.
     """
 
@@ -77,7 +72,6 @@ class StoreLearner:
         by_domain: bool = False,
         peft_config: Any = None,
         target_version: str | None = None,
-        target: Any = None,
         facts: DraftFacts | None = None,
         repo_id: str | None = None,
         token: str | None = None,
@@ -116,7 +110,6 @@ class StoreLearner:
         self._accelerator = accelerator or make_accelerator(None, config)
         self._readable = ReadableTraces.by(drafts.base)
         self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
-        self._target = target
         self._requested_version = target_version
         self._version = target_version  # the target version that is learned from
         self._last_seen: dict[str, float] = {}  # target version -> time of its newest request
@@ -132,9 +125,6 @@ class StoreLearner:
         if not target_version:  # those that have come already
             found = follower.targets(domain, self._readable.vocab_size)
             self._choose_version(found.items())
-        self._version_of_target = self._version  # what the model at hand scores for
-        if target is not None:
-            self._check_target()
 
     @property
     def requests(self) -> int:
@@ -176,9 +166,7 @@ class StoreLearner:
         fitting = [trace for trace in taken if self._fits(trace) and self._set_aside(trace.domain).accepts(trace)]
         if not self._requested_version:
             self._choose_version((trace.target, trace.created_at_seconds) for trace in fitting)
-        if aside := [trace for trace in fitting if trace.is_rescored or self._is_other_version(trace)]:
-            self._learn_from_rescored(aside)
-            fitting = [trace for trace in fitting if trace not in aside]
+        fitting = [trace for trace in fitting if self._is_of_version(trace)]
         replays = self._isolated(lambda those: replay_each(self._draft, those, self.k), fitting)
         found = [(t, stats) for t, stats in zip(fitting, replays, strict=True) if stats is not None]
         frozen = iter([stats for _, stats in found])
@@ -235,46 +223,13 @@ class StoreLearner:
         if newest in arrived and (newest not in known or self._version not in arrived):
             self._version = newest
 
-    def _is_other_version(self, trace: Trace) -> bool:
-        """Return whether a request belongs to another target version than the selected one."""
-        is_sure = self._requested_version or len(self._last_seen) > 1
-        return trace.target not in (None, self._version) or bool(trace.target is None and is_sure)
-
-    def _check_target(self) -> None:
-        """Raise an error if the target cannot rescore requests for the selected version."""
-        size, wanted = vocab_size_of(self._target), self._readable.vocab_size
-        if size != wanted:
-            raise VocabularyMismatchError(
-                f"The target has {size} tokens, the draft {wanted}. Use a draft of its size (see `align_vocab`)."
-            )
-        if not self._target_is_current():
-            raise ConfigError(
-                f"The target is of version {version_of(self._target)}, but {self._version} is learned from, the "
-                "newest in the stores or the one asked for. Load that version, or name this one's version."
-            )
-
-    def _target_is_current(self) -> bool:
-        """Return whether the target is of the selected version. The first name of an engine counts as its own."""
-        if is_fingerprint(self._version):
-            return version_of(self._target) == self._version
-        self._version_of_target = self._version_of_target or self._version
-        return self._version == self._version_of_target
-
-    def _learn_from_rescored(self, traces: Sequence[Trace]) -> None:
-        """Learn from requests of other versions, rescored by the target if it is of the selected version."""
-        others, rescored = [trace for trace in traces if self._is_other_version(trace)], list[Trace]()
-        if self._target is not None and self._target_is_current():
-            found = self._isolated(lambda those: rescore(self._target, those), others)
-            rescored = [replace(trace, target=self._version) for trace in found if trace is not None]
-        else:
-            hint = "" if self._target is None else " So is the given target: begin again with the newest."
-            for _ in others:
-                self._leave_out("of another version of the target", hint)
-        for trace in (*rescored, *(trace for trace in traces if trace not in others)):
-            self.learner.observe(trace.domain, trace)
-            self._count(trace)
-        while (report := self.learner.after_answer()) is not None:
-            self._updated(report)
+    def _is_of_version(self, trace: Trace) -> bool:
+        """Return whether a request belongs to the selected target version, and count others."""
+        is_unclear = trace.target is None and (self._requested_version or len(self._last_seen) > 1)
+        is_other = trace.target not in (None, self._version) or bool(is_unclear)
+        if is_other:
+            self._leave_out("of another version of the target")
+        return not is_other
 
     def _fits(self, trace: Trace) -> bool:
         kept, readable, size = self.config.num_logprobs, self._readable, trace.vocab_size
@@ -299,9 +254,9 @@ class StoreLearner:
             self._leave_out(reason)
         return reason is None
 
-    def _leave_out(self, reason: str, hint: str = "") -> None:
+    def _leave_out(self, reason: str) -> None:
         if not self.skipped[reason]:
-            logger.warning("Left out: requests %s.%s", reason, hint)
+            logger.warning("Left out: requests %s.", reason)
         self.skipped[reason] += 1
 
     def _updated(self, report: UpdateReport) -> None:

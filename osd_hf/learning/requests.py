@@ -330,9 +330,6 @@ class DraftRequests:
 
     def _add(self, trace: Trace) -> None:
         self.requests_waiting += 1
-        if trace.is_rescored:  # its rounds say nothing about any draft
-            self.pending.append(trace)
-            return
         self.vocabulary.add(trace)
         to_learn = self.hold_back(trace) if self.config.gate else trace
         if to_learn is not None:
