@@ -117,6 +117,7 @@ def test_a_target_trained_between_requests_begins_a_new_lesson(
         assert of_versions(lesson) == {first.target}
         assert len(lesson.choice.scores) <= 1  # of the first request
         assert assistant.effort == 1
+        assistant.drafts.set_pace(min_effort=1.0)  # although it does not pay
         assert assistant.version == version  # what was learned is a better start than nothing
         after = serve(assistant, 23, 23)
         assert {trace.target for trace in after} == of_versions(lesson) == {first.target}

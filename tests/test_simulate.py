@@ -81,6 +81,7 @@ def test_a_simulated_gate_decides_as_the_live_one(strategy: str) -> None:
     config = replace(CONFIG, gate=True, update_interval=6, update_strategy=strategy)
     prompts = models.prompts(36)
     assistant = OnlineAssistant(target, draft, config=config)
+    assistant.drafts.set_pace(min_effort=1.0)  # a simulation knows no costs
     for ids in prompts:
         assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
     traces = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=8, num_logprobs=64))
