@@ -92,7 +92,7 @@ def launch(args: Any) -> int:
         say(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)")
     if args.threads:  # before a draft is made, because its speed is measured
         torch.set_num_threads(args.threads)
-    smollm2 = smollm2_pair(device=args.device or "cpu") if args.pair else None
+    smollm2 = smollm2_pair(device=args.device or "cpu") if args.pair == "smollm2" else None
     pair = ServedPair(args.target, args.draft, smollm2=smollm2, **args.loading)
     service = Service(pair, state=args.state_dir, threads=args.threads, is_public=is_public)
     if is_public:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from osd_hf.errors import ConfigError
+from transformers.utils import cached_file
+
+from osd_hf.errors import ConfigError, first_line
 from osd_hf.losses import DIVERGENCES
 
+CONFIG_NAME = "online_config.json"
 REPLAY_NUM_ASSISTANT_TOKENS = 5  # drafted per round when versions are compared, unless the number is fixed
 
 
@@ -155,6 +161,29 @@ class OnlineConfig:
             gate=False,
         )
         return replace(rule, **changes)
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike[str], **changes: Any) -> OnlineConfig:
+        """
+        Load the configuration that a folder or a Hub repository has.
+
+        Args:
+            name (`str` or `Path`): Folder or Hub id.
+            changes (`Any`, *optional*): Fields to set otherwise.
+
+        Raises:
+            ConfigError: No configuration, one that cannot be read, or an unknown field.
+        """
+        try:
+            saved = json.loads(Path(cached_file(str(name), CONFIG_NAME)).read_text())
+            return cls(**{**saved, **changes})
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"No {CONFIG_NAME} can be read from {name}: {first_line(error)}.") from error
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write the configuration to `online_config.json` in a folder, which is created if missing."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @property
     def reads_text(self) -> bool:

@@ -202,7 +202,18 @@ def main() -> int:
         for side, flags in SIDES.items():
             keeps = ["--state-dir", str(session)] if side == "learning" else []
             # The clients are more than may wait, were it not for this.
-            server = ["serve", "--bundled", "--port", "0", "--threads", "1", "--max-queue", str(args.clients), *flags]
+            server = [
+                "serve",
+                "--pair",
+                "bundled",
+                "--port",
+                "0",
+                "--threads",
+                "1",
+                "--max-queue",
+                str(args.clients),
+                *flags,
+            ]
             server += ["--buffer-size", str(args.buffer_size)] if args.buffer_size else []
             with open(Path(folder) / side, "w") as log:
                 processes[side] = subprocess.Popen(

@@ -51,7 +51,7 @@ def run_arguments(pair, rows, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--target": None}, "--target must be given, or --bundled"),
+        ({"--target": None}, "--target must be given, or --pair bundled"),
         ({"--target": "no/such/model"}, "The model 'no/such/model' cannot be loaded"),
         ({"--prompts": "missing.jsonl"}, "There is no file missing.jsonl"),
         ({"--column": "prompt"}, "no column 'prompt'; its columns are question, n"),
@@ -108,7 +108,7 @@ def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, 
         raise error
 
     monkeypatch.setattr("osd_hf.models.load_bundled", fail)
-    assert main(["run", "--bundled", "--output-dir", "never-made"]) == code
+    assert main(["run", "--pair", "bundled", "--output-dir", "never-made"]) == code
     assert capsys.readouterr().err == said
 
 
@@ -171,7 +171,7 @@ def test_bad_input_of_a_score_is_one_line_and_exits_with_2(pair, store, tmp_path
     ("flags", "value"), [(["--compile-draft"], True), (["--compile-draft", "false"], False), ([], "auto")]
 )
 def test_a_setting_that_is_true_or_false_or_a_word_is_a_flag(flags, value):
-    assert parse(["run", "--bundled", *flags])[1][1].compile_draft == value
+    assert parse(["run", "--pair", "bundled", *flags])[1][1].compile_draft == value
 
 
 def test_a_command_starts_where_nothing_is_said_of_telemetry():

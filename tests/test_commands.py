@@ -16,6 +16,8 @@ import yaml
 
 from osd_hf.cli import learn, settings
 from osd_hf.cli.main import COMMANDS, command_module, main, parse
+from osd_hf.config import OnlineConfig
+from osd_hf.errors import ConfigError
 from osd_hf.prompts import PromptSource, read_prompts
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +94,7 @@ def test_arguments_of_the_chat_template_are_a_json_object_or_a_mapping_of_a_file
         for command in ("run", "distill"):
             assert settings_of(command, *NEEDED.get(command, ()), *given)[0].template_kwargs == known
     for wrong in ("enable_thinking", "[1]"):
-        assert main(["serve", "--bundled", "--chat-template-kwargs", wrong]) == 2
+        assert main(["serve", "--pair", "bundled", "--chat-template-kwargs", wrong]) == 2
         assert "--chat-template-kwargs must be a JSON object, got" in capsys.readouterr().err
 
 
@@ -139,7 +141,7 @@ def test_every_setting_of_a_command_is_read(command: str) -> None:
     [
         (["env", "t", "d", "--num-assistant-tokens", "5", "--rows", "0"], "--rows must be at least 1"),
         (["env", "t"], "Name two models"),
-        (["run", "--bundled", "--output-dir", "o", "--dtype", "bfloat16"], "`dtype` needs a target and a draft"),
+        (["run", "--pair=bundled", "--dtype", "bfloat16"], "--pair and --dtype exclude each other"),
         (["quickstart", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["quickstart", "--later-requests", "3", "--timed-requests", "4"], "at most --later-requests, got 4 of 3"),
         (["quickstart", "--output-dir", f"{__file__}/out"], "The output folder"),
@@ -157,13 +159,13 @@ def test_every_setting_of_a_command_is_read(command: str) -> None:
         (["learn", "--store", "s", "--url", "u", "--collect-only", "--batch-size", "8"], "and --batch-size exclude"),
         (["learn", *NEEDED["learn"], "--flush-every", "8"], "--flush-every would change nothing without --url"),
         (["env", "--batch-size", "8"], "name them"),
-        (["run", "--bundled", "--domain", "poetry"], "--domain must be one of sql, math, python, finance, got poetry"),
+        (["run", "--pair=bundled", "--domain", "poetry"], "--domain must be one of sql, math, python"),
         (["learn", "--store", "s"], "--output-dir must name the folder"),
         (["proxy", *NEEDED["proxy"], "--draft", "d"], "--draft would change nothing without --learn"),
         (["push", "--draft", "d"], "Name the repository of the draft"),
         (["app", "--pair", "smollm2", "--dtype", "float16"], "--pair and --dtype exclude each other"),
-        (["serve", "--bundled", "--target", "t", "--draft", "d"], "--bundled and --target exclude each other"),
-        (["serve", "--bundled", "--update-strategy", "manual"], "would never learn here"),
+        (["serve", "--pair", "bundled", "--target", "t", "--draft", "d"], "--pair and --target exclude each other"),
+        (["serve", "--pair", "bundled", "--update-strategy", "manual"], "would never learn here"),
     ],
 )  # fmt: skip
 def test_what_would_be_ignored_is_refused(
@@ -250,10 +252,10 @@ def test_flags_go_before_a_file_and_lists_are_not_joined(tmp_path: Path) -> None
     file = tmp_path / "run.json"
     file.write_text(json.dumps({
         "num-requests": 7, "domain": ["sql", "math"], "learning_rate": "1e-3", "num_logprobs": None, "gate": False,
-        "bundled": True, "device": None,
+        "pair": "bundled", "device": None,
     }))  # fmt: skip
-    found, config = settings_of("run", "--domain", "finance", "--config", str(file), "--bundled", "false")
-    assert (found.num_requests, found.domain, found.bundled) == (7, ["finance"], False)
+    found, config = settings_of("run", "--domain", "finance", "--config", str(file), "--pair", "smollm2")
+    assert (found.num_requests, found.domain, found.pair) == (7, ["finance"], "smollm2")
     assert (config.learning_rate, config.num_logprobs, config.gate) == (1e-3, None, False)
     assert settings_of("run", "--config", str(file))[0].domain == ["sql", "math"]
     assert settings_of("run", "--domain", "a", "--domain", "b", "c")[0].domain == ["a", "b", "c"]
@@ -311,3 +313,23 @@ def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch
     (found,) = settings_of("bench", "--prompts", str(folder), "--subset", "socratic")
     source: PromptSource = found.source(found.prompts[0])
     assert [prompt.text for prompt in read_prompts(source)] == ["of socratic"]
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "quickstart", "bench", "learn"])
+def test_a_pair_is_loaded_by_its_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("osd_hf_app")
+    devices: list[str] = []
+    monkeypatch.setattr("osd_hf_app.smollm2.smollm2_pair", devices.append)
+    settings_of(command, *NEEDED.get(command, []), "--pair", "smollm2")[0].load_pair()
+    assert devices == ["cpu"]
+
+
+def test_a_configuration_is_saved_and_loaded_as_others_are(tmp_path: Path) -> None:
+    config = OnlineConfig.paper(seed=3)
+    config.save_pretrained(tmp_path / "new")
+    assert OnlineConfig.from_pretrained(tmp_path / "new") == config
+    assert OnlineConfig.from_pretrained(str(tmp_path / "new"), seed=4) == OnlineConfig.paper(seed=4)
+    (tmp_path / "new" / "online_config.json").write_text('{"seeds": 3}')
+    for name in ("new", "other"):
+        with pytest.raises(ConfigError, match="No online_config.json can be read from"):
+            OnlineConfig.from_pretrained(tmp_path / name)

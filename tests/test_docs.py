@@ -157,8 +157,8 @@ def test_a_shell_line_parses(words: list[str], tmp_path: Path, monkeypatch: pyte
         case ["osd-hf", *rest]:
             settings, *_ = parse(rest)[1]
             if rest[0] == "push":  # from Python a draft is saved without a card
-                assert settings.bundled or settings.target
-                assert settings.export or settings.bundled or settings.before
+                assert settings.pair or settings.target
+                assert settings.export or settings.pair or settings.before
         case ["make", *targets]:
             phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
             assert phony and set(targets) <= set(phony[1].split())

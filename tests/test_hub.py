@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 FACTS = DraftFacts(
     target="somebody/target", target_revision="abc123", target_version="0f" * 8, base_model="somebody/draft",
-    domains=("finance",), training={"requests": 40}, command="osd-hf run --bundled", license="apache-2.0",
+    domains=("finance",), training={"requests": 40}, command="osd-hf run --pair bundled", license="apache-2.0",
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_the_card_says_what_was_measured(published: Path) -> None:
     for side in ("before", "after"):
         low, high = results[side]["alpha_interval"]
         assert f"{results[side]['alpha']:.3f} [{low:.3f}, {high:.3f}]" in card.text
-    said = ("2310.07177", "vllm serve somebody/target", "osd-hf run --bundled", "- requests: 40", "finance",
+    said = ("2310.07177", "vllm serve somebody/target", "osd-hf run --pair bundled", "- requests: 40", "finance",
             "pip install torch", "## Limitations", "What it may have memorized", ".to(device)")  # fmt: skip
     for words in said:
         assert words in card.text
@@ -296,7 +296,7 @@ def test_where_nobody_can_tell_who_reads_it_nothing_is_pushed(here: FakeHub, sma
 @pytest.mark.parametrize(
     "command",
     [
-        ["push", "me/draft", "--draft", "nowhere", "--bundled"],
+        ["push", "me/draft", "--draft", "nowhere", "--pair", "bundled"],
         ["learn", "--repo-id", "me/draft", "--store", "nowhere", "--output-dir", "versions"],
     ],
 )

@@ -36,7 +36,7 @@ def test_push_writes_the_measured_repo_and_pushes_nothing_when_it_is_dry(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repo = tmp_path / "repo"
-    places = ["me/draft", "--bundled", "--draft", str(learned), "--output-dir", str(repo)]
+    places = ["me/draft", "--pair", "bundled", "--draft", str(learned), "--output-dir", str(repo)]
     sizes = "--num-requests 4 --timed-requests 1 --max-new-tokens 12 --num-assistant-tokens 3 --domain finance"
     assert main(["push", *places, "--dry-run", "--json", "-", *sizes.split()]) == 0
     out = capsys.readouterr()
@@ -59,7 +59,17 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kept").write_text("mine")
-    arguments = ["push", "me/draft", "--bundled", "--draft", str(learned), "--output-dir", str(tmp_path), "--dry-run"]
+    arguments = [
+        "push",
+        "me/draft",
+        "--pair",
+        "bundled",
+        "--draft",
+        str(learned),
+        "--output-dir",
+        str(tmp_path),
+        "--dry-run",
+    ]
     assert main(arguments) == 2
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
@@ -68,15 +78,15 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["push", "me/draft", "--bundled", "--draft", "nowhere"], "'nowhere' cannot be loaded"),
+        (["push", "me/draft", "--pair", "bundled", "--draft", "nowhere"], "'nowhere' cannot be loaded"),
         (["push", "me/draft", "--draft", "d", "--dry-run"], "--output-dir"),
         (["push", "me/draft", "--draft", "d"], "No card in a folder d names the target: set --target, or"),
         (["push", "--export", "new", "--draft", "."], "No card in a folder . names the target"),
         (["push", "me/draft", "--draft", "d", "--target", "t"], "Name it with --before"),
         (["push", "me/draft", "--draft", "d", "--target", "t", "--before", "t"], "t is the target itself"),
         (
-            ["push", "me/draft", "--draft", "d", "--bundled", "--before", "b"],
-            "--bundled and --before exclude each other",
+            ["push", "me/draft", "--draft", "d", "--pair", "bundled", "--before", "b"],
+            "--pair and --before exclude each other",
         ),
         (["push", "me/draft", "--draft", "d", "--private", "--public"], "exclude each other"),
     ],
@@ -125,7 +135,19 @@ def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
 ) -> None:
     folder = tmp_path / "engine"
     assert (
-        main(["push", "--export", str(folder), "--bundled", "--draft", str(learned), "--num-assistant-tokens", "4"])
+        main(
+            [
+                "push",
+                "--export",
+                str(folder),
+                "--pair",
+                "bundled",
+                "--draft",
+                str(learned),
+                "--num-assistant-tokens",
+                "4",
+            ]
+        )
         == 0
     )
     command = shlex.split(capsys.readouterr().out)
@@ -162,6 +184,6 @@ def test_the_push_is_private_unless_it_is_asked_to_be_public(
     monkeypatch.setattr("osd_hf.cli.push.push_folder", push_folder)
     monkeypatch.setattr("osd_hf.cli.push.check_push", check_push)
     sizes = ["--num-requests", "2", "--timed-requests", "0", "--max-new-tokens", "4", "--num-assistant-tokens", "2"]
-    assert main(["push", "me/draft", "--bundled", "--draft", str(learned), *sizes, *flags]) == 0
+    assert main(["push", "me/draft", "--pair", "bundled", "--draft", str(learned), *sizes, *flags]) == 0
     assert asked == [private, private]  # before the work, and at its end
     assert "pushed to https://hub/me/draft" in capsys.readouterr().out

@@ -569,7 +569,7 @@ def test_what_fails_is_told_and_logged(
 
 
 def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_path: Path) -> None:
-    flags = ["--bundled", "--port", "0", "--threads", "1", "--state-dir", str(tmp_path / "session")]
+    flags = ["--pair", "bundled", "--port", "0", "--threads", "1", "--state-dir", str(tmp_path / "session")]
     with open(tmp_path / "log", "w") as log:
         command = [sys.executable, "-m", "osd_hf.cli.main", "serve", *flags]
         process = ModuleProcess(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
@@ -613,7 +613,7 @@ def test_without_a_key_it_is_for_this_machine_or_says_that_it_is_not(
     monkeypatch.setattr("osd_hf.cli.serve.open_assistant", lambda *_: 1 / 0)
     monkeypatch.setattr(Listener, "run", looked_at)
     with pytest.raises(ZeroDivisionError):
-        serve_command(*make_parser(flags).parse_settings(["--bundled", "--port", "0", *flags]))
+        serve_command(*make_parser(flags).parse_settings(["--pair", "bundled", "--port", "0", *flags]))
     assert statuses == [status, 200]
     assert ("without a key" in caplog.text) == is_warned
 
@@ -623,11 +623,11 @@ def test_a_key_is_one_that_clients_can_send(key: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(key)
     for flag, value in (("--api-key", key), ("--api-key-file", str(file))):
-        settings, _ = make_parser([]).parse_settings(["--bundled", flag, value])
+        settings, _ = make_parser([]).parse_settings(["--pair", "bundled", flag, value])
         with pytest.raises(ConfigError, match="must hold a key of printable ASCII"):
             _ = settings.key
     file.write_text("fine\n")
-    assert make_parser([]).parse_settings(["--bundled", "--api-key-file", str(file)])[0].key == "fine"
+    assert make_parser([]).parse_settings(["--pair", "bundled", "--api-key-file", str(file)])[0].key == "fine"
 
 
 def test_a_pair_that_cannot_be_loaded_ends_the_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -635,11 +635,11 @@ def test_a_pair_that_cannot_be_loaded_ends_the_server(tmp_path: Path, capsys: py
     said = capsys.readouterr().err
     assert "cannot be loaded" in said
     assert "stopping" not in said
-    assert main(["serve", "--bundled", "--port", "0", "--chat-template-kwargs", '{"tokenize": true}']) == 2
+    assert main(["serve", "--pair", "bundled", "--port", "0", "--chat-template-kwargs", '{"tokenize": true}']) == 2
     said = capsys.readouterr().err
     assert "`chat_template_kwargs` must hold what the chat template itself reads" in said
     assert "stopping" not in said
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--bundled", "--port", port]) == 2
+        assert main(["serve", "--pair", "bundled", "--port", port]) == 2
     assert f"The address 127.0.0.1:{port} cannot be listened at" in capsys.readouterr().err

@@ -6,22 +6,15 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from osd_hf.cli.settings import THREADS, CommandParser, Loading, flag, require_extra
-
-MODELS = "target draft dtype attn_implementation device_map quantization"  # flags about the pair
+from osd_hf.cli.settings import THREADS, CommandParser, PairSettings, flag, require_extra
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppSettings(Loading):
+class AppSettings(PairSettings):
     """Flags of `osd-hf app`."""
 
-    pair: Literal["smollm2"] | None = flag(
-        "serve SmolLM2-135M-Instruct, after a download of 93 MB and 5 minutes of training", None, excludes=MODELS
-    )
-    target: str | None = flag("target in place of the bundled one", None, metavar="ID|PATH")
-    draft: str | None = flag("draft in place of the bundled one", None, metavar="ID|PATH")
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     host: str | None = flag("address to listen at; other machines are let in by 0.0.0.0, which implies --public", None)
     port: int | None = flag("port to listen at; by default the first free one from 7860", None)

@@ -17,13 +17,13 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.quickstart import serve_stream, split_prompts
-from osd_hf.cli.settings import THREADS, CommandParser, Loading, Reporting, RowSettings, flag, open_recorded
+from osd_hf.cli.settings import THREADS, CommandParser, PairSettings, Reporting, RowSettings, flag, open_recorded
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, alone_systems, answer_greedily, benchmark
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_bars, ratio_text, stats_interval, text_table
-from osd_hf.models import input_device, load_draft, load_model, load_pair, load_tokenizer, prompt_room
+from osd_hf.models import input_device, load_draft, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.replay import replay_each
 from osd_hf.store.store import CorrectionStore
@@ -39,16 +39,14 @@ SOURCES: dict[Any, str] = {"draft": "draft only", "text": "text only", "both": "
 NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in all
 
 # Flags without an effect with --compare, and with --store.
-NOT_COMPARED = "draft learn_requests seed threads chat_template chat_template_kwargs"
+NOT_COMPARED = "pair draft learn_requests seed threads chat_template chat_template_kwargs"
 NOT_STORED = "target prompts revision quantization max_new_tokens output_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(RowSettings, Loading, Reporting):
+class BenchSettings(RowSettings, PairSettings, Reporting):
     """Flags of `osd-hf bench`."""
 
-    target: str | None = flag("target in place of the bundled one", None, metavar="ID|PATH")
-    draft: str | None = flag("draft in place of the bundled one", None, metavar="ID|PATH")
     num_assistant_tokens: list[int] | None = flag(
         "tokens drafted per round (k), one or several; by default 5", None, minimum=1, metavar="N"
     )
@@ -144,7 +142,7 @@ def _systems(
 
 def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, dict[str, Any]]:
     """Let a draft learn, and time all systems on later prompts."""
-    target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
+    target, draft, tokenizer = settings.load_pair()
     if settings.prompts is None:
         stream, prompts = _bundled_prompts(settings, tokenizer)
     else:

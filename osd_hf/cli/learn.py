@@ -19,13 +19,12 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig
 
 from osd_hf.acceptance import Comparison
-from osd_hf.bundled import load_bundled
 from osd_hf.cli import FAILED, INTERRUPTED
 from osd_hf.cli.settings import (
     NOTHING_DRAFTED,
     PAPER,
     CommandParser,
-    Loading,
+    PairSettings,
     PromptSettings,
     Reporting,
     flag,
@@ -50,7 +49,6 @@ from osd_hf.models import (
     load_config,
     load_eos_ids,
     load_model,
-    load_pair,
     load_tokenizer,
     prompt_room,
 )
@@ -64,7 +62,7 @@ CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreSettings(Loading, Reporting):
+class StoreSettings(PairSettings, Reporting):
     """A store of an engine's answers, and the target that the engine serves."""
 
     target: str | None = flag(
@@ -84,7 +82,7 @@ class StoreSettings(Loading, Reporting):
         if self.target:
             config, ends = load_config(self.target, **self.fetching), load_eos_ids(self.target, **self.fetching)
         else:
-            target = load_bundled()[0]
+            target = self.load_pair().target
             config, ends = target.config, eos_ids(target.generation_config)
         size = int(config.get_text_config().vocab_size)
         return config, ResponseReader(size, min(num_logprobs, size), ends, self.target_version)
@@ -153,7 +151,6 @@ class LearnSettings(CollectSettings, StoreSettings):
 
     store: list[Path] = flag("stores of collected answers", metavar="DIR")
     output_dir: Path | None = flag("folder of the versions; DIR/latest is the newest", None, metavar="DIR")
-    draft: str | None = flag("draft to start from; by default the bundled one", None, metavar="ID|PATH")
     paper: bool = flag(PAPER, False)
     lora_rank: int | None = flag(
         "train adapters of this rank, merged in published versions", None, minimum=1, metavar="R"
@@ -317,7 +314,9 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
 
 def _encode(settings: LearnSettings, folder: Path, target_config: PreTrainedConfig, seed: int) -> EncodedPrompts:
     """Return the prompts to ask; with `--resume` only those without a stored answer."""
-    tokenizer = load_tokenizer(settings.target, **settings.fetching) if settings.target else load_bundled()[2]
+    tokenizer = (
+        load_tokenizer(settings.target, **settings.fetching) if settings.target else settings.load_pair().tokenizer
+    )
     room = prompt_room(target_config, target_config, settings.max_new_tokens)
     encoded = settings.encode_prompts(tokenizer, room, seed=seed)
     if not settings.resume or not folder.exists():
@@ -352,7 +351,7 @@ def _make_learner(
         draft = align_vocab(load_model(settings.draft, **settings.draft_loading), target)
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:
-        target, draft, tokenizer = load_pair(**settings.loading)
+        target, draft, tokenizer = settings.load_pair()
     facts = replace(facts_of(target, draft), license=settings.license, command=provenance()["command"])
     return StoreLearner(
         draft,

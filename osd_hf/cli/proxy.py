@@ -69,7 +69,7 @@ class ProxySettings(StoreSettings):
 
     def learn_command(self) -> list[str]:
         """Return the command of the process that learns."""
-        named = {name: getattr(self, name) for name in ("output_dir", "target", "draft", "revision")}
+        named = {name: getattr(self, name) for name in ("output_dir", "pair", "target", "draft", "revision")}
         named |= {"store": self.store.expanduser(), "config": self.learn_config}
         flags = [f"{option(name)}={value}" for name, value in named.items() if value is not None]
         flags += ["--trust-remote-code"] if self.trust_remote_code else []

@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from huggingface_hub import get_token
 from transformers import PreTrainedModel
 
-from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, flag
+from osd_hf.cli.settings import PAIRS, CommandParser, Loading, PairSettings, Reporting, RowSettings, flag
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
@@ -34,7 +34,7 @@ class PushSettings(RowSettings, Loading, Reporting):
     repo_id: str | None = flag("Hub repository of the draft", None, positional=True, nargs="?", metavar="REPO")
     draft: str = flag("folder of the learned draft", metavar="PATH")
     target: str | None = flag("its target; by default the one on the draft's model card", None, metavar="ID|PATH")
-    bundled: bool = flag("the target is the bundled one", False, excludes="target before before_revision")
+    pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes="target revision before before_revision")
     export: Path | None = flag(
         "only write the draft for vLLM to this new folder", None, excludes=NOT_EXPORTED, metavar="DIR"
     )
@@ -76,22 +76,22 @@ class PushSettings(RowSettings, Loading, Reporting):
 
     def with_target(self) -> Self:
         """Return the settings with the target that the draft's card names, if none is given; raises ConfigError."""
-        if self.bundled or self.target is not None:
+        if self.pair or self.target is not None:
             return self
         named = card_data(self.draft)
         if "target_model" not in named:
-            raise ConfigError(f"No card in a folder {self.draft} names the target: set --target, or --bundled.")
+            raise ConfigError(f"No card in a folder {self.draft} names the target: set --target, or --pair.")
         return replace(self, target=named["target_model"], revision=self.revision or named.get("target_revision"))
 
     def load_draft(self) -> PreTrainedModel:
         """Load the draft on the device of its target."""
-        device = self.device or ("cpu" if self.bundled else None)
+        device = self.device or ("cpu" if self.pair else None)
         return load_model(self.draft, **self.draft_loading | {"device": device})
 
-    def pair(self) -> Pair:
+    def models(self) -> Pair:
         """Load the target, the draft before it learned, and their tokenizer; raises ConfigError if one is unknown."""
-        if self.bundled:
-            return load_pair(**self.loading | {"draft_revision": None})
+        if self.pair:
+            return PairSettings(pair=self.pair, device=self.device).load_pair()
         named = card_data(self.draft)
         before = self.before or named.get("base_model")
         if before is None or before in (self.target, named.get("target_model")):
@@ -114,7 +114,7 @@ def push_command(settings: PushSettings) -> int:
     private = False if settings.public else True if settings.private else None
     if not settings.dry_run and (token or get_token()):  # before the evaluation, which takes long
         check_push(repo_id, token, private)
-    target, before, tokenizer = settings.pair()
+    target, before, tokenizer = settings.models()
     dataset = settings.evaluation_set(settings.prompts, settings.num_requests, settings.max_new_tokens)
     draft, k = settings.load_draft(), settings.num_assistant_tokens
     how: dict[str, Any] = {"timed_requests": settings.timed_requests, "num_assistant_tokens": k, "show_progress": True}
@@ -147,8 +147,7 @@ def _export(settings: PushSettings, folder: Path) -> int:
         target = load_model(settings.target, **settings.target_loading)
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:  # dtype and device are the draft's
-        how = settings.loading
-        target, _, tokenizer = load_pair(**{name: how[name] for name in ("device_map", "quantization", "revision")})
+        target, _, tokenizer = PairSettings(pair=settings.pair).load_pair()
     draft, k = settings.load_draft(), settings.num_assistant_tokens or 5
     names: dict[str, Any] = {"target_name": settings.target, "num_assistant_tokens": k}
     command = export_to_vllm(folder, draft, target, tokenizer, **names)

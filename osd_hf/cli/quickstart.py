@@ -14,13 +14,13 @@ from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts
 from osd_hf.cli import FAILED
-from osd_hf.cli.settings import PLACEMENT, THREADS, CommandParser, Loading, Reporting, flag
+from osd_hf.cli.settings import PLACEMENT, THREADS, CommandParser, PairSettings, Reporting, flag
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, answer_traced, benchmark
 from osd_hf.evaluation.display import figure, ratio_text, text_table
-from osd_hf.models import Pair, load_pair
+from osd_hf.models import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
@@ -35,7 +35,7 @@ COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(Loading, Reporting):
+class QuickstartSettings(PairSettings, Reporting):
     """Flags of `osd-hf quickstart`."""
 
     learn_requests: int = flag("requests per domain to serve and learn from", 100, minimum=2, metavar="N")
@@ -48,8 +48,6 @@ class QuickstartSettings(Loading, Reporting):
     max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=2, metavar="N")
     seed: int = flag("seed of the prompts and of learning", 0)
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
-    target: str | None = flag("another target for the same prompts", None, metavar="ID|PATH")
-    draft: str | None = flag("another draft for the same prompts", None, metavar="ID|PATH")
     compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
     output_dir: Path = flag(
         "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
@@ -69,7 +67,7 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 def quickstart_command(settings: QuickstartSettings) -> int:
     """Serve prompts of all domains with one draft that learns, and compare the draft with its original on later
     prompts; returns the exit code."""
-    pair = load_pair(settings.target, settings.draft, **settings.loading | {"dtype": "float32", "device": "cpu"})
+    pair = settings.load_pair(dtype="float32", device="cpu")
     sizes = {name: getattr(settings, name) for name in SIZES}
     folder, max_new_tokens = settings.output_dir, settings.max_new_tokens
     config = OnlineConfig(num_assistant_tokens=K, seed=settings.seed)

@@ -21,7 +21,7 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.cli.settings import (
     PAPER,
     CommandParser,
-    Loading,
+    PairSettings,
     PromptSettings,
     Reporting,
     check_auto,
@@ -35,7 +35,7 @@ from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import answer_traced, pad_setting
 from osd_hf.evaluation.display import comparison_row, figure, text_table
 from osd_hf.learning.session import has_session
-from osd_hf.models import load_pair, prompt_room
+from osd_hf.models import prompt_room
 from osd_hf.prompts import EncodedPrompts, prompts_digest
 from osd_hf.replay import replay
 from osd_hf.utils.disk import hold_lock, open_privately, sync_folder, write_whole
@@ -53,12 +53,9 @@ SAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(PromptSettings, Loading, Reporting):
+class RunSettings(PromptSettings, PairSettings, Reporting):
     """Flags of `osd-hf run`."""
 
-    target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
-    draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
-    bundled: bool = flag("serve the bundled pair on prompts of its domains", False, excludes="target draft prompts")
     max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, metavar="N")
     do_sample: bool = flag("sample answers, reproducible by --seed; otherwise they are greedy", False)
     temperature: float | None = flag("temperature of sampling", None, needs="do_sample", metavar="X")
@@ -85,9 +82,9 @@ class RunSettings(PromptSettings, Loading, Reporting):
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
 
     def check(self) -> None:
-        if not self.bundled and (missing := [name for name in SOURCES if not getattr(self, name)]):
+        if not self.pair and (missing := [name for name in SOURCES if not getattr(self, name)]):
             hint = f" There is no run in {self.output_dir} to resume." if self.resume else ""
-            raise ConfigError(f"--{' and --'.join(missing)} must be given, or --bundled.{hint}")
+            raise ConfigError(f"--{' and --'.join(missing)} must be given, or --pair bundled.{hint}")
         temperature, top_p = (1 if value is None else value for value in (self.temperature, self.top_p))
         if not (0 < temperature < math.inf and 0 < top_p <= 1):
             raise ConfigError("--temperature must be positive, and --top-p above 0 and at most 1.")
@@ -106,10 +103,10 @@ class RunSettings(PromptSettings, Loading, Reporting):
     def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
         """Return what must stay the same for a run to be resumed, ready for JSON."""
         return {
-            **{name: "bundled" if self.bundled else self.place(name) for name in SOURCES},
+            **{name: self.place(name) or self.pair for name in SOURCES},
             "requests": len(encoded.prompts),
             "prompts_fingerprint": prompts_digest(encoded.prompts),
-            "dtype": "float32" if self.bundled else self.dtype,
+            "dtype": "float32" if self.pair else self.dtype,
             **{n: v for n in ("quantization", "revision", "draft_revision") if (v := getattr(self, n)) is not None},
             **self.generate_kwargs,
             "learn": self.learn,
@@ -136,7 +133,7 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     if config.num_assistant_tokens is None:
         raise ConfigError("--num-assistant-tokens must not be none: comparisons need one k throughout.")
     folder = settings.output_dir
-    pair = target, draft, tokenizer = load_pair(settings.target, settings.draft, **settings.loading)
+    pair = target, draft, tokenizer = settings.load_pair()
     room = prompt_room(target.config, draft.config, settings.max_new_tokens)
     encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
     identity = settings.identity(config, encoded)

@@ -19,7 +19,7 @@ from osd_hf.cli.settings import (
     PAPER,
     THREADS,
     CommandParser,
-    Loading,
+    PairSettings,
     check_auto,
     flag,
     json_object,
@@ -31,7 +31,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.learning.session import has_session
-from osd_hf.models import input_device, load_pair
+from osd_hf.models import input_device
 from osd_hf.utils.context import choose_threads
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,9 @@ CANCEL_SECONDS = 2.0  # to tell clients that their requests are cut off
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(Loading):
+class ServeSettings(PairSettings):
     """Flags of `osd-hf serve`."""
 
-    target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
-    draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
-    bundled: bool = flag("serve the bundled pair", False, excludes="target draft")
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     host: str = flag("address to listen at; any other one lets other machines in", "127.0.0.1")
     port: int = flag("port to listen at; 0 = a free one", 8000, minimum=0)
@@ -69,11 +66,11 @@ class ServeSettings(Loading):
     @property
     def name(self) -> str:
         """Name of the model for clients."""
-        return self.served_model_name or self.target or "bundled"
+        return self.served_model_name or self.target or str(self.pair)
 
     def check(self) -> None:
-        if not self.bundled and not (self.target and self.draft):
-            raise ConfigError("Name a --target and a --draft, or --bundled.")
+        if not self.pair and not (self.target and self.draft):
+            raise ConfigError("Name a --target and a --draft, or --pair bundled.")
 
     @property
     def key(self) -> str | None:
@@ -148,7 +145,7 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
 
 def open_assistant(settings: ServeSettings, config: OnlineConfig) -> OnlineAssistant:
     """Load the pair and its saved state, and warm it up."""
-    pair = load_pair(settings.target, settings.draft, **settings.loading)
+    pair = settings.load_pair()
     session = None if settings.state_dir is None else settings.state_dir.expanduser()
     ids = torch.tensor([pair.tokenizer(WARM_UP_PROMPT)["input_ids"]], device=input_device(pair.target))
     how: dict[str, Any] = {"do_sample": False, "max_new_tokens": WARM_UP_TOKENS, "stop_strings": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import importlib
 import importlib.util
 import itertools
 import json
@@ -26,7 +27,7 @@ from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, StoreError, first_line, nearest
 from osd_hf.hub import EvaluationSet, hub_id
-from osd_hf.models import Quantization
+from osd_hf.models import Pair, Quantization, load_pair
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, read_config, write_report
@@ -312,6 +313,26 @@ class Loading(Settings):
         """Arguments of [`~osd_hf.models.load_model`] for the draft."""
         names = ("dtype", "device", "attn_implementation")
         return {name: getattr(self, name) for name in names} | self.draft_fetching
+
+
+PAIRS = "a pair by name: bundled, or smollm2 = SmolLM2-135M-Instruct and its draft (a download of 93 MB)"
+NOT_OF_PAIRS = "target draft revision draft_revision dtype attn_implementation device_map quantization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings(Loading):
+    """The models to serve, and how they are loaded."""
+
+    pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes=NOT_OF_PAIRS)
+    target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
+    draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
+
+    def load_pair(self, **changes: Any) -> Pair:
+        """Load the models, by default the bundled ones; raises the errors of [`~osd_hf.models.load_pair`]."""
+        if self.pair == "smollm2":
+            pair: Pair = importlib.import_module("osd_hf_app.smollm2").smollm2_pair(self.device or "cpu")
+            return pair
+        return load_pair(self.target, self.draft, **self.loading | changes)
 
 
 SOURCES = "prompts eval_prompts"
