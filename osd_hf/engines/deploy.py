@@ -128,17 +128,10 @@ def compare_windows(
 
 @dataclass(frozen=True)
 class DeployMethod:
-    """
-    How versions are loaded into one engine.
+    """How versions of a domain are loaded into one engine."""
 
-    Args:
-        url (`str`): Address of the engine, with its `/metrics`.
-        command (`str`, *optional*): Restarts the engine with a version. Without one, the engine reloads its weights.
-        domain (`str`, *optional*): The domain of the versions.
-    """
-
-    url: str
-    command: str | None = None
+    url: str  # of the engine, with its `/metrics`
+    command: str | None = None  # restarts the engine with a version; without one, the engine reloads its weights
     domain: str | None = None
 
     @property
@@ -195,8 +188,7 @@ class Engine:
         )
         self._retry_at = -math.inf
         self._is_known = True  # the engine surely serves `digest`
-        self._window_start: DraftCounts | None = None
-        self._has_own_history = True  # all counts since the engine started belong to its current version
+        self._window_start: DraftCounts | None = DraftCounts(0, 0, 0)  # what an engine has counted is of version 0
 
     def serves(self, version: PublishedVersion) -> bool:
         """Return whether the engine surely serves a version."""
@@ -231,7 +223,7 @@ class Engine:
         if now is None:
             return
         if self._window_start is not None and min(now.since(self._window_start)) < 0:  # the engine has restarted
-            self._restart_counting()
+            self._window_start = None
             self._may_have_restarted()
         if self._is_known:
             self._add_counts(now)
@@ -241,15 +233,12 @@ class Engine:
             self._is_known = False
 
     def _add_counts(self, now: DraftCounts) -> None:
-        windows = self.windows.setdefault(self.digest, [])
-        if self._window_start is None:
-            if self._has_own_history and now.requests:
-                windows.append(now.limited_to(self._watch_requests))
+        window = now.since(self._window_start or now)
+        self._window_start = self._window_start or now
+        if window.requests >= WINDOW_REQUESTS:
             self._window_start = now
-            self._has_own_history = False
-        elif (window := now.since(self._window_start)).requests >= WINDOW_REQUESTS:
-            self._window_start = now
-            windows.append(window)
+            windows = self.windows.setdefault(self.digest, [])
+            windows.append(window.limited_to(self._watch_requests))
             del windows[: -HISTORY_FACTOR * self._watch_requests // WINDOW_REQUESTS]
 
     def _read_counters(self) -> DraftCounts | None:
@@ -289,14 +278,10 @@ class Engine:
         self.has_loaded = state["has_loaded"]
         self._is_known = state["is_known"]
         self._may_have_restarted()
-        self._restart_counting()
+        self._window_start = None
         self.windows = {
             digest: [DraftCounts(*window) for window in windows] for digest, windows in state["windows"].items()
         }
-
-    def _restart_counting(self) -> None:
-        self._window_start = None
-        self._has_own_history = False
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -309,7 +294,7 @@ class Engine:
             self.num_failures = self.num_failures + 1 if self.failed_digest == version.digest else 1
             self.failed_digest = version.digest
             self._retry_at = self._clock() + RETRY_SECONDS
-            self._restart_counting()
+            self._window_start = None
             raise
         self.failed_digest = None
         self.num_failures = 0
@@ -318,7 +303,6 @@ class Engine:
         if self.digest == version.digest and not has_changed:  # the engine had not restarted
             return False
         self.digest = version.digest
-        self._restart_counting()
         self._window_start = self._read_counters()
         return True
 
@@ -449,8 +433,6 @@ class Deployer:
         self.candidate: PublishedVersion | None = None  # the version being tried in place of the serving one
         self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
-        self._unwritten_lines: list[str] = []  # of the journal
-        self._unwritten_rejections: list[GateDecision] = []
         self._failure = ""
         self._lock = threading.Lock()
         self.serving = start  # the version that engines should serve
@@ -470,7 +452,6 @@ class Deployer:
                 self._choose_candidate()
                 self._judge_candidate()
                 self._roll_out()
-                self._write()
                 self._failure = ""
             except Exception as error:  # learning continues after any failure
                 if self._failure != (failure := f"{type(error).__name__}: {error}"):
@@ -499,9 +480,7 @@ class Deployer:
         """Write the counts to the journal, and close the connections."""
         self.stop.set()
         if self._lock.acquire(blocking=False):  # otherwise a load is under way, and this does not wait for it
-            with contextlib.suppress(OSError):
-                self._note("closed", self.candidate or self.serving)
-                self._write()
+            self._note("closed", self.candidate or self.serving)
             self._lock.release()
         for engine in self.engines:
             engine.close()
@@ -603,26 +582,24 @@ class Deployer:
         serving = version if outcome == "promoted" else self.serving
         figures = (None, None, None) if change is None else change[:3]
         decision = GateDecision(outcome, version.number, serving.number, self.domain, reason, num_requests, *figures)
-        self.decisions.append(decision)
         if outcome == "rolled back":
+            self.versions.reject(decision)  # after an OSError, the next look decides again
             logger.warning("Version %d is rolled back, version %d serves: %s.", version.number, serving.number, reason)
             self._rejected_digests.add(version.digest)
-            self._unwritten_rejections.append(decision)
         else:
             logger.info("Version %d stays: %s.", version.number, reason)
+        self.decisions.append(decision)
         for engine in self.engines:
             engine.forget_all_but(serving)
         self.serving = serving
         self.candidate = None
         self._note("kept" if outcome == "promoted" else outcome, version, **decision.to_dict())
-        with contextlib.suppress(OSError):  # repeated and logged at the end of each look
-            self._write()
         self._pin()
 
     # --- the journal ------------------------------------------------------------------------------------------------
 
     def _note(self, event: str, version: PublishedVersion, /, **facts: Any) -> None:
-        """Add a line to the journal: an event, and the state after it."""
+        """Add a line to the journal: an event, and the state after it, which the next line has as well."""
         state = {
             "serving": self.serving.number,
             "candidate": None if self.candidate is None else self.candidate.number,
@@ -630,37 +607,23 @@ class Deployer:
             "engines": {engine.name: engine.state_dict() for engine in self.engines},
         }
         line = {"at_seconds": time.time(), "event": event, **facts, "version": version.number}
-        self._unwritten_lines.append(json_text({**line, "digest": version.digest, "state": state}) + "\n")
-
-    def _write(self) -> None:
-        """Write rejections and journal lines; raises OSError, and keeps what could not be written."""
-        while self._unwritten_rejections:
-            self.versions.reject(self._unwritten_rejections[0])
-            del self._unwritten_rejections[0]
-        if not self._unwritten_lines:
-            return
-        journal = self.versions.path / JOURNAL
-        # A full disk or a killed process may have left half a line.
-        is_torn = journal.is_file() and journal.read_bytes()[-1:] not in (b"", b"\n")
-        with journal.open("a", encoding="utf-8") as file:
-            file.write("\n" * is_torn + "".join(self._unwritten_lines))
-        self._unwritten_lines.clear()
+        try:
+            with (self.versions.path / JOURNAL).open("a", encoding="utf-8") as file:
+                file.write(json_text({**line, "digest": version.digest, "state": state}) + "\n")
+        except OSError as error:
+            logger.warning("The journal has no line on %r: %s.", event, first_line(error))
 
     def _read_journal(self) -> None:
         """Restore the state from the last complete line of the journal."""
         journal = self.versions.path / JOURNAL
         lines = journal.read_text(errors="replace").splitlines() if journal.is_file() else []
+        if lines:
+            journal.write_text("\n".join(lines) + "\n")  # a killed process may have left half a line
         self._rejected_digests |= self.versions.rejected()
         for text in reversed(lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line
                 self._load_state(json.loads(text)["state"])
                 break
-        newest = self.versions.newest()
-        if newest is not None and newest.digest in self._rejected_digests - {self.serving.digest}:
-            # A process was killed before it set `latest` back.
-            reason = "it was rolled back before"
-            decision = GateDecision("rolled back", newest.number, self.serving.number, self.domain, reason)
-            self._unwritten_rejections.append(decision)
         self._pin()
 
     def _load_state(self, state: Mapping[str, Any]) -> None:

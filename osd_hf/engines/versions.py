@@ -63,7 +63,6 @@ class VersionFolder:
         self.keep = keep
         self.pinned: frozenset[int] = frozenset()  # numbers of versions that are kept as well
         self._rejections: list[GateDecision] = []
-        self._unfinished: dict[GateDecision, int] = {}  # unfinished rejections, and the newest version at their time
         self._domains: dict[str, VersionFolder] = {}
         self._busy = threading.RLock()
         make_folder(self.path)
@@ -150,17 +149,13 @@ class VersionFolder:
 
     def reject(self, decision: GateDecision) -> None:
         """Roll back a version: point to the one that serves instead, and mark the rejected one with `REJECTED.json`.
-        After an OSError, calling again with the same decision continues."""
+        Raises OSError."""
         with self._busy:
-            if decision not in self._unfinished:
-                self._unfinished[decision] = max(self.number, decision.version)
-                self._rejections.append(decision)
-            if (self._pointed or 0) <= self._unfinished[decision]:  # otherwise there is a later version by now
-                self._point(decision.serving)
+            self._point(decision.serving)
             with contextlib.suppress(FileNotFoundError):  # it was removed
                 at = {"rejected_at_seconds": time.time()}
                 write_report(self._folder(decision.version) / REJECTED, decision.to_dict() | at)
-            del self._unfinished[decision]
+            self._rejections.append(decision)
 
     def rejected(self) -> set[str]:
         """Return the digests of the versions that were rolled back; raises OSError."""
