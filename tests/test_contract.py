@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from osd_hf import OnlineAssistant, capture_traces
 from osd_hf.decoding import checks
-from osd_hf.decoding.checks import IRRELEVANT, SERVED, STATELESS
+from osd_hf.decoding.checks import SERVED, STATELESS
 from osd_hf.errors import UnsupportedGenerationError
 
 # --- what is called or read without being public --------------------------------------------------------------------
@@ -119,7 +119,7 @@ def unknown(where: str, found: set[str], known: set[str] | frozenset[str]) -> li
 
 def unknown_fields() -> list[str]:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    where = "SERVED, IRRELEVANT (osd_hf/decoding/checks.py) or REFUSED or UNDRAFTED (osd_hf/decoding/checks.py)"
+    where = "SERVED (osd_hf/decoding/checks.py) or REFUSED or UNDRAFTED (osd_hf/decoding/checks.py)"
     return unknown(where, fields, checks._KNOWN)
 
 
@@ -137,8 +137,7 @@ def unknown_classes(*modules: ModuleType) -> list[str]:
 
 def test_every_field_of_a_generation_config_is_known() -> None:
     assert unknown_fields() == []
-    assert SERVED.isdisjoint(IRRELEVANT)
-    assert (SERVED | IRRELEVANT).isdisjoint(name for name, _, _ in (*checks.REFUSED, *checks.UNDRAFTED))
+    assert SERVED.isdisjoint(name for name, _, _ in (*checks.REFUSED, *checks.UNDRAFTED))
 
 
 def test_every_logits_processor_is_known() -> None:

@@ -23,7 +23,7 @@ from osd_hf.trace import bare_trace
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies of tests are worth restricting, at once."""
     values = {"MIN_VOCAB_SIZE": 1, "SIZES": (VOCAB // 4, VOCAB // 2), "RANK_EVERY": 2, "MIN_EMITTED_TOKENS": 1,
-              "MAX_EMITTED_TOKENS": 16, "MAX_LOSS": 0.3, "PRIOR_RIGHT": 4, "PROMPT_WEIGHT": 0.0}  # fmt: skip
+              "MAX_EMITTED_TOKENS": 16, "MAX_MISSED": 0.3, "PROMPT_WEIGHT": 0.0}  # fmt: skip
     for name, value in values.items():
         monkeypatch.setattr(vocabulary, name, value)
 
@@ -78,7 +78,7 @@ def test_greedy_answers_are_the_targets_and_what_is_drafted_is_in_use(architectu
 
 def test_sampled_answers_have_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SIZES", (3,))
-    monkeypatch.setattr(vocabulary, "MAX_LOSS", 1.0)
+    monkeypatch.setattr(vocabulary, "MAX_MISSED", 1.0)
     target, draft = small_pair()
     assistant = assistant_of(target, draft, update_interval=10)
     ids = models.prompt(3, vocab_size=6)
@@ -182,7 +182,7 @@ def test_a_vocabulary_that_traffic_does_not_use_is_replaced_or_given_up(learn: b
 
 
 def test_the_first_vocabulary_may_lose_more_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MAX_LOSS": 0.005, "PRIOR_RIGHT": 1, "RANK_EVERY": 8}.items():
+    for name, value in {"MAX_MISSED": 0.015, "RANK_EVERY": 8}.items():
         monkeypatch.setattr(vocabulary, name, value)
     counted, known = vocabulary.TrafficVocabulary(VOCAB), []
     for _ in range(80):  # a tenth of the tokens is missing

@@ -10,7 +10,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +72,6 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
     writers = Writers(tmp_path / "a", tmp_path / "b")
     yield writers
     writers.close()
-
-
-def test_the_versions_of_a_target_are_known_by_their_newest_requests(tmp_path: Path) -> None:
-    for folder, said in (("a", "xyx"), ("b", "-xz")):
-        with CorrectionStore(tmp_path / folder, flush_every=2) as store:
-            for number, name in enumerate(said):
-                store.append(replace(make_trace(folder, number), target=None if name == "-" else name))
-    follower = StoreFollower([tmp_path / "a", tmp_path / "b"])
-    found = follower.targets()
-    assert sorted(found) == ["x", "y", "z"]
-    assert min(found, key=found.__getitem__) == "y"
-    assert sorted(str(trace.target) for trace in follower.take(9)) == ["None", "x", "x", "x", "y", "z"]
 
 
 def follow(writers: Writers, state: Any = None) -> StoreFollower:

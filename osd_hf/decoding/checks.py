@@ -47,22 +47,19 @@ logger = logging.getLogger(__name__)
 
 # Caches from which tokens can be removed. "hybrid" is a dynamic cache in old generation configs, such as Gemma's.
 CROPPED_CACHES = (None, "dynamic", "dynamic_full", "offloaded", "hybrid")
-# Fields of a generation config that are served, and those that do nothing to an assisted answer.
+# Fields of a generation config that are served, or do nothing to an assisted answer.
 SERVED = frozenset({
-    "assistant_confidence_threshold", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "decoder_start_token_id", "do_sample", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "cache_config", "compile_config", "continuous_batching_config", "decoder_start_token_id", "disable_compile",
+    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
     "eos_token_id", "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
-    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "output_attentions",
-    "output_hidden_states", "output_logits", "output_scores", "pad_token_id", "remove_invalid_values",
-    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
-    "suppress_tokens", "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p", "watermarking_config",
-})  # fmt: skip
-IRRELEVANT = frozenset({
-    "assistant_lookbehind", "cache_config", "compile_config", "continuous_batching_config",
-    "disable_compile", "diversity_penalty", "early_stopping", "is_assistant", "length_penalty", "low_memory",
-    "max_cache_len", "max_matching_ngram_size", "num_beam_groups", "prefill_chunk_size", "target_lookbehind",
-    "transformers_version",
+    "forced_eos_token_id", "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length",
+    "max_matching_ngram_size", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups",
+    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "pad_token_id",
+    "prefill_chunk_size", "remove_invalid_values", "renormalize_logits", "repetition_penalty",
+    "return_dict_in_generate", "sequence_bias", "stop_strings", "suppress_tokens", "target_lookbehind", "temperature",
+    "token_healing", "top_h", "top_k", "top_p", "transformers_version", "typical_p", "watermarking_config",
 })  # fmt: skip
 # Logits processors of transformers with results that depend on their arguments only.
 STATELESS = frozenset({
@@ -111,7 +108,7 @@ ALONE_ARGUMENTS = (
 _TENSORS = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
 _NEEDS_TOKENIZER = ("stop_strings", "token_healing")
 # If another field of a newer transformers is set, the target answers without speculation.
-_KNOWN = SERVED | IRRELEVANT | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
+_KNOWN = SERVED | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
 # Arguments of the loop for any request of token ids.
@@ -128,15 +125,6 @@ _logged: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # messages by m
 
 
 # --- settings and inputs --------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(2)
-def _unknown_settings(init: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the settings of a newer transformers, and the values under which each does nothing. `init` identifies the
-    version."""
-    fields, defaults = vars(GenerationConfig()), GenerationConfig._get_default_generation_params()
-    unknown = [name for name in fields if name not in _KNOWN and not name.startswith("_")]
-    return {name: (None, fields[name], defaults.get(name)) for name in unknown}
 
 
 def check_generation(*sources: Any) -> None:
@@ -162,8 +150,10 @@ def undrafted(model: PreTrainedModel, config: Any, processors: Iterable[Any]) ->
         value = getattr(config, name)
         if not any(value is ok or value == ok for ok in harmless):
             return f"`{name}` is set, and {reason}"
-    for name, values in _unknown_settings(GenerationConfig.__init__).items():
-        if getattr(config, name, None) not in values:
+    fields, defaults = vars(GenerationConfig()), GenerationConfig._get_default_generation_params()
+    for name in fields.keys() - _KNOWN:  # of a newer transformers
+        is_set = getattr(config, name, None) not in (None, fields[name], defaults.get(name))
+        if is_set and not name.startswith("_"):
             return f"`{name}` is set, which this version of osd_hf does not know"
     if isinstance(config.watermarking_config, SynthIDTextWatermarkingConfig):
         return "`watermarking_config` is SynthID's, which keeps state that target and draft would share"
@@ -427,10 +417,7 @@ UNLIMITED = Limits()
 
 def known_limits(model: PreTrainedModel) -> Limits:
     """Return the limits of a target by the known causes alone."""
-    limits = UNLIMITED
-    for found in _known_causes(model):
-        limits = limits.combined(found)
-    return limits
+    return functools.reduce(Limits.combined, _known_causes(model), UNLIMITED)
 
 
 def _known_causes(model: PreTrainedModel) -> Iterator[Limits]:
@@ -554,26 +541,18 @@ def limits_of(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str,
         # The forward that reads the prompt replaces tokens by features, and would count candidates among them.
         limits = replace(limits, with_prompt=False)
     if not limits.forbid(prompt_tokens) and limits.max_tokens > PROBE_CANDIDATES and not kwargs.get("synced_gpus"):
-        kind = _kind(model, input_ids, kwargs)
+        # What a probe's result depends on: how the model computes, and which arguments its forward gets.
+        kind = (
+            model.config.get_text_config(decoder=True)._attn_implementation, model.dtype, model.device, model.training,
+            torch.is_autocast_enabled(input_ids.device.type), frozenset(given_arguments(kwargs)),
+            tuple(getattr(_adapter_layer(model), "active_adapters", ())),
+        )  # fmt: skip
         known = _probed.setdefault(model, {})
-        if kind not in known:
-            # A probe that fails says nothing about the next request: it may be for want of memory.
-            found, is_final = _probe(model, input_ids, kwargs, limits)
-            if is_final:
-                known[kind] = found
-        else:
-            found = known[kind]
+        found, is_final = (known[kind], True) if kind in known else _probe(model, input_ids, kwargs, limits)
+        if is_final:  # a probe that fails says nothing about the next request: it may be for want of memory
+            known[kind] = found
         limits = limits.combined(found)
     return limits
-
-
-def _kind(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a probe's result depends on: how the model computes, and which arguments its forward gets."""
-    config = model.config.get_text_config(decoder=True)
-    arguments = frozenset(given_arguments(kwargs))
-    adapters = tuple(getattr(_adapter_layer(model), "active_adapters", ()))
-    autocast = torch.is_autocast_enabled(input_ids.device.type)
-    return config._attn_implementation, model.dtype, model.device, model.training, autocast, adapters, arguments
 
 
 # --- the probe ------------------------------------------------------------------------------------------------------
@@ -597,17 +576,12 @@ def _probe(
     except Exception as error:  # the target alone has failed
         logger.debug("A probe failed.", exc_info=True)
         return Limits(f"a short trial failed: {first_line(error)}", max_tokens=1), False
-    return _unprobed_lengths(model, is_text=is_text), is_tried
-
-
-def _unprobed_lengths(model: PreTrainedModel, *, is_text: bool) -> Limits:
-    """Return the limit by lengths at which a model may change and which no probe reaches."""
     limits = UNLIMITED
-    for name, (length, is_known) in _changing_lengths(model).items():
+    for name, (length, is_known) in _changing_lengths(model).items():  # those that no probe reaches
         if not (is_known or (is_text and length + 2 * PROBE_TOKENS <= MAX_UNKNOWN_LENGTH)):
             reason = f"it is not known to be exact beyond {length} tokens (`{name}` in its configuration)"
             limits = limits.combined(Limits(reason, max_length=length))
-    return limits
+    return limits, is_tried
 
 
 def _changing_lengths(model: PreTrainedModel) -> dict[str, tuple[int, bool]]:
@@ -651,18 +625,13 @@ def _probe_prompts(
             if 0 < length <= longest - PROBE_TOKENS:
                 places = torch.arange(length, device=row.device)
                 prompts.append(row[(places * places * 7 + places) % len(row)][None])
-    per_token = given_arguments(kwargs)
     for prompt in prompts:
-        given = text_arguments(model, torch.ones_like(prompt), arguments["generation_config"])
-        yield prompt, given | {name: _resized(value, input_ids, prompt) for name, value in per_token.items()}
-
-
-def _resized(value: Any, input_ids: torch.Tensor, prompt: torch.Tensor) -> Any:
-    """Return an argument for another prompt: numbers for each token are those of the last tokens, repeated."""
-    if not (isinstance(value, torch.Tensor) and value.shape[-1:] == input_ids.shape[1:] and value.ndim == 2):
-        return value
-    count = prompt.shape[1]
-    return value[:1].repeat(1, -(-count // value.shape[1]))[:, -count:]
+        given, count = given_arguments(kwargs), prompt.shape[1]
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[1] == input_ids.shape[1]:
+                # Numbers for each token are those of the last tokens, repeated.
+                given[name] = value[:1].repeat(1, -(-count // value.shape[1]))[:, -count:]
+        yield prompt, text_arguments(model, torch.ones_like(prompt), arguments["generation_config"]) | given
 
 
 def text_arguments(model: PreTrainedModel, mask: torch.Tensor, generation_config: Any) -> dict[str, Any]:

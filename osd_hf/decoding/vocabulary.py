@@ -21,12 +21,11 @@ from osd_hf.utils.kernels import OneDnnLinear, onednn_is_faster
 
 SIZES = (2048, 8192, 32768)  # of draft vocabularies; each is compiled once
 MIN_VOCAB_SIZE = 1 << 14  # a smaller head is not worth restricting
-MAX_LOSS = 0.005  # of acceptance; twice as much before a draft vocabulary is given up
-FIRST_MAX_LOSS, FIRST_REQUESTS = 0.04, 64  # for the largest size while the ranking knows few tokens
+MAX_MISSED = 0.015  # share of the emitted tokens; twice as many before a draft vocabulary is given up
+FIRST_MAX_MISSED, FIRST_REQUESTS = 0.12, 64  # for the largest size while the ranking knows few tokens
 RANK_EVERY = 8  # requests
-MIN_EMITTED_TOKENS = 256  # that the loss is measured on
+MIN_EMITTED_TOKENS = 256  # that the share is measured on
 MAX_EMITTED_TOKENS = 1024  # beyond which old ones are forgotten
-PRIOR_MISSING, PRIOR_RIGHT = 4, 1  # missing tokens, and those that the draft had right
 KEPT_MASS = 0.5 ** (RANK_EVERY / 512)  # of a token per ranking: half after 512 requests
 FIRST_RANKINGS = (1, 2, 4)  # requests, before there are enough for `RANK_EVERY`
 VOCABULARY_SETTING = "osd_hf_vocabulary"  # in a draft's configuration: ids of tokens that its target uses
@@ -45,10 +44,10 @@ class TrafficVocabulary:
     Rank the tokens that a target emits, and choose how many of them a draft needs.
 
     A token counts by the target's probability at each position, so likely tokens are ranked before they are first
-    emitted. Tokens that never occurred rank by their ids, because tokenizers number frequent tokens first. The loss of
-    a size is the share of emitted tokens that an earlier ranking misses, times the share of such tokens that the draft
-    had right while it could choose them. Until enough were emitted, the largest size is chosen, with `usual_tokens`.
-    Without a `vocab_size`, or for a small one, nothing is counted, and all tokens are chosen.
+    emitted. Tokens that never occurred rank by their ids, because tokenizers number frequent tokens first. The
+    smallest size is chosen with which an earlier ranking misses few of the emitted tokens. Until enough were emitted,
+    the largest size is chosen, with `usual_tokens`. Without a `vocab_size`, or for a small one, nothing is counted,
+    and all tokens are chosen.
     """
 
     def __init__(self, vocab_size: int = 0, usual_tokens: Sequence[int] = ()) -> None:
@@ -64,9 +63,6 @@ class TrafficVocabulary:
         self._requests = 0
         self._emitted = np.zeros(len(sizes))  # tokens, by size
         self._missed = np.zeros(len(sizes))
-        # While the draft has all tokens: examined tokens that each size misses, and those that were accepted.
-        self._missing_examined = np.zeros(len(sizes))
-        self._missing_accepted = np.zeros(len(sizes))
         self._mass[self._usual[self._usual < len(self._mass)]] = USUAL_WEIGHT
         self._rank()
 
@@ -79,10 +75,6 @@ class TrafficVocabulary:
         is_missing = is_measured[:, None] & (self._ranks[trace.completion_ids] >= self._sizes[:, None])
         self._emitted += is_measured * len(trace)
         self._missed += is_missing.sum(axis=1)
-        if self.chosen is None:
-            examined, accepted = _drafted_positions(trace)
-            self._missing_examined += (is_missing & examined).sum(axis=1)
-            self._missing_accepted += (is_missing & accepted).sum(axis=1)
         if may_count:
             self._count(trace)
         self._requests += 1
@@ -90,7 +82,7 @@ class TrafficVocabulary:
             self._rank()
 
     def restore(self, traces: Iterable[Trace]) -> None:
-        """Begin again with earlier requests, oldest first. The loss is measured on new ones."""
+        """Begin again with earlier requests, oldest first. What is missed is measured on new ones."""
         self._begin(self._vocab_size)
         for trace in traces:
             self._count(trace)
@@ -110,10 +102,9 @@ class TrafficVocabulary:
             return
         order = np.argsort(-self._mass, kind="stable")
         now = None if self.chosen is None else len(self.chosen)
-        most = np.where(self._sizes == now, 2 * MAX_LOSS, MAX_LOSS)
-        most[-1] = max(most[-1], FIRST_MAX_LOSS * (self._requests < FIRST_REQUESTS))
-        right = (self._missing_accepted + PRIOR_RIGHT) / (self._missing_examined + PRIOR_MISSING)
-        is_enough = (self._missed * right <= most * self._emitted) & (self._emitted >= MIN_EMITTED_TOKENS)
+        most = np.where(self._sizes == now, 2 * MAX_MISSED, MAX_MISSED)
+        most[-1] = max(most[-1], FIRST_MAX_MISSED * (self._requests < FIRST_REQUESTS))
+        is_enough = (self._missed <= most * self._emitted) & (self._emitted >= MIN_EMITTED_TOKENS)
         is_enough[-1] |= self._emitted[-1] < MIN_EMITTED_TOKENS
         enough = self._sizes[is_enough]
         chosen = np.sort(order[: enough[0]]) if len(enough) else None
@@ -123,8 +114,6 @@ class TrafficVocabulary:
         kept = np.where(self._emitted > MAX_EMITTED_TOKENS, 0.5, 1.0)
         self._emitted *= kept
         self._missed *= kept
-        if self.chosen is None and self._missing_examined.max() > MAX_EMITTED_TOKENS:
-            self._missing_examined, self._missing_accepted = self._missing_examined / 2, self._missing_accepted / 2
         self._mass *= KEPT_MASS
 
 
@@ -144,17 +133,6 @@ def write_usual_tokens(draft: PreTrainedModel, traces: Iterable[Trace]) -> None:
     if vocabulary_sizes(vocab_size_of(draft)):
         ids = {int(token) for t in traces for token in (*t.completion_ids, *t.top_ids[:, :USUAL_PER_POSITION].flat)}
         setattr(draft.config, VOCABULARY_SETTING, " ".join(map(str, sorted(ids))))
-
-
-def _drafted_positions(trace: Trace) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return at which positions of an answer a drafted token was examined, and accepted."""
-    examined, accepted, start = np.zeros(len(trace), bool), np.zeros(len(trace), bool), 0
-    for r in trace.rounds:
-        is_drafted = np.ones(r.num_drafted, bool) if r.from_text is None else ~r.from_text
-        examined[start : start + r.num_examined] = is_drafted[: r.num_examined]
-        accepted[start : start + r.num_accepted] = is_drafted[: r.num_accepted]
-        start += r.num_emitted
-    return examined, accepted
 
 
 class RestrictedDraft:

@@ -122,9 +122,6 @@ class StoreLearner:
         self._since_update = AcceptanceStats()
         if state is not None and has_session(state):
             self._resume(state)
-        if not target_version:  # those that have come already
-            found = follower.targets(domain, self._readable.vocab_size)
-            self._choose_version(found.items())
 
     @property
     def requests(self) -> int:

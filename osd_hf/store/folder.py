@@ -236,19 +236,6 @@ class StoreFollower:
             self._taken[writer] = (number + 1, 0) if end == len(traces) else (number, end)
         return taken
 
-    def targets(self, domain: str | None = None, vocab_size: int | None = None) -> dict[str, float]:
-        """Return the target versions of the stored requests (of one domain and one vocabulary, if given) with the Unix
-        time of the newest request of each."""
-        columns = ["target", "domain", "vocab_size", "created_at_seconds"]
-        newest: dict[str, float] = {}
-        for path in (path for store in self.paths for path in list_shards(store)):
-            with contextlib.suppress(StoreError):  # `take` reports it
-                for row in read_from(path, lambda file: file.read(columns, use_threads=False).to_pylist()) or ():
-                    is_selected = domain in (None, row["domain"]) and vocab_size in (None, row["vocab_size"])
-                    if is_selected and (version := row["target"]) is not None:
-                        newest[version] = max(newest.get(version, -math.inf), row["created_at_seconds"])
-        return newest
-
     def _unread(self) -> list[tuple[int, str, str]]:
         """Return number, writer, and path of the shards that are not completely taken, in reading order."""
         paths = [Path(path) for store in self.paths for path in list_shards(store)]
