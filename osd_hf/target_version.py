@@ -65,11 +65,13 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 def _named_tensors(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield weights and persistent buffers that affect the output, with their names in a model without adapters.
     Weights of active adapters are named by their position. Tied weights are yielded once."""
-    for name, tensor in _own_tensors(module):
-        if id(tensor) not in seen:
+    for name, tensor in (*module._parameters.items(), *_own_buffers(module)):
+        if tensor is not None and id(tensor) not in seen:
             seen.add(id(tensor))
             yield from _plain_tensors(f"{path}.{name}", tensor)
-    parts, active = getattr(module, "adapter_layer_names", ()), _active_adapters(module)
+    parts, active = getattr(module, "adapter_layer_names", ()), list[str]()
+    if parts and not (module.disable_adapters or module.merged_adapters):  # merged ones are part of the weights
+        active = list(module.active_adapters)
     if active and isinstance(scaling := getattr(module, "scaling", None), dict):
         scales = [float(scaling.get(adapter, 1.0)) for adapter in active]
         yield f"{path}.scaling", torch.tensor(scales, dtype=torch.float32)
@@ -89,20 +91,8 @@ def _named_tensors(module: Any, path: str, seen: set[int]) -> Iterator[tuple[str
             yield from _named_tensors(child, f"{path}.{name}" if path else name, seen)
 
 
-def _own_tensors(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    both = (*module._parameters.items(), *_own_buffers(module))
-    return ((name, tensor) for name, tensor in both if tensor is not None)
-
-
 def _own_buffers(module: Any) -> list[tuple[str, Any]]:
     return [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
-
-
-def _active_adapters(module: Any) -> list[str]:
-    """Return the adapters that a PEFT layer applies separately, without those merged into its weights."""
-    if not getattr(module, "adapter_layer_names", ()) or module.disable_adapters or module.merged_adapters:
-        return []
-    return list(module.active_adapters)
 
 
 def _plain_tensors(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,13 +131,12 @@ def look_closely(model: Any) -> str | None:
 
 def target_changed(model: Any) -> str | None:
     """Give a model a new version, even if its weights do not show a change, and return it."""
+    if (now := look_closely(model)) is not None:
+        return now
     with _unknown_if_it_fails():
-        model = unwrap(model)
-        before, state, now = _tracked_version(model), _ModelState(model), fingerprint(model)
-        plain, _, number = before.partition("-")
-        version = now if now != plain else f"{plain}-{int(number or 0) + 1}"
-        _tracked[model] = state, version
-        return version
+        plain, _, number = _tracked_version(model := unwrap(model)).partition("-")
+        _tracked[model] = _ModelState(model), f"{plain}-{int(number or 0) + 1}"
+        return _tracked[model][1]
     return None
 
 

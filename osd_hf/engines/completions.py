@@ -150,21 +150,18 @@ class CompletionClient:
         except ValueError as error:  # such as an invalid proxy of the environment
             raise ServerError(f"No connection can be made: {first_line(error)}.") from None
         try:
-            self.model = model or self._only_model()
-        except BaseException:
+            names = [model] if model else list(self.models())
+            if len(names) != 1:
+                raise ServerError(f"{self.url} serves {', '.join(names) or 'none'}. Name the model to ask.")
+        except ServerError:
             self.close()
             raise
+        self.model = names[0]
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the server's facts about its models, by name; raises ServerError."""
         body = self._call("GET", "/models")
         return {str(entry["id"]): entry for entry in body.get("data", []) if isinstance(entry, dict) and "id" in entry}
-
-    def _only_model(self) -> str:
-        names = list(self.models())
-        if len(names) != 1:
-            raise ServerError(f"{self.url} serves {', '.join(names) or 'none'}. Name the model to ask.")
-        return names[0]
 
     def metrics(self) -> str:
         """Return the text of `/metrics`; raises ServerError as [`~CompletionClient.complete`] does."""
@@ -216,7 +213,12 @@ class CompletionClient:
                 failure = f"{self.url} answered {path} with status {response.status_code}: {message}"
                 if response.status_code not in BUSY:
                     kind = RequestRefusedError if response.status_code in REFUSED else ServerError
-                    raise kind(f"{failure}.{_hint(failure, response.status_code)}")
+                    hint = ""
+                    if 300 <= response.status_code < 400:
+                        hint = " It points to another address: name that one, if you trust it."
+                    elif "logprobs" in failure:
+                        hint = " Keep fewer log-probs, or let the server give more (vLLM: --max-logprobs)."
+                    raise kind(f"{failure}.{hint}")
             until = until or time.monotonic() + self.patience_seconds  # counted from the first failure
             if time.monotonic() + pause > until:
                 raise ServerError(f"{failure}. Gave up after {self.patience_seconds:g} s.")
@@ -245,14 +247,6 @@ def error_message(response: httpx2.Response) -> str:
     except (ValueError, AttributeError):
         text = response.text
     return " ".join(str(text).split()).rstrip(".")
-
-
-def _hint(failure: str, status: int) -> str:
-    if 300 <= status < 400:
-        return " It points to another address: name that one, if you trust it."
-    if "logprobs" in failure:
-        return " Keep fewer log-probs, or let the server give more (vLLM: --max-logprobs)."
-    return ""
 
 
 # --- reading responses ----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import httpx2
@@ -209,10 +210,6 @@ class Engine:
         """Return the newest windows with a version."""
         return self.windows.get(version.digest, [])
 
-    def forget_all_but(self, version: PublishedVersion) -> None:
-        """Remove the windows with other versions."""
-        self.windows = {version.digest: self.windows_of(version)}
-
     # --- counting ---------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
@@ -332,13 +329,8 @@ class Engine:
 
     def _reset_prefix_cache(self) -> None:
         """Drop the draft's cached prompts, which old weights computed. They would cost acceptance, never an answer."""
-        params = {"reset_running_requests": "true"}
-
-        def is_reset() -> bool:
-            response = self._http.post("/reset_prefix_cache", timeout=QUICK_SECONDS, params=params)
-            return bool(response.json().get("success"))
-
-        if not self._repeat(is_reset, RESET_SECONDS):
+        send = partial(self._http.post, "/reset_prefix_cache?reset_running_requests=true", timeout=QUICK_SECONDS)
+        if not self._repeat(lambda: send().json().get("success"), RESET_SECONDS):
             logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
 
     def _restart(self, version: PublishedVersion) -> bool:
@@ -349,7 +341,7 @@ class Engine:
             raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
         return True
 
-    def _repeat(self, is_done: Callable[[], bool], seconds: float) -> bool:
+    def _repeat(self, is_done: Callable[[], Any], seconds: float) -> bool:
         """Repeat requests until they succeed; returns whether they have before the time is over."""
         until = self._clock() + seconds
         while True:
@@ -403,9 +395,7 @@ class Deployer:
     not go to further engines, and is rolled back after the third failure. The log and the file `deploy.jsonl` record
     everything; another process continues from that file.
 
-    Raises:
-        ConfigError: `watch_requests` is too small.
-        OSError: the journal cannot be read.
+    Raises OSError if the journal cannot be read.
     """
 
     def __init__(
@@ -419,10 +409,7 @@ class Deployer:
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if watch_requests < MIN_WATCHED_REQUESTS:
-            raise ConfigError(
-                f"A version is watched for {MIN_WATCHED_REQUESTS} requests or more, got {watch_requests}."
-            )
+        assert watch_requests >= MIN_WATCHED_REQUESTS
         self.versions = versions
         self.domain = domain
         self.watch_requests = watch_requests
@@ -590,7 +577,7 @@ class Deployer:
             logger.info("Version %d stays: %s.", version.number, reason)
         self.decisions.append(decision)
         for engine in self.engines:
-            engine.forget_all_but(serving)
+            engine.windows = {serving.digest: engine.windows_of(serving)}
         self.serving = serving
         self.candidate = None
         self._note("kept" if outcome == "promoted" else outcome, version, **decision.to_dict())
@@ -622,15 +609,13 @@ class Deployer:
         self._rejected_digests |= self.versions.rejected()
         for text in reversed(lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line
-                self._load_state(json.loads(text)["state"])
+                state = json.loads(text)["state"]
+                candidate = state["candidate"]
+                self.serving = self.versions.version(state["serving"]) or self.serving
+                self.candidate = None if candidate is None else self.versions.version(candidate)
+                self._rejected_digests |= set(state["rejected"])
+                for engine in self.engines:
+                    if engine.name in state["engines"]:
+                        engine.load_state_dict(state["engines"][engine.name])
                 break
         self._pin()
-
-    def _load_state(self, state: Mapping[str, Any]) -> None:
-        candidate = state["candidate"]
-        self.serving = self.versions.version(state["serving"]) or self.serving
-        self.candidate = None if candidate is None else self.versions.version(candidate)
-        self._rejected_digests |= set(state["rejected"])
-        for engine in self.engines:
-            if engine.name in state["engines"]:
-                engine.load_state_dict(state["engines"][engine.name])

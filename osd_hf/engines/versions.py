@@ -136,16 +136,12 @@ class VersionFolder:
                 _remove(unfinished)
             if is_start:
                 self.pinned |= {number}
-            self._sweep(number)
-            return self._folder(number)
-
-    def _sweep(self, number: int) -> None:
-        """Remove old versions, but not `number`."""
-        with contextlib.suppress(OSError):
-            for old in self._numbers()[: -self.keep]:
-                if old not in self.pinned and old != number:  # renamed first, so that no reader finds half a version
+            with contextlib.suppress(OSError):
+                for old in set(self._numbers()[: -self.keep]) - {number, *self.pinned}:
+                    # Renamed first, so that no reader finds half a version.
                     os.replace(self._folder(old), gone := self._hidden(f"v{old:06d}"))
                     _remove(gone)
+            return self._folder(number)
 
     def reject(self, decision: GateDecision) -> None:
         """Roll back a version: point to the one that serves instead, and mark the rejected one with `REJECTED.json`.

@@ -344,7 +344,7 @@ class Proxy:
                 recording.add(body)
                 body = remove_fields(body)
                 headers.append((b"content-length", b"%d" % len(body)))
-                pieces = _one_piece(body)
+                pieces = httpx2.ByteStream(body).__aiter__()
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         try:
             async for piece in pieces:
@@ -370,10 +370,6 @@ async def _events(response: httpx2.Response, recording: Recording) -> AsyncItera
     if rest:
         yield remove_fields_of_event(rest)
         recording.add(rest, is_event=True)
-
-
-async def _one_piece(body: bytes) -> AsyncIterator[bytes]:
-    yield body
 
 
 def _is_development_endpoint(path: str) -> bool:

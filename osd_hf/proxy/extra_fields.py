@@ -37,20 +37,18 @@ def add_fields(body: bytes, request: Mapping[str, Any], *, is_chat: bool, num_lo
 
 def reason_not_to_record(request: Mapping[str, Any]) -> str | None:
     """Return why the answer to a request is not recorded, or `None` if it can be recorded."""
+    messages = request.get("messages") if isinstance(request.get("messages"), list) else []
+    contents = [m.get("content") for m in messages or () if isinstance(m, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
     if changed := changed_sampling(request):
         return f"its tokens were shaped by {', '.join(changed)}, not by the target alone"
-    if request.get("prompt_embeds") is not None or _has_more_than_text(request.get("messages")):
+    is_multimodal = any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
+    if is_multimodal or request.get("prompt_embeds") is not None:
         return "its prompt is more than text"
     asked_for = [request.get(name) for name in FIELD_SETTINGS]
     if any(value is not None and value is not False for value in asked_for):  # 0 asks for some log-probs
         return "its client asks for log-probs or token ids of its own"
     return None
-
-
-def _has_more_than_text(messages: Any) -> bool:
-    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type", "text") != "text" for part in parts)
 
 
 # --- responses ------------------------------------------------------------------------------------------------------
@@ -77,14 +75,10 @@ def remove_fields_of_event(event: bytes) -> bytes:
     if data is None or not data.startswith(b"{"):
         return event
     removed = remove_fields(data)
-    if removed is not data and _is_empty(json.loads(removed)):
+    choices = () if removed is data else json.loads(removed).get("choices") or ()
+    if choices and all(c.get("delta") == {} and c.get("finish_reason") is None for c in choices):
         return b""
     return event.replace(data, removed, 1)
-
-
-def _is_empty(chunk: Mapping[str, Any]) -> bool:
-    choices = chunk.get("choices") or ()
-    return bool(choices) and all(c.get("delta") == {} and c.get("finish_reason") is None for c in choices)
 
 
 def _set_to_null(values: dict[str, Any], names: tuple[str, ...]) -> bool:

@@ -122,10 +122,6 @@ def open_store(path: Path) -> None:
     raise StoreError(f"{marker} is not the marker of a store that this package reads: {str(text)[:80]}")
 
 
-def _read_group(path: str, group: int) -> list[Trace] | None:
-    return read_from(path, lambda file: table_to_traces(file.read_row_group(group, use_threads=False)))
-
-
 class Folder:
     """Shards of all writers of one store. Only `read` may be called without a lock."""
 
@@ -134,7 +130,12 @@ class Folder:
         self.shards: dict[str, Shard] = {}  # sorted by writer and number
         self.own: Path | None = None
         self.own_count = 0
-        self.read_group = lru_cache(CACHED_GROUPS)(_read_group)
+
+        @lru_cache(CACHED_GROUPS)
+        def read_group(path: str, group: int) -> list[Trace] | None:
+            return read_from(path, lambda file: table_to_traces(file.read_row_group(group, use_threads=False)))
+
+        self.read_group = read_group
         open_store(path)
         self.refresh()
 

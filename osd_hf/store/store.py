@@ -105,7 +105,11 @@ class CorrectionStore:
             try:
                 if self._folder is not None:
                     self._folder.start_writing()
-                    if self._tail and self._is_tail_full(trace):
+                    # A shard is limited in bytes and in the time that it spans.
+                    limit = FLUSH_BYTES if self.max_bytes is None else min(FLUSH_BYTES, self.max_bytes // 8)
+                    times = [t.created_at_seconds for t in (*self._tail[:1], *self._tail[-1:], trace)]
+                    is_long = max(times) - min(times) > self._age / 8
+                    if self._tail and (is_long or self._tail_nbytes + trace.nbytes > limit):
                         self.flush()
             finally:  # after a failure, too
                 insort(self._tail, trace, key=CREATION_TIME)
@@ -113,12 +117,6 @@ class CorrectionStore:
                 self._enforce_limits()
             if self._folder is not None and len(self._tail) >= self.flush_every:
                 self.flush()
-
-    def _is_tail_full(self, trace: Trace) -> bool:
-        """Return whether the tail must be written before `trace` is added."""
-        limit = FLUSH_BYTES if self.max_bytes is None else min(FLUSH_BYTES, self.max_bytes // 8)
-        times = (self._tail[0].created_at_seconds, self._tail[-1].created_at_seconds, trace.created_at_seconds)
-        return self._tail_nbytes + trace.nbytes > limit or max(times) - min(times) > self._age / 8
 
     def flush(self) -> None:
         """
