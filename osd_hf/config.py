@@ -39,13 +39,13 @@ class OnlineConfig:
             (earlier requests of the same owner) or `"domain"` (also earlier answers of the domain to any owner). The
             text stays in memory. Requests with `learn=False` are not kept.
         compile_draft (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
-            Run the draft over a static cache: captured as CUDA graphs on CUDA devices, compiled elsewhere, up to a
-            minute for each doubling of the longest sequence. `"auto"` captures or compiles on accelerators and does
-            nothing on a CPU.
+            Run the draft over a static cache: captured as CUDA graphs with compiled layers on CUDA devices, compiled
+            elsewhere, up to a minute for each doubling of the longest sequence. `"auto"` captures or compiles on
+            accelerators and does nothing on a CPU.
         compile_target (`bool` or `"auto"`, *optional*, defaults to `"auto"`):
-            Run the target over a static cache: captured as CUDA graphs on CUDA devices, compiled elsewhere, about 20
-            seconds for each doubling of the longest sequence. Where that is impossible, the target runs eagerly and a
-            warning is logged. `"auto"` captures on CUDA devices and does nothing elsewhere.
+            Run the target over a static cache: captured as CUDA graphs with compiled layers on CUDA devices, compiled
+            elsewhere, about 20 seconds for each doubling of the longest sequence. Where that is impossible, the target
+            runs eagerly and a warning is logged. `"auto"` captures on CUDA devices and does nothing elsewhere.
         divergence (`str`, *optional*, defaults to `"forward_kl"`): A key of `osd_hf.losses.DIVERGENCES`.
         learn_from (`str`, *optional*, defaults to `"verified"`):
             `"verified"`: every emitted position; `"corrections"`: positions where the target rejected a token.
