@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from osd_hf.trace import DraftRound, Trace
-from osd_hf.utils.report import LEARNING, new_alpha_figure, pooled, rolling_window
+from osd_hf.utils.report import FROZEN, LEARNING, new_curve_figure, pooled, rolling_window
 
 MAX_REQUESTS = 1024  # newest requests with individual counts
 MAX_DOMAINS = 1024  # domains with counts of their own, as labels may come from strangers
 UNTIMED = (0.0, 0.0, 0.0, 0.0)
+DRAFTS = ("learned", "original")  # that are replayed over time
 NORMAL_QUANTILE = 1.959964  # of a 95% interval, in standard errors
 
 _TEXT_COUNTS = ("text_drafted", "text_examined", "text_accepted")
@@ -39,14 +40,19 @@ class AcceptanceStats:
         target_forwards (`float`, defaults to 0): Forwards of the target, one per round.
         accepted_length_histogram (`Mapping[int, float]`, *optional*):
             Number of accepted tokens -> number of rounds that accepted this number, of rounds with candidates.
-        requests (`np.ndarray` of shape `(requests, 2)`, *optional*):
-            `examined` and `accepted` of each request in order; at most the newest 1,024.
+        requests (`np.ndarray` of shape `(requests, 4)`, *optional*):
+            `examined`, `accepted`, `target_forwards`, and `emitted` of each of the newest 1,024 requests in order. The
+            last two columns are 0 where they are not given.
         num_requests (`int`, *optional*): Number of all requests, by default the number of rows in `requests`.
         text_drafted, text_examined, text_accepted (`float`, default to 0):
             The same counts for candidates copied from earlier text, which the counts of the draft do not include.
         timed (`tuple[float, ...]` of length 4, *optional*):
             Tokens and seconds of answers, estimated seconds of the target alone for them (0 if unknown), and seconds
             of learning. Comparison with `==` ignores them.
+        curves (`Mapping[str, np.ndarray]`, *optional*):
+            Of [`OnlineAssistant.stats`], ignored by `==`. Rows of `"speedup"`: number of the request, its seconds, and
+            those of the target alone. Rows of `"learned"` and `"original"`, the replay of both drafts at a fixed k:
+            number of the request, and the columns of `requests`.
     """
 
     drafted: float = 0
@@ -55,16 +61,18 @@ class AcceptanceStats:
     emitted: float = 0
     target_forwards: float = 0
     accepted_length_histogram: Mapping[int, float] = field(default_factory=dict)
-    requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    requests: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int64))
     num_requests: int = -1
     text_drafted: float = 0
     text_examined: float = 0
     text_accepted: float = 0
     timed: tuple[float, ...] = UNTIMED
+    curves: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Copies protect the counts from later changes of the arguments.
         rows = np.array(self.requests)
+        rows = np.pad(rows, ((0, 0), (0, 4 - rows.shape[1])))
         values = {
             "accepted_length_histogram": dict(sorted((int(k), n) for k, n in self.accepted_length_histogram.items())),
             "requests": rows[-MAX_REQUESTS:],
@@ -77,7 +85,7 @@ class AcceptanceStats:
     @classmethod
     def from_counts(cls, *, examined: float, accepted: float, **counts: Any) -> AcceptanceStats:
         """Return the stats of one request from the arguments of the class except `requests`."""
-        requests = np.array([[examined, accepted]])
+        requests = np.array([[examined, accepted, counts.get("target_forwards", 0), counts.get("emitted", 0)]])
         return cls(examined=examined, accepted=accepted, requests=requests, **counts)
 
     @classmethod
@@ -145,7 +153,7 @@ class AcceptanceStats:
         n = self.num_requests
         if n < 2 or not self.examined:
             return math.nan, math.nan
-        examined, accepted = self.requests.T
+        examined, accepted = self.requests.T[:2]
         variance = ((accepted - self.alpha * examined) ** 2).mean() * n / (n - 1)
         return _interval(self.alpha, math.sqrt(n * variance) / self.examined, n, minimum=0.0)
 
@@ -171,24 +179,53 @@ class AcceptanceStats:
         return self._counts() == other._counts() and np.array_equal(self.requests, other.requests)
 
     def __repr__(self) -> str:
-        low, high = self.alpha_interval
-        interval = "" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
-        requests = f"{self.num_requests} request{'' if self.num_requests == 1 else 's'}"
-        text = f", past text {self.text_alpha:.3f}" if self.text_examined else ""
-        tokens = f"{self.block_efficiency:.2f} tokens per target forward"
-        rate = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens per second"
-        speedup = ""
+        parts = [f"{self.block_efficiency:.2f} tokens per target forward"]
         if self.speedup is not None:
-            speedup = f" ({self.speedup:.2f} times the target alone, {self.speedup_with_learning:.2f} with learning)"
-        return f"alpha {self.alpha:.3f}{interval}{text}, {tokens}{rate}{speedup}, {requests}"
+            parts.append(f"{self.speedup:.2f} times the speed of the target alone")
+            parts.append(f"{self.speedup_with_learning:.2f} with the time of learning")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:.1f} tokens per second")
+        replayed = self.replayed()
+        if not replayed and self.examined:  # served acceptance falls where text proposes the easy tokens
+            low, high = self.alpha_interval
+            parts.append(f"acceptance {self.alpha:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"))
+        parts.append(f"{self.num_requests} request{'' if self.num_requests == 1 else 's'}")
+        for name, rates in replayed.items():
+            parts.append(
+                f"the {name} draft alone, replayed: {rates['block_efficiency']:.2f} tokens per target forward"
+            )
+            parts[-1] += f" (acceptance {rates['alpha']:.3f})"
+        return ", ".join(parts)
+
+    def replayed(self, window: int = 50) -> dict[str, dict[str, float]]:
+        """Return tokens per target forward (`block_efficiency`) and `alpha` of the learned and the original draft, by
+        replay of the last `window` compared requests at a fixed k; empty before a version was compared."""
+        rows = {name: self.curves[name][-window:].sum(0) for name in DRAFTS if len(self.curves.get(name, ()))}
+        return {
+            name: {"block_efficiency": float(row[4] / row[3]), "alpha": float(row[2] / row[1])}
+            for name, row in rows.items()
+            if row[1] and row[3]
+        }
 
     def plot(self, window: int | None = None) -> Any:
-        """Plot alpha over the newest 1,024 requests as a `matplotlib.figure.Figure`. Each point averages `window`
-        requests."""
+        """Plot tokens per target forward over the newest 1,024 requests as a `matplotlib.figure.Figure`, for
+        [`OnlineAssistant.stats`] next to the replay of the learned and the original draft, and below it the speed-up
+        over the target alone. Each point pools `window` requests."""
         window = window or rolling_window(len(self.requests))
-        figure, axes = new_alpha_figure(7.0, 2.8, window)
+        speed = self.curves.get("speedup", np.zeros((0, 3)))
+        is_timed = bool(speed[:, 2:].any())
+        figure, (axes, *lower) = new_curve_figure(7.0, 4.6 if is_timed else 2.8, window, rows=1 + is_timed)
         numbers = range(self.num_requests - len(self.requests) + 1, self.num_requests + 1)
-        axes.plot(numbers, pooled(self.requests, window), color=LEARNING, lw=2)
+        axes.plot(numbers, pooled(self.requests[:, 2:], window), color=LEARNING, lw=2, label="served")
+        for name, color in zip(DRAFTS, (LEARNING, FROZEN), strict=True):
+            if len(rows := self.curves.get(name, np.zeros((0, 5)))):
+                curve = pooled(rows[:, 3:], window)
+                axes.plot(rows[:, 0], curve, color=color, lw=1.4, ls="--", label=f"{name} draft alone, replayed")
+                axes.legend(loc="upper left", frameon=False, fontsize=8)
+        for axes in lower:
+            axes.plot(speed[:, 0], pooled(speed[:, 1:], window), color=LEARNING, lw=2)
+            axes.axhline(1, color="black", lw=1)
+            axes.set_ylabel("speed-up")
         return figure
 
     def _counts(self) -> dict[str, Any]:
@@ -204,13 +241,13 @@ class AcceptanceStats:
         if any(self.timed):
             names = ("tokens_per_second", "speedup", "speedup_with_learning")
             data |= {name: getattr(self, name) for name in names}
-        return data
+        return data | ({"replayed": replayed} if (replayed := self.replayed()) else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AcceptanceStats:
         """Return the stats from the result of [`to_dict`]."""
         names = (*_COUNTS, "accepted_length_histogram", "num_requests")
-        requests = np.array(data["requests"] or np.zeros((0, 2), dtype=np.int64))
+        requests = np.array(data["requests"] or np.zeros((0, 4), dtype=np.int64))
         return cls(**{name: data[name] for name in names}, requests=requests)
 
 
@@ -319,12 +356,14 @@ class Tally:
         self.requests = 0
         self._by_domain: dict[str | None, AcceptanceStats] = {}
         self._recent = AcceptanceStats()
+        self._timed: deque[tuple[float, ...]] = deque([(0, 0.0, 0.0)], MAX_REQUESTS)
         self._lock = threading.Lock()
 
-    def add(self, domain: str | None, stats: AcceptanceStats) -> None:
-        """Add one request."""
+    def add(self, domain: str | None, stats: AcceptanceStats, timed: Sequence[float] = UNTIMED) -> None:
+        """Add one request. `timed` are tokens and seconds of all answers so far, and seconds of the target alone."""
         with self._lock:
             self.requests += 1
+            self._timed.append((self._timed[-1][0] + 1, *timed[1:3]))
             domain = domain if domain in self._by_domain or len(self._by_domain) < MAX_DOMAINS else None
             self._by_domain[domain] = self._by_domain.get(domain, AcceptanceStats()) + stats
             self._recent = self._recent + stats
@@ -338,6 +377,14 @@ class Tally:
         """Return the stats of all domains since the last reset."""
         return sum(self.by_domain().values(), AcceptanceStats())
 
+    def speeds(self) -> NDArray[np.float64]:
+        """Return rows of the number of a request, its seconds, and those of the target alone, where they are known."""
+        with self._lock:
+            rows = np.array(self._timed, dtype=np.float64)
+        is_known = (rows[1:, 2] > 0) & ((rows[:-1, 2] > 0) | (rows[:-1, 1] == 0))
+        speeds: NDArray[np.float64] = np.column_stack([rows[1:, :1], np.diff(rows[:, 1:], axis=0)])[is_known]
+        return speeds
+
     def take_recent(self) -> tuple[int, AcceptanceStats]:
         """Return the number of all requests, and the stats since the last call."""
         with self._lock:
@@ -349,6 +396,7 @@ class Tally:
         with self._lock:
             self._by_domain.clear()
             self._recent = AcceptanceStats()
+            self._timed = deque([(0, 0.0, 0.0)], MAX_REQUESTS)
 
     def state(self) -> dict[str, Any]:
         """Return the state, ready for JSON."""

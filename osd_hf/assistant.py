@@ -498,9 +498,11 @@ class OnlineAssistant:
 
     @property
     def stats(self) -> AcceptanceStats:
-        """Acceptance over all requests since the last reset, with tokens per second and the speed-up if known."""
-        learning = self._learner.seconds - self._learned_before
-        return replace(self._live.tally.total(), timed=(*self.drafts.pacer.timed, learning))
+        """Tokens per target forward, the speed-up if known, and acceptance of all requests since the last reset, next
+        to those of the original draft by replay."""
+        learning, tally = self._learner.seconds - self._learned_before, self._live.tally
+        curves = {"speedup": tally.speeds(), **self._learner.curves()}
+        return replace(tally.total(), timed=(*self.drafts.pacer.timed, learning), curves=curves)
 
     @property
     def stats_by_domain(self) -> dict[str | None, AcceptanceStats]:
@@ -511,27 +513,26 @@ class OnlineAssistant:
         """Reset the statistics. Nothing learned is lost."""
         self._live.tally.reset()
         self.drafts.pacer.reset_timed()
+        self._learner.observed = 0
+        self._learner.replayed.clear()
         self._learned_before = self._learner.seconds
 
     def __repr__(self) -> str:
-        """Describe the pair, its state and its acceptance in two lines."""
+        """Describe the pair, its state and its statistics in two lines."""
         names = [m.config.name_or_path or type(m).__name__ for m in map(unwrap, (self.target, self.drafts.base))]
         learning = "manual updates" if self.config.update_strategy == "manual" else "learning"
         state = "closed" if self._live.is_closed else "paused" if self._learner.is_paused else learning
         if self.learning_error is not None:
             state += f", failing ({type(self.learning_error).__name__})"
-        stats, (before, now) = self.stats, self._learner.compared()
-        requests = f"{stats.num_requests} request{'' if stats.num_requests == 1 else 's'} served"
-        alpha = f", alpha {stats.alpha:.3f}" if stats.examined else ""
-        if before.examined and now.examined:
-            alpha += f" (the last {now.num_requests}: {now.alpha:.3f}, with the original draft {before.alpha:.3f})"
+        stats = self.stats
+        served = f"{stats}" if stats.num_requests else "0 requests served"
         pair = f"target={names[0]}, draft={names[1]}"
-        return f"OnlineAssistant({pair}, version={self.version}, {state})\n  {requests}{alpha}"
+        return f"OnlineAssistant({pair}, version={self.version}, {state})\n  {served}"
 
     def _repr_html_(self) -> str:
-        """Show the description and the acceptance curve in notebooks."""
+        """Show the description and the curve of tokens per target forward in notebooks."""
         text, stats = io.StringIO(), self.stats
-        if stats.examined:
+        if stats.num_requests:
             stats.plot().savefig(text, format="svg")
         _, start, curve = text.getvalue().partition("<svg")
         return f"<pre>{html.escape(repr(self))}</pre>{start}{curve}"

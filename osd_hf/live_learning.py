@@ -271,7 +271,7 @@ class LiveLearning:
                 store.append(trace)
         with self.failures.kept(TAKING_IN):
             with self._taking_in:
-                self.tally.add(trace.domain, AcceptanceStats.from_trace(trace))
+                self.tally.add(trace.domain, AcceptanceStats.from_trace(trace), self.drafts.pacer.timed)
                 self.learner.observe(trace.domain, trace, learn=learn)
             if self.tally.requests == TIMED_REQUESTS:
                 self._warn_of_slow_draft()

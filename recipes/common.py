@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.acceptance import alpha_gain_interval
-from osd_hf.evaluation.display import rolling_alpha
+from osd_hf.evaluation.display import rolling
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.models import Pair
@@ -328,8 +328,8 @@ def kept_stats(counts: Sequence[Sequence[float]]) -> list[AcceptanceStats]:
 
 def plot_ways(axis: Any, rows: list[dict[str, Any]], static: Sequence[AcceptanceStats], window: int) -> None:
     """Plot the rolling alpha of the original draft and of each way."""
-    axis.plot(rolling_alpha(static, window), color="0.5", linestyle="--", label="static draft")
+    axis.plot(rolling(static, window, "examined", "accepted"), color="0.5", linestyle="--", label="static draft")
     for row in rows:
-        axis.plot(rolling_alpha(kept_stats(row["requests_stats"]), window), label=row["way"])
+        axis.plot(rolling(kept_stats(row["requests_stats"]), window, "examined", "accepted"), label=row["way"])
     axis.legend(fontsize=8, ncols=3)
     axis.grid(alpha=0.3)

@@ -281,8 +281,8 @@ def test_the_speed_and_what_it_is_beside_the_target_alone() -> None:
     # A token of the target alone takes a second, and the prompt brings the first.
     assert (stats.tokens_per_second, stats.speedup) == pytest.approx((tokens / seconds, tokens / seconds), rel=1e-3)
     assert stats.speedup_with_learning == stats.speedup > 1
-    shown = f"{stats.tokens_per_second:.1f} tokens per second ({stats.speedup:.2f} times the target alone, "
-    assert shown + f"{stats.speedup:.2f} with learning)" in repr(stats)
+    shown = f"{stats.speedup:.2f} times the speed of the target alone, {stats.speedup:.2f} with the time of learning, "
+    assert shown + f"{stats.tokens_per_second:.1f} tokens per second" in repr(stats)
     assert stats.to_dict()["speedup"] == stats.speedup == pytest.approx((stats + stats).speedup)
     assistant.drafts.pacer.baseline_seconds = 0.5  # the target alone is faster elsewhere
     assistant.reset_stats()
@@ -300,7 +300,7 @@ def test_an_assistant_tells_its_state(assistant: OnlineAssistant) -> None:
     assert "<svg" not in assistant._repr_html_()
     assistant.pause()
     answer(assistant.generate, assistant.tokenizer, do_sample=False)
-    assert "version=0, paused)\n  1 request served, alpha 0." in repr(assistant)
+    assert "version=0, paused)\n  1." in repr(assistant)
     page = assistant._repr_html_()
     assert page.startswith("<pre>OnlineAssistant(") and page.endswith("</svg>\n")
     assistant.close()
@@ -308,13 +308,35 @@ def test_an_assistant_tells_its_state(assistant: OnlineAssistant) -> None:
 
 
 def test_stats_are_drawn() -> None:
-    stats = sum((AcceptanceStats.from_counts(examined=4, accepted=i % 4) for i in range(12)), AcceptanceStats())
-    figure = stats.plot(window=4)
-    (axes,) = figure.axes
+    """Text takes the easy tokens, so that the acceptance of the draft falls while each forward gives more tokens."""
+    counts = [{"examined": 4, "accepted": 3 - i % 4, "target_forwards": 2, "emitted": 4 + i} for i in range(12)]
+    stats = sum((AcceptanceStats.from_counts(**each) for each in counts), AcceptanceStats())
+    (axes,) = stats.plot(window=4).axes
     (curve,) = axes.lines
     assert curve.get_xdata().tolist() == list(range(1, 13))
-    assert curve.get_ydata()[-1] == pytest.approx((0 + 1 + 2 + 3) / 16)
-    assert "last 4 requests" in axes.get_ylabel()
+    assert curve.get_ydata()[-1] == pytest.approx((12 + 13 + 14 + 15) / 8)
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens per target forward", "request (each point: the last 4)")
+
+
+def test_the_learned_and_the_original_draft_are_drawn_and_named_by_replay() -> None:
+    target, draft = models.pair()
+    config = OnlineConfig(update_strategy="manual", gate=True, steps_per_update=40, learning_rate=3e-3)
+    assistant = OnlineAssistant(target, draft, models.tokenizer(), config)
+    for i in range(24):
+        answer(assistant.generate, assistant.tokenizer, do_sample=False, max_new_tokens=16 + i % 2)
+        if i in (15, 19):
+            assistant.update()
+    replayed = assistant.stats.replayed()
+    assert replayed["learned"]["block_efficiency"] > replayed["original"]["block_efficiency"] >= 1
+    assert "the original draft alone, replayed: " in repr(assistant.stats)
+    curves = assistant.stats.curves
+    assert curves["learned"][:, 0].tolist() == curves["original"][:, 0].tolist() != []
+    upper, *lower = assistant.stats.plot().axes
+    names = ["served", "learned draft alone, replayed", "original draft alone, replayed"]
+    assert [text.get_text() for text in upper.get_legend().get_texts()] == names
+    assert [axes.get_ylabel() for axes in lower] == ["speed-up"] * bool(curves["speedup"][:, 2:].any())
+    assistant.reset_stats()
+    assert assistant.stats.replayed() == {} and not len(assistant.stats.curves["speedup"])
 
 
 def test_drafts_are_evaluated_on_texts() -> None:

@@ -293,7 +293,7 @@ FORMATS = {  # file -> a row, and its prompt in the chat template
 def test_a_common_format_is_served_without_flags(
     tmp_path: Path, name: str, pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
+    monkeypatch.setattr("osd_hf.evaluation.display.plot_learning", lambda *args, **kwargs: None)
     row, shown = FORMATS[name]
     location, folder = write_rows(tmp_path / name, [row, row]), tmp_path / "run"
     given = ["run", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output-dir", str(folder)]

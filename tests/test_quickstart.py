@@ -15,7 +15,7 @@ from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
 from osd_hf.cli.quickstart import split_prompts
 from osd_hf.evaluation.benchmark import answer_greedily, compare_outputs
-from osd_hf.evaluation.display import rolling_alpha
+from osd_hf.evaluation.display import rolling
 
 SIZES = {"learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8}
 SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4}
@@ -66,7 +66,7 @@ def test_the_report_has_each_domain_and_all_of_them(finished):
 
 
 def test_plots_and_json_are_written(finished):
-    for name in ("alpha.png", "domains.png"):
+    for name in ("learning.png", "domains.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
     assert json.loads(finished.with_suffix(".json").read_text())["by_domain"]
 
@@ -79,9 +79,8 @@ def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
     assert max(map(len, table)) <= 110
     assert lines[0].startswith("1. A small draft proposes tokens while its target answers 8 prompts, and learns")
     assert "Torch threads: 1." in lines[3]
-    summary = (
-        r"Your draft now proposes \d+ of 100 tokens right instead of \d+, and answers come [\d.]+ times as fast as "
-    )
+    summary = r"Your draft alone now gives [\d.]+ tokens per target forward instead of [\d.]+, and with text answers "
+    summary += r"come [\d.]+ times as fast as "
     compiled = r"from the target alone \(transformers' `generate`\), [\d.]+ times with the target compiled; "
     own = "every answer was the target's own, token for token."
     assert re.fullmatch(summary + compiled + re.escape(own), lines[-1])
@@ -138,8 +137,8 @@ def one_request(accepted, examined):
     )
 
 
-def test_rolling_alpha_pools_counts_over_its_window():
+def test_rolling_pools_counts_over_its_window():
     stats = [one_request(0, 0), one_request(1, 2), one_request(4, 4), one_request(0, 6)]
-    values = rolling_alpha(stats, 2).tolist()
+    values = rolling(stats, 2, "examined", "accepted").tolist()
     assert math.isnan(values[0])
     assert values[1:] == [1 / 2, 5 / 6, 4 / 10]

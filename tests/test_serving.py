@@ -30,7 +30,7 @@ SAMPLING = ["--do-sample", "--temperature", "0.8", "--top-k", "20", "--seed", "3
 @pytest.fixture(autouse=True)
 def unplotted(monkeypatch):
     """Only the run of `straight`, which is made before, draws its figure."""
-    monkeypatch.setattr("osd_hf.evaluation.display.plot_alpha", lambda *args, **kwargs: None)
+    monkeypatch.setattr("osd_hf.evaluation.display.plot_learning", lambda *args, **kwargs: None)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def interrupt(monkeypatch, request):
 def comparable(folder):
     """Everything that two equal runs share: the report and the journal without times, the draft's weights."""
     report = json.loads((folder / "report.json").read_text())
-    for name in ("provenance", "seconds", "learning_seconds", "saved_seconds", "tokens_per_second"):
+    for name in ("provenance", "seconds", "learning_seconds", "saved_seconds", "tokens_per_second", "speedup"):
         del report[name]
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
     for update in [*report["updates"], *(line["update"] for line in lines if line["update"])]:
@@ -107,7 +107,7 @@ def test_a_run_leaves_report_journal_plot_draft_and_session(straight, pair):
     assert [update["after_requests"] for update in report["updates"]] == [4, 8, 12]
     assert [line["draft_version"] for line in lines] == [i // 4 for i in range(REQUESTS)]
     assert report["settings"]["target"] == "target"
-    assert (straight / "alpha.png").read_bytes().startswith(b"\x89PNG")
+    assert (straight / "learning.png").read_bytes().startswith(b"\x89PNG")
     draft = AutoModelForCausalLM.from_pretrained(straight / "draft")
     before = AutoModelForCausalLM.from_pretrained(pair / "draft")
     assert not torch.equal(draft.lm_head.weight, before.lm_head.weight)

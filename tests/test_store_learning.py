@@ -63,14 +63,14 @@ def save_after_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
 SELDOM = 1e9  # seconds between two publications: the first version goes out, and the last
 TOKENIZER = models.tokenizer()
 TEMPLATE = functools.cache(jinja2.Template)
-PLOT = learn_command.plot_alpha
+PLOT = learn_command.plot_learning
 
 
 @pytest.fixture(autouse=True)
 def written_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """The template of a card is read once, not for each version, and no figure is drawn where none is looked at."""
     monkeypatch.setattr(jinja2, "Template", TEMPLATE)
-    monkeypatch.setattr(learn_command, "plot_alpha", lambda path, *args, **kwargs: path.touch())
+    monkeypatch.setattr(learn_command, "plot_learning", lambda path, *args, **kwargs: path.touch())
 
 
 @pytest.fixture(scope="module")
@@ -462,7 +462,7 @@ def test_labels_are_names_of_folders(tmp_path: Path) -> None:
     versions = VersionFolder(tmp_path)
     assert folder_name("x" * 201) is None
     names = {"..": "%2E.", "a/b": "a%2Fb", "": "%", "Sägen v1.2": "S%C3%A4gen%20v1.2", "latest": "%6Catest"}
-    names |= {"V000001": "%56000001", "alpha.png": "%61lpha.png", "deploy.jsonl": "%64eploy.jsonl"}
+    names |= {"V000001": "%56000001", "learning.png": "%6Cearning.png", "deploy.jsonl": "%64eploy.jsonl"}
     for label, name in names.items():
         assert folder_name(label) == name
         assert versions.of(label).path == tmp_path / name
@@ -611,7 +611,7 @@ def test_the_command_learns_and_publishes(
     flags: list[str], saved: Path, recorded: list[Trace], tmp_path: Path, capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(learn_command, "plot_alpha", PLOT)
+    monkeypatch.setattr(learn_command, "plot_learning", PLOT)
     report = tmp_path / "report.json"
     assert main([*flags, "--once", "--publish-seconds", "0", "--json", str(report)]) == 0
     draft = AutoModelForCausalLM.from_pretrained(saved / "draft")
@@ -627,7 +627,7 @@ def test_the_command_learns_and_publishes(
     assert found["versions"][-1]["draft_version"] == 2
     latest = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "latest")
     assert replay_each(latest, recorded, 3) == replay_each(simulated.draft, recorded, 3)
-    assert (tmp_path / "out" / "alpha.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / "learning.png").read_bytes().startswith(b"\x89PNG")
     assert "8 requests, " in capsys.readouterr().out
     assert facts(tmp_path / "out")["version"] == int(str(found["latest"]).lstrip("v"))
 

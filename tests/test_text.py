@@ -173,7 +173,7 @@ def test_a_trace_tells_the_sources_apart() -> None:
     assert stats.drafted + stats.text_drafted == proposed
     by_hand = [sum(r.text_counts[i] for r in trace.rounds) for i in range(3)]
     assert by_hand == [stats.text_drafted, stats.text_examined, stats.text_accepted]
-    assert f"past text {stats.text_alpha:.3f}" in repr(stats)
+    assert 0 < stats.text_alpha <= 1
     sources = Counter(t.source for t in emitted_tokens(trace, assistant.draft) if t.origin == "accepted")
     assert sources["text"] == stats.text_accepted
     assert sources["draft"] == stats.accepted

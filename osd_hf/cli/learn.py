@@ -40,7 +40,7 @@ from osd_hf.engines.deploy import MIN_WATCHED_REQUESTS, Deployer, DeployMethod
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
 from osd_hf.errors import ConfigError, DataError, ServerError, StateError, StoreError
-from osd_hf.evaluation.display import alpha_bar, comparison_row, plot_alpha, text_table
+from osd_hf.evaluation.display import COMPARED, comparison_row, learning_bar, plot_learning, text_table
 from osd_hf.hub import check_push, facts_of
 from osd_hf.learning.updater import make_accelerator
 from osd_hf.models import (
@@ -249,7 +249,7 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
     )
     if learner.learned:
         parts = compared.last_fifth().parts().items()
-        header = ["last 20% of", "n", "alpha frozen", "alpha learned", "gain [95%]"]
+        header = ["last 20% of", *COMPARED[1:]]
         settings.say("\n" + text_table(header, [comparison_row(name, part) for name, part in parts]) + "\n")
     for deployer in deployers:
         settings.say(deployer.summary())
@@ -403,7 +403,7 @@ def _learn(
 ) -> bool:
     """Learn until a signal or the limit; returns whether the stores could be read."""
     num_before, num_published, failed = learner.requests, 0, False
-    with stop_on_signal() as stop, alpha_bar(limit, "learning") as advance:
+    with stop_on_signal() as stop, learning_bar(limit, "learning") as advance:
         while not stop.is_set():
             left = None if limit is None else limit - (learner.requests - num_before)
             if left == 0:
@@ -452,7 +452,7 @@ def _plot(learner: StoreLearner, folder: Path) -> None:
     if learner.learned:
         title = "Acceptance on the target's answers: the draft that learns, and the same draft frozen"
         with contextlib.suppress(OSError):  # a missing plot must not end the command
-            plot_alpha(folder / PLOT, _compared(learner), title=title)
+            plot_learning(folder / PLOT, _compared(learner), title=title)
 
 
 def _report(learner: StoreLearner, deployers: Sequence[Deployer]) -> dict[str, Any]:

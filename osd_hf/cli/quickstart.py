@@ -116,7 +116,7 @@ def quickstart_command(settings: QuickstartSettings) -> int:
         **balance,
     }
     serving = Comparison([t.domain for t in served], while_serving)
-    display.plot_alpha(folder / "alpha.png", serving, title=display.WHILE_SERVING)
+    display.plot_learning(folder / "learning.png", serving, title=display.WHILE_SERVING)
     labels = {"static": "static", "learned": "learned while serving"}
     title = "Acceptance on later prompts, never learned from"
     display.plot_domains(folder / "domains.png", compared, labels, title=title)
@@ -126,7 +126,7 @@ def quickstart_command(settings: QuickstartSettings) -> int:
     report["total_seconds"] = round(time.perf_counter() - started, 2)
     write_report(folder / "report.json", report)
     settings.say(
-        f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, alpha.png and domains.png to {folder}.\n\n"
+        f"\n{report['total_seconds']:.0f} s in all. Wrote report.json, learning.png and domains.png to {folder}.\n\n"
         f"{_summary(report)}"
     )
     settings.write_json(report)
@@ -155,7 +155,7 @@ def serve_stream(
 ) -> list[Trace]:
     """Serve requests of domains and token ids greedily while the assistant learns; returns their traces."""
     traces: list[Trace] = []
-    with display.alpha_bar(len(requests), "serving") as advance:
+    with display.learning_bar(len(requests), "serving") as advance:
         for domain, prompt_ids in requests:
             _, trace = answer_traced(
                 assistant, prompt_ids, domain=domain, do_sample=False, max_new_tokens=max_new_tokens
@@ -198,7 +198,7 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     for name, part in report["by_domain"].items():
         efficiency = " > ".join(figure(part[draft]["block_efficiency"], 2) for draft in ("static", "learned"))
         alphas, gain = [_alpha(part[draft]) for draft in ("static", "learned")], figure(part["gain"], sign=True)
-        rows.append([name, *alphas, gain, efficiency])
+        rows.append([name, efficiency, *alphas, gain])
         alone, times = f"{part['tokens_per_second'][WAYS[0]]:.0f}", map(ratio_text, part["times_as_fast"].values())
         speeds.append([name, alone, *times, f"{part['outputs']['identical']}/{sum(part['outputs'].values())}"])
     sizes, columns = report["sizes"], COLUMNS[: len(report["by_domain"]["all"]["tokens_per_second"])]
@@ -210,7 +210,7 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
     prompt, answer = (textwrap.indent(text, "    ") for text in (sample.prompt, answer))
     return [
         f"\nLater prompts, never learned from ({sizes['later_requests']} per domain, k = {K}, threshold 0):\n",
-        text_table(["domain", "alpha static", "alpha learned", "gain", "tokens/forward"], rows),
+        text_table(["domain", "tokens/forward", "acceptance static", "learned", "gain"], rows),
         f"\nTokens per second of the target alone, and times as fast ({sizes['timed_requests']} of these requests per "
         f"domain in turns,\nmedian of the ratios, torch threads: {report['provenance']['threads']}). Lookup: "
         f"transformers' prompt lookup; static: its assisted\ngeneration with the draft as it was, k = {K}; learned: "
@@ -231,7 +231,7 @@ def _alpha(part: dict[str, Any]) -> str:
 def _summary(report: dict[str, Any]) -> str:
     every, outputs = report["by_domain"]["all"], report["outputs"]
     learned, *compiled = (f"{of['median']:.1f}" for way, of in every["times_as_fast"].items() if way in WAYS[3:])
-    now, before = (figure(100 * every[draft]["alpha"], 0) for draft in ("learned", "static"))
+    now, before = (figure(every[draft]["block_efficiency"], 2) for draft in ("learned", "static"))
     if outputs["tied"] or outputs["differing"]:
         own = (
             f"{outputs['identical']} of {sum(outputs.values())} answers were the target's own, token for token, "
@@ -240,7 +240,7 @@ def _summary(report: dict[str, Any]) -> str:
     else:
         own = "every answer was the target's own, token for token"
     return (
-        f"Your draft now proposes {now} of 100 tokens right instead of {before}, and answers come "
+        f"Your draft alone now gives {now} tokens per target forward instead of {before}, and with text answers come "
         f"{learned} times as fast as from the target alone (transformers' `generate`)"
         + "".join(f", {times} times with the target compiled" for times in compiled)
         + f"; {own}."

@@ -33,7 +33,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, LearnerError, StateError, first_line
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import answer_traced, pad_setting
-from osd_hf.evaluation.display import comparison_row, figure, text_table
+from osd_hf.evaluation.display import COMPARED, comparison_row, text_table
 from osd_hf.learning.session import has_session
 from osd_hf.models import prompt_room
 from osd_hf.prompts import EncodedPrompts, prompts_digest
@@ -149,11 +149,17 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
         raise KeyboardInterrupt(f"{where}go on with: osd-hf run --resume --output-dir {folder}") from interrupt
     assistant.save_pretrained(folder / "draft")
     origin = provenance(device=str(target.device), dtype=str(target.dtype), seed=config.seed)
-    _report(settings, {"provenance": origin, "settings": identity}, encoded, served)
+    _report(settings, {"provenance": origin, "settings": identity}, encoded, served, assistant.stats.speedup)
     return 0
 
 
-def _report(settings: RunSettings, facts: dict[str, Any], encoded: EncodedPrompts, served: Sequence[Served]) -> None:
+def _report(
+    settings: RunSettings,
+    facts: dict[str, Any],
+    encoded: EncodedPrompts,
+    served: Sequence[Served],
+    speedup: float | None,
+) -> None:
     """Write and show the report of a run."""
     folder, identity = settings.output_dir, facts["settings"]
     frozen_is = "expected by replay on the sampled answers" if settings.do_sample else "exact but for rounding"
@@ -163,22 +169,20 @@ def _report(settings: RunSettings, facts: dict[str, Any], encoded: EncodedPrompt
         "settings": {**identity, **places},
         "skipped": {reason: len(rows) for reason, rows in encoded.skipped.items()},
         "frozen_is": frozen_is,
+        "speedup": speedup,  # of the requests since the start or the last resume
         **report_on(served),
     }
     compared = _compared(served)
-    display.plot_alpha(folder / "alpha.png", compared, title=display.WHILE_SERVING)
+    display.plot_learning(folder / "learning.png", compared, title=display.WHILE_SERVING)
     write_report(folder / "report.json", report)
-    rows = []
-    for name, one in {**compared.parts(), "last 20%": compared.last_fifth()}.items():
-        efficiency = " > ".join(figure(stats.block_efficiency, 2) for stats in one.totals.values())
-        rows.append([*comparison_row(name, one), efficiency])
-    header = ["requests of", "n", "alpha frozen", "alpha learning", "gain [95%]", "tokens/forward"]
-    settings.say(text_table(header, rows))
+    parts = {**compared.parts(), "last 20%": compared.last_fifth()}
+    settings.say(text_table(COMPARED, [comparison_row(name, one) for name, one in parts.items()]))
+    times = "" if speedup is None else f", {speedup:.2f} times the speed of the target alone"
     settings.say(
-        f"\n{report['tokens_per_second'] or 0:.0f} tokens/s, {report['seconds']:.1f} s of answers, "
+        f"\n{report['tokens_per_second'] or 0:.0f} tokens/s{times}, {report['seconds']:.1f} s of answers, "
         f"{report['learning_seconds']:.1f} s of learning, which saved {report['saved_seconds']:.1f} s over the frozen "
         f"draft; draft version {report['draft_version']}. Frozen: {frozen_is}.\n"
-        f"Wrote report.json, alpha.png, journal.jsonl and draft/ to {folder}"
+        f"Wrote report.json, learning.png, journal.jsonl and draft/ to {folder}"
         + ("." if not settings.learn else "; state/ is for --resume and holds tokens of requests.")
     )
     settings.write_json(report)
@@ -267,7 +271,7 @@ def serve(
         assert k is not None
         with (
             open(folder / JOURNAL, "a", opener=open_privately) as file,
-            display.alpha_bar(len(prompts.prompts), "serving") as advance,
+            display.learning_bar(len(prompts.prompts), "serving") as advance,
             stop_on_signal() as stop,
         ):
 

@@ -24,7 +24,7 @@ from osd_hf.utils.report import make_folder, write_report
 LATEST = "latest"
 FACTS = "version.json"
 REJECTED = "REJECTED.json"
-JOURNAL, PLOT = "deploy.jsonl", "alpha.png"  # files next to the versions
+JOURNAL, PLOT = "deploy.jsonl", "learning.png"  # files next to the versions
 MIN_KEPT = 2  # the newest version, and the one that an engine may be loading
 LOCK = ".publisher.lock"
 VERSION = re.compile(r"v(\d{6,})")

@@ -13,16 +13,14 @@ import numpy as np
 from tqdm import tqdm
 
 from osd_hf.acceptance import AcceptanceStats, Comparison
-from osd_hf.utils.report import LEARNING, new_alpha_figure, new_figure, pooled, rolling_window
+from osd_hf.utils.report import FROZEN, LEARNING, new_curve_figure, new_figure, pooled, rolling_window
 
 T = TypeVar("T")
 Estimate = tuple[float, tuple[float, float]]  # a value and its interval
 
-# Colors for color-blind readers (Okabe and Ito), as `LEARNING`.
-FROZEN = "#D55E00"
 COLORS = ("#9A9A9A", "#E69F00", FROZEN, LEARNING, "#009E73", "#56B4E9", "#CC79A7")
-BAR_WINDOW = 50  # requests over which a progress bar pools alpha
-WHILE_SERVING = "Acceptance while serving: the draft that learns, and the same draft frozen"
+BAR_WINDOW = 50  # requests that a progress bar pools
+WHILE_SERVING = "While serving: the draft that learns, and the same draft frozen"
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -55,12 +53,16 @@ def stats_interval(stats: AcceptanceStats) -> str:
     return "-" if math.isnan(low) else f"[{low:.3f}, {high:.3f}]"
 
 
+COMPARED = ("requests of", "n", "tokens/forward frozen", "learning", "acceptance frozen", "learning", "gain [95%]")
+
+
 def comparison_row(name: str, compared: Comparison) -> list[str]:
-    """Return cells of a table: name, number of requests, alpha before and after, and the gain with its interval."""
-    alphas = [figure(stats.alpha) for stats in compared.totals.values()]
+    """Return cells of a table with the header `COMPARED`."""
+    totals = compared.totals.values()
+    rates = [figure(stats.block_efficiency, 2) for stats in totals] + [figure(stats.alpha) for stats in totals]
     low, high = compared.gain_interval
     interval = "" if math.isnan(low) else f" [{low:+.3f}, {high:+.3f}]"
-    return [name, str(len(compared.domains)), *alphas, figure(compared.gain, sign=True) + interval]
+    return [name, str(len(compared.domains)), *rates, figure(compared.gain, sign=True) + interval]
 
 
 def progress(items: Iterable[T], description: str, unit: str, total: int | None = None) -> Iterator[T]:
@@ -69,41 +71,44 @@ def progress(items: Iterable[T], description: str, unit: str, total: int | None 
 
 
 @contextlib.contextmanager
-def alpha_bar(total: int | None, description: str) -> Iterator[Callable[..., None]]:
-    """Show a progress bar with alpha of the newest requests. The block gets a function to call after each request with
-    the stats of the serving draft and, optionally, of the original draft and the version that served."""
-    newest = {name: deque[AcceptanceStats](maxlen=BAR_WINDOW) for name in ("alpha", "frozen")}
+def learning_bar(total: int | None, description: str) -> Iterator[Callable[..., None]]:
+    """Show a progress bar with tokens per target forward of the newest requests. The block gets a function to call
+    after each request with the stats of the serving draft and, optionally, of the original draft and the version that
+    served."""
+    newest = {name: deque[AcceptanceStats](maxlen=BAR_WINDOW) for name in ("tokens/forward", "frozen")}
     with tqdm(total=total, desc=description, unit="request", dynamic_ncols=True) as bar:
 
         def advance(learned: AcceptanceStats, frozen: AcceptanceStats | None = None, version: Any = None) -> None:
-            newest["alpha"].append(learned)
+            newest["tokens/forward"].append(learned)
             if frozen is not None:
                 newest["frozen"].append(frozen)
-            shown = {name: figure(rolling_alpha(stats, BAR_WINDOW)[-1]) for name, stats in newest.items() if stats}
+            pools = {name: sum(stats, AcceptanceStats()) for name, stats in newest.items() if stats}
+            shown = {name: figure(pool.block_efficiency, 2) for name, pool in pools.items()}
             bar.set_postfix(shown if version is None else {**shown, "version": version}, refresh=False)
             bar.update()
 
         yield advance
 
 
-def rolling_alpha(stats: Sequence[AcceptanceStats], window: int) -> Any:
-    """Return alpha pooled over the last `window` requests at each request, float64 of shape `(requests,)`; `nan` if
-    nothing was examined."""
-    counts = np.array([[s.examined, s.accepted] for s in stats], dtype=float).reshape(-1, 2)
+def rolling(stats: Sequence[AcceptanceStats], window: int, over: str = "target_forwards", of: str = "emitted") -> Any:
+    """Return the ratio of two counts, by default tokens per target forward, pooled over the last `window` requests at
+    each request, float64 of shape `(requests,)`; `nan` if it is undefined."""
+    counts = np.array([[getattr(s, over), getattr(s, of)] for s in stats], dtype=float).reshape(-1, 2)
     return pooled(counts, window)
 
 
-def plot_alpha(path: Path, compared: Comparison, *, title: str) -> None:
-    """Plot alpha of a frozen and a learning draft over the requests, each point pooled over the last ones."""
+def plot_learning(path: Path, compared: Comparison, *, title: str) -> None:
+    """Plot tokens per target forward of a frozen and a learning draft over the requests, each point pooled over the
+    last ones."""
     count, (frozen, learning) = len(compared.domains), compared.sides.values()
     window = rolling_window(count)
     first = min(max(window // 2, 1), count) - 1  # before, too few requests are pooled
-    figure, axes = new_alpha_figure(9.0, 4.2, window)
+    figure, (axes,) = new_curve_figure(9.0, 4.2, window)
     for stats, style in (
         (learning, {"color": LEARNING, "lw": 2, "label": "learning"}),
         (frozen, {"color": FROZEN, "lw": 1.6, "ls": "--", "label": "frozen"}),
     ):
-        axes.plot(range(first + 1, count + 1), rolling_alpha(stats, window)[first:], **style)
+        axes.plot(range(first + 1, count + 1), rolling(stats, window)[first:], **style)
     axes.legend(loc="lower right", frameon=True, framealpha=0.9)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
@@ -121,7 +126,7 @@ def plot_domains(path: Path, compared: Comparison, labels: Mapping[str, str], *,
 def plot_bars(path: Path, bars: Mapping[str, Mapping[str, Estimate]], *, title: str, label: str) -> None:
     """Plot estimates with their 95% intervals in groups of bars."""
     kinds = list(next(iter(bars.values())))
-    figure, axes = new_figure(max(9.0, 2.0 + 0.2 * len(bars) * (len(kinds) + 1)), 4.8)
+    figure, (axes,) = new_figure(max(9.0, 2.0 + 0.2 * len(bars) * (len(kinds) + 1)), 4.8)
     width = 0.84 / len(kinds)
     for number, kind in enumerate(kinds):
         estimates = [group[kind] for group in bars.values()]

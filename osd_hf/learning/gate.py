@@ -204,7 +204,7 @@ class Effort:
       on learning; it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
     - returns to 1 if the gain falls or the original draft becomes better: then the traffic has changed.
 
-    From `FIRST_REQUESTS` compared requests on, learning gets `MAX_IDLE_LEARNING` of the time of answers as long as even
+    From `FIRST_REQUESTS` compared requests on, learning gets `MAX_IDLE_LEARNING` of the time of answers while even
     `PROMISED_GAINS` times the gain would save less than `MIN_SAVING` of its cost by the measured costs of rounds.
     """
 

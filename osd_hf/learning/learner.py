@@ -11,9 +11,11 @@ from dataclasses import replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from osd_hf.acceptance import AcceptanceStats
+from osd_hf.acceptance import DRAFTS, MAX_REQUESTS, AcceptanceStats
 from osd_hf.config import REPLAY_NUM_ASSISTANT_TOKENS
 from osd_hf.errors import StateError
 from osd_hf.learning.drafts import DomainDrafts
@@ -45,6 +47,9 @@ class Learner:
         self.working_domain: str | None = None  # of the draft that the last work was for
         self.seconds = 0.0  # of all learning
         self._saved_seconds = 0.0
+        self.observed = 0  # requests since the last reset of the statistics
+        # Replay of the learned and of the original draft over time, with the number of the request.
+        self.replayed: deque[tuple[int, AcceptanceStats, AcceptanceStats]] = deque(maxlen=MAX_REQUESTS)
         # Domain and generator of the update in progress, and `seconds` when it began.
         self._work: tuple[str | None, Parts[UpdateReport | None], float] | None = None
         # Progress of the update, in optimizer steps: done, and due by now.
@@ -61,12 +66,6 @@ class Learner:
         return sum((requests.set_aside.counts.copy() for requests in self.drafts.requests.values()), Counter())
 
     # --- requests ---------------------------------------------------------------------------------------------------
-
-    def compared(self) -> tuple[AcceptanceStats, AcceptanceStats]:
-        """Return the replay of the original and of the learned drafts on the newest requests."""
-        scores = [pair for requests in self.drafts.requests.values() for pair in list(requests.choice.scores)]
-        original, learned = (sum((pair[side] for pair in scores), AcceptanceStats()) for side in range(2))
-        return original, learned
 
     @property
     def saved_seconds(self) -> float | None:
@@ -90,6 +89,7 @@ class Learner:
     def observe(self, domain: str | None, trace: Trace, *, learn: bool = True) -> None:
         """Add a served request of a domain. A request that cannot be learned from is excluded. Without `learn`, the
         request only shows whether the vocabulary of the draft suffices."""
+        self.observed += 1
         if not learn:
             if (watching := self.drafts.requests.get(self.drafts.key(domain))) is not None:
                 with watching.lock:
@@ -98,6 +98,14 @@ class Learner:
             requests = self.drafts.requests[self.drafts.key(domain)]
             if requests.set_aside.accepts(trace) and requests.observe(trace):
                 self.drafts.model_changed(requests.domain)
+
+    def curves(self) -> dict[str, NDArray[np.float64]]:
+        """Return the replay of both drafts over time, as `AcceptanceStats.curves`."""
+        replayed = list(self.replayed)
+        return {
+            name: np.array([(number, *pair[side].requests[0]) for number, *pair in replayed]).reshape(-1, 5)
+            for side, name in enumerate(DRAFTS)
+        }
 
     def set_target_version(self, target: str | None) -> None:
         """Set the version of the target that answers all requests from now on."""
@@ -320,8 +328,9 @@ class Learner:
             originals = yield from self._score(requests, draft.model, arrived)
         with self.drafts.lease(domain) as draft:
             replayed = yield from self._score(requests, draft.model, arrived)
-        for trace, original, learned in zip(arrived, originals, replayed, strict=True):
+        for i, (trace, original, learned) in enumerate(zip(arrived, originals, replayed, strict=True), 1):
             if original is not None and learned is not None:
+                self.replayed.append((self.observed - len(arrived) + i, learned, original))
                 saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
                     self._saved_seconds += (saved or 0.0) * num_requests

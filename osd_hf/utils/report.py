@@ -135,29 +135,29 @@ def read_config(path: Path) -> dict[str, Any]:
 
 # --- figures --------------------------------------------------------------------------------------------------------
 
-LEARNING = "#0072B2"  # color of a learning draft
+LEARNING, FROZEN = "#0072B2", "#D55E00"  # for color-blind readers (Okabe and Ito)
 
 
-def new_figure(width: float, height: float) -> tuple[Any, Any]:
-    """Create a figure of `width` x `height` inches, and return it with its axes."""
+def new_figure(width: float, height: float, rows: int = 1) -> tuple[Any, list[Any]]:
+    """Create a figure of `width` x `height` inches, and return it with the axes of each row."""
     from matplotlib.figure import Figure  # pyplot would need global state and a window system
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    found = list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0])
+    for axes in found:
+        axes.grid(True, axis="y", color="#DDDDDD", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found
 
 
-def new_alpha_figure(width: float, height: float, window: int) -> tuple[Any, Any]:
-    """Create a figure for curves of alpha over requests, each point averaged over `window` requests."""
-    figure, axes = new_figure(width, height)
-    axes.set_ylim(0, 1)
-    axes.margins(x=0.01)
-    axes.set_xlabel("request")
-    axes.set_ylabel(f"alpha (last {window} requests)")
-    return figure, axes
+def new_curve_figure(width: float, height: float, window: int, rows: int = 1) -> tuple[Any, list[Any]]:
+    """Create a figure for tokens per target forward over requests, each point pooled over `window` requests."""
+    figure, found = new_figure(width, height, rows)
+    found[0].margins(x=0.01)
+    found[0].set_ylabel("tokens per target forward")
+    found[-1].set_xlabel(f"request (each point: the last {window})")
+    return figure, found
 
 
 def rolling_window(requests: int) -> int:
@@ -166,11 +166,11 @@ def rolling_window(requests: int) -> int:
 
 
 def pooled(requests: NDArray[Any], window: int) -> NDArray[np.float64]:
-    """Return alpha over the last `window` requests at each request (`nan` if no token was examined) from the examined
-    and accepted tokens of each, `(requests, 2)`."""
+    """Return the ratio of the second to the first of two counts `(requests, 2)`, such as accepted to examined tokens,
+    over the last `window` requests at each request; `nan` if the first is 0."""
     sums = np.concatenate([np.zeros((1, 2)), requests.cumsum(0)])
     ends = np.arange(1, len(requests) + 1)
-    examined, accepted = (sums[ends] - sums[np.maximum(ends - window, 0)]).T
-    alpha = np.full(len(requests), np.nan)
-    np.divide(accepted, examined, out=alpha, where=examined > 0)
-    return alpha
+    base, counted = (sums[ends] - sums[np.maximum(ends - window, 0)]).T
+    ratios = np.full(len(requests), np.nan)
+    np.divide(counted, base, out=ratios, where=base > 0)
+    return ratios
