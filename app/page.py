@@ -26,9 +26,8 @@ EVENT: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 SEND_EVENT: dict[str, Any] = {**EVENT, "trigger_mode": "multiple"}
 
 INTRO = """# A draft that learns while you chat
-A **small draft** guesses the next few words; the **large target** checks them in one pass. Right guesses make the
-answer faster and wrong ones are replaced, so you always read the target's own answer. Between answers, the draft
-**learns from its mistakes**, and more of its guesses are accepted: compare the two curves.
+A **small draft** guesses the next tokens, the **target** checks them in one pass, and the answer is always the
+target's own. Between answers the draft **learns**: more guesses are right, and fewer passes are needed.
 """
 
 
@@ -41,6 +40,14 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
         # The browser keeps the chat's id through a reload and a restart of the app.
         session_id = gr.BrowserState(None, storage_key="osd-hf-chat")
         gr.Markdown(INTRO, elem_id="intro")
+        with gr.Row():
+            with gr.Column(scale=2, min_width=320):
+                headline = gr.HTML(view.headline(workspace), elem_id="headline")
+                curves = gr.HTML(view.curves(workspace, None), elem_id="curves")
+            with gr.Column(scale=3, min_width=320):
+                compared = gr.HTML(view.comparison(service.sessions.guest()), elem_id="compared")
+                gr.HTML(view.LEGEND)
+                balance = gr.HTML(view.balance(workspace), elem_id="balance")
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 empty = view.transcript(service.sessions.guest())
@@ -55,7 +62,6 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
                     with gr.Column(scale=1, min_width=100):
                         send = gr.Button("Send", variant="primary", elem_id="send", interactive=False)
                         stop = gr.Button("Stop", elem_id="stop")
-                gr.HTML(view.LEGEND)
                 info = "Each domain has its own draft. Automatic decides by the words of the prompt."
                 domain = gr.Radio(
                     [AUTOMATIC, *DOMAINS, GENERAL], value=AUTOMATIC, label="Domain", info=info, **domains
@@ -82,11 +88,11 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
                     temperature = gr.Slider(0.1, 2.0, value=warm, step=0.1, label="Temperature, if sampled")
                     top_p = gr.Slider(0.1, 1.0, value=most, step=0.05, label="Top-p, if sampled")
             with gr.Column(scale=2, min_width=320):
-                state = gr.HTML(view.learner_state(workspace, service.is_public), elem_id="state")
-                curves = gr.HTML(view.curves(workspace, None), elem_id="curves")
                 choices, domains = [ALL, *DOMAINS, GENERAL], {**domains, "elem_id": "shown"}
                 shown = gr.Radio(choices, value=ALL, label="Curves of", **domains)
-                table = gr.HTML(view.domain_table(workspace), elem_id="table")
+                with gr.Accordion("Versions and domains", open=False, elem_id="versions"):
+                    state = gr.HTML(view.learner_state(workspace, service.is_public), elem_id="state")
+                    table = gr.HTML(view.domain_table(workspace), elem_id="table")
                 with gr.Accordion("Reset, save, push", open=False, elem_id="keep", visible=is_owner):
                     reset = gr.Button("Reset the draft", elem_id="reset")
                     save = gr.Button(f"Save to {output_dir}", elem_id="save")
@@ -109,7 +115,7 @@ def build(service: Service, *, output_dir: Path = Path("osd_hf_app")) -> gr.Bloc
         clear.click(handlers.clear, session_id, chat, queue=False, **EVENT)
         private.input(handlers.set_private, [session_id, private], [private, chat], **EVENT)
         seen, timer = gr.State(None), gr.Timer(TICK_SECONDS)
-        inputs, outputs = [session_id, shown, seen], [state, curves, table, private, seen]
+        inputs, outputs = [session_id, shown, seen], [headline, curves, compared, balance, state, table, private, seen]
         gr.on([timer.tick, shown.change], handlers.tick, inputs, outputs, queue=False, **EVENT)
         reset.click(handlers.reset, session_id, kept, **EVENT)
         save.click(handlers.save, session_id, kept, concurrency_limit=1, **EVENT)
@@ -182,12 +188,16 @@ class _Handlers:
             return gr.skip()
         session = self._session(request, session_id)
         workspace = session.workspace
-        learner = view.learner_state(workspace, self.service.is_public)
-        news = (session.id, id(workspace), workspace.count, learner, shown)
-        if news == seen:
-            return gr.skip()
-        curves, table = view.curves(workspace, None if shown == ALL else shown), view.domain_table(workspace)
-        return learner, curves, table, session.workspace.is_private, news
+        panels = (
+            view.headline(workspace),
+            view.curves(workspace, None if shown == ALL else shown),
+            view.comparison(session),
+            view.balance(workspace),
+            view.learner_state(workspace, self.service.is_public),
+            view.domain_table(workspace),
+        )
+        news = (session.id, id(workspace), hash(panels))
+        return gr.skip() if news == seen else (*panels, session.workspace.is_private, news)
 
     def reset(self, request: gr.Request, session_id: str) -> str:
         self._require_owner()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 import time
 import unicodedata
 from collections import deque
@@ -14,13 +15,13 @@ from transformers import StoppingCriteriaList
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
 from osd_hf.errors import ConfigError
-from osd_hf.replay import emitted_tokens
+from osd_hf.replay import emitted_tokens, redraft
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
 from osd_hf_app.pair import NO_DOMAIN, ServedPair, find_domain
-from osd_hf_app.sessions import AUTOMATIC, Answer, Batch, Session, Sessions, Settings, ShownToken
+from osd_hf_app.sessions import AUTOMATIC, Answer, Batch, Session, Sessions, Settings, ShownToken, Side
 from osd_hf_app.sharing import FairQueue, Slot
-from osd_hf_app.workspace import Record, Workspace
+from osd_hf_app.workspace import SIDES, Record, Workspace
 
 REPLAY_K = 5  # tokens per round at which both drafts are compared
 MAX_CHARACTERS = 20_000  # of a prompt
@@ -28,6 +29,9 @@ MAX_STARTED = 8  # answers in progress at the same time: each holds its caches
 MAX_PUBLIC_NEW_TOKENS = 192
 STOP_SECONDS = 0.2  # within which a waiting batch reacts to a stop
 LEARNING_SECONDS = 30.0  # that a batch waits at most for learning between two prompts
+DEMO = "the app itself"  # the visitor who asks for the demonstration
+DEMO_DOMAIN, DEMO_PROMPTS, DEMO_TOKENS = "finance", 40, 80
+DEMO_FIRST, DEMO_STEPS = 17, 48  # prompts before the first version, and its optimizer steps
 WARM_UP_PROMPT = "Who are you?"
 # The bundled pair learns so often that twenty prompts show an effect.
 BUNDLED_CONFIG = {"update_interval": 2, "steps_per_update": 16, "weight_average": 0.9}
@@ -111,24 +115,45 @@ class Service:
         self.sessions.start(session, batch, lambda: self._answer_batch(session, batch, settings), wants_private)
         return batch
 
+    def demonstrate(self) -> None:
+        """Answer sample prompts that nobody asked for, so that a new page shows what learning does. Visitors come
+        first."""
+        session = self.sessions.guest(DEMO)
+        session.watchers = 1  # goes on although nobody looks
+        domain = DEMO_DOMAIN if self.pair.domains else NO_DOMAIN
+        self.send(session, domain, DEMO_PROMPTS, Settings(max_new_tokens=DEMO_TOKENS))
+
     def _answer_batch(self, session: Session, batch: Batch, settings: Settings) -> None:
+        workspace, is_demo = session.workspace, session.visitor == DEMO
         for prompt in self.pair.samples(batch.domain, batch.total):
             if batch.stop.is_set():
                 return
-            answer = Answer(prompt, settings, batch.domain, stop=batch.stop)
-            for shown in batch.answers[-1:]:
-                shown.tokens = []  # only the newest answer is shown
+            is_shown = is_demo and not batch.answers  # again and again, but never learned from
+            answer = Answer(prompt, replace(settings, learn=settings.learn and not is_shown), batch.domain)
+            answer.stop = batch.stop
+            for earlier in batch.answers[-1:]:
+                earlier.tokens = []  # only the newest answer is shown
+            for earlier in batch.answers[-2:-1]:
+                earlier.sides = {}
             batch.answers.append(answer)
             try:
                 self._answer(session, answer, [])
             finally:
                 answer.is_done = True
-            assistant, deadline = session.workspace.assistant, time.monotonic() + LEARNING_SECONDS
+            if is_shown:
+                workspace.shown = replace(answer)
+            assistant, deadline = workspace.assistant, time.monotonic() + LEARNING_SECONDS
+            if is_demo and len(batch.answers) < DEMO_FIRST:  # a version needs some requests to be judged by
+                continue
+            if is_demo and len(batch.answers) == DEMO_FIRST:
+                assistant.update(DEMO_STEPS, domain=batch.domain or None)
             batch.is_learning = settings.learn and assistant.is_learning
             session.touch()
             while batch.is_learning and not batch.stop.is_set() and time.monotonic() < deadline:
                 batch.is_learning = not assistant.wait_until_idle(STOP_SECONDS)
             batch.is_learning = False
+            if is_demo and workspace.shown is not None and (trace := workspace.shown.trace):
+                workspace.shown.sides = self._sides(workspace, batch.domain, trace)
 
     def _answer(self, session: Session, answer: Answer, history: list[tuple[str, str]]) -> None:
         def keep_waiting(position: int) -> bool:
@@ -184,7 +209,11 @@ class Service:
         workspace, tokenizer = session.workspace, self.pair.tokenizer
         with workspace.assistant.drafts.lease(answer.domain) as serving:
             emitted = emitted_tokens(trace, serving.model)
-            learning, frozen = (replay(draft, [trace], REPLAY_K) for draft in (serving.model, self.pair.draft))
+            if trace.is_sampled:
+                frozen, learning = (replay(draft, [trace], REPLAY_K) for draft in (self.pair.draft, serving.model))
+            else:
+                answer.trace, answer.sides = trace, self._sides(workspace, answer.domain, trace)
+                frozen, learning = (answer.sides[side].stats for side in SIDES)
         pieces = Pieces(tokenizer)
         pieces.push(token.id for token in emitted)
         drafted = [None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]) for token in emitted]
@@ -195,6 +224,21 @@ class Service:
         answer.version = serving.version
         workspace.add(Record(answer.domain, learning, frozen, serving.version))
         session.touch()
+
+    def _sides(self, workspace: Workspace, domain: str, trace: Trace) -> dict[str, Side]:
+        """Return what the frozen and the learning draft propose along a greedy answer."""
+        with workspace.assistant.drafts.lease(domain) as serving:
+            found = [
+                (redraft(draft, [trace], REPLAY_K)[0], version)
+                for draft, version in ((self.pair.draft, 0), (serving.model, serving.version))
+            ]
+        sides = {}
+        for name, (redrafted, version) in zip(SIDES, found, strict=True):
+            pieces, emitted = Pieces(self.pair.tokenizer), emitted_tokens(redrafted)
+            pieces.push(token.id for token in emitted)
+            tokens = list(map(ShownToken, pieces.texts, [token.origin for token in emitted]))
+            sides[name] = Side(tokens, AcceptanceStats.from_trace(redrafted), version)
+        return sides
 
     def _compare_with_target(self, answer: Answer, ids: torch.Tensor, trace: Trace, slot: Slot) -> None:
         """Compare time, and unless sampled the tokens, with those of the target alone."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from osd_hf import AcceptanceStats
+from osd_hf import AcceptanceStats, Trace
 from osd_hf.bundled import DOMAINS
 from osd_hf.errors import ConfigError, OSDError
 from osd_hf_app.pair import GENERAL, NO_DOMAIN
@@ -84,6 +84,15 @@ class ShownToken:
     probability: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one draft proposes along a greedy answer, by replay: the tokens by origin, and the counts."""
+
+    tokens: list[ShownToken]
+    stats: AcceptanceStats
+    version: int
+
+
 @dataclass(eq=False, kw_only=True)
 class _Job:
     is_done: bool = False
@@ -106,6 +115,8 @@ class Answer(_Job):
     alone_seconds: float | None = None
     is_measured: bool = False  # `alone_seconds` was measured for this answer; otherwise it is an estimate
     is_identical: bool | None = None
+    trace: Trace | None = None  # kept to show the answer again with later versions of the draft
+    sides: dict[str, Side] = field(default_factory=dict)  # of the frozen and the learning draft, if greedy
 
     @property
     def text(self) -> str:
@@ -140,6 +151,12 @@ class Session:
     last_watched: float = 0.0
     changed: threading.Condition = field(default_factory=threading.Condition)
     urgent_revision: int = 0
+
+    @property
+    def compared(self) -> Answer | None:
+        """The newest answer with both sides, or the one that the app itself asked for."""
+        last = [a for entry in self.entries for a in (entry.answers[-2:] if isinstance(entry, Batch) else [entry])]
+        return next((answer for answer in reversed(last) if answer.sides), self.workspace.shown)
 
     def show(self, notice: str | None) -> None:
         """Show a notice below the entries until the next one starts."""

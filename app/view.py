@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from osd_hf import AcceptanceStats
 from osd_hf.learning.gate import GateDecision
 from osd_hf_app.sessions import Answer, Batch, Session, ShownToken
-from osd_hf_app.workspace import Record, Workspace, by_domain, compare_drafts, pooled_alpha
+from osd_hf_app.workspace import SIDES, Record, Workspace, by_domain, compare_drafts
 
 MAX_CHARACTERS = 400_000  # of a chat's HTML, which is sent again and again; the newest entry may be longer
 
 WINDOW = 8  # requests pooled in a point of a curve
 MIN_REQUESTS = 20  # on the axis
-WIDTH, HEIGHT = 440, 230
-LEFT, RIGHT, TOP, BOTTOM = 34, 428, 12, 184
+WIDTH, HEIGHT = 440, 160
+LEFT, RIGHT, TOP, BOTTOM = 24, 428, 8, 134
 
 CSS = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
 FOLLOW = Path(__file__).with_name("follow.js").read_text(encoding="utf-8")  # keeps the newest entry in sight
 
 LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
-<span class="osd-t osd-accepted">accepted</span> proposed by the draft, confirmed by the target
-<span class="osd-t osd-text">repeated</span> proposed from this chat's text, confirmed
-<span class="osd-t osd-corrected">corrected</span> the proposal was wrong: point at it, or tab to it
-<span class="osd-t osd-bonus">bonus</span> the target's own next token
+<span class="osd-t osd-accepted">accepted</span> the draft guessed it
+<span class="osd-t osd-text">repeated</span> copied from this chat
+<span class="osd-t osd-corrected">corrected</span> guessed wrong
+<span class="osd-t osd-bonus">bonus</span> the target's own
 </div>"""
 HINT = "Ask something, or send twenty prompts."
+WHY_NOT_PAID = (
+    "It has not paid for itself yet: its cost comes first, its savings with each later answer, and a target as small "
+    "as this one leaves little to save."
+)
 
 
 def transcript(session: Session) -> str:
@@ -115,6 +121,50 @@ def _batch(batch: Batch, is_newest: bool) -> str:
     )
 
 
+def comparison(session: Session) -> str:
+    """Return one prompt with the tokens of its answer, colored by origin, with both drafts."""
+    answer = session.compared
+    if answer is None:
+        return '<div class="osd-compared osd-hint">Here the same prompt is answered with both drafts.</div>'
+    columns = ""
+    for name, side in answer.sides.items():
+        tokens = "".join(_token(token, False) for token in side.tokens)
+        columns += (
+            f'<div><div class="osd-head"><b>{name} draft</b>, version {side.version}<br>'
+            f'<b>{side.stats.target_forwards:.0f} passes</b> for {side.stats.emitted:.0f} tokens</div><div class="osd-answer">{tokens}</div></div>'
+        )
+    return (
+        f'<div class="osd-compared"><div class="osd-asked">{escape(answer.prompt)}</div>'
+        f'<div class="osd-columns">{columns}</div></div>'
+    )
+
+
+def headline(workspace: Workspace) -> str:
+    """Return the tokens per pass of the target as a large number, next to those of the frozen draft."""
+    rates = compare_drafts(workspace.records)
+    frozen, learning = (rates[f"{side}_tokens_per_target_pass"] for side in SIDES)
+    number, beside = "–", "no answers yet"
+    if frozen is not None and learning is not None:
+        number = f"{learning:.2f}"
+        gain = f"{learning / frozen - 1:+.0%} by learning" if learning != frozen else "first version in work"
+        beside = f"frozen draft: {frozen:.2f} ({gain})"
+    return (
+        f'<div class="osd-headline"><div class="osd-number">{number}</div><div><b>tokens per pass of the target</b>'
+        f"<br>{beside}<br>target alone: 1</div></div>"
+    )
+
+
+def balance(workspace: Workspace) -> str:
+    """Return what learning has cost and saved, and the speed-up over the target alone once it is known."""
+    assistant, stats = workspace.assistant, workspace.assistant.stats
+    used, saved = assistant.learning_seconds, round(assistant.saved_seconds or 0.0, 1) + 0.0  # 0.0 instead of -0.0
+    paid = "Learning has paid for itself." if saved >= used else WHY_NOT_PAID
+    speed = ""
+    if stats.speedup is not None and stats.num_requests >= MIN_REQUESTS:
+        speed = f"Answers come at {stats.speedup:.2f}× the speed of the target alone. "
+    return f'<div class="osd-balance">{speed}Learning used {used:.1f} s and saved {saved:.1f} s. {paid}</div>'
+
+
 def learner_state(workspace: Workspace, is_public: bool = False) -> str:
     """Return what the learner does and its newest versions. In public mode, errors are not shown."""
     assistant, drafts, state = workspace.assistant, workspace.assistant.drafts, workspace.state
@@ -123,14 +173,11 @@ def learner_state(workspace: Workspace, is_public: bool = False) -> str:
         f"{escape(d.domain or 'all')} v{d.version} {escape(d.outcome)}{_gain(d)}" for d in assistant.decisions[:-4:-1]
     ]
     kind = "private: it learns from you only" if workspace.is_private else "shared: it learns from all visitors"
-    saved = round(assistant.saved_seconds or 0.0, 1) + 0.0  # shows 0.0 instead of -0.0
     failure = "See the log of the app." if is_public and workspace.failure else workspace.failure
     return (
         f'<div class="osd-state" role="status"><span class="osd-dot {state}"></span><b>{state}</b> · the draft is '
         f"{kind}<br>serving: {escape(', '.join(versions)) or 'the original draft'}"
-        f"<br>newest versions: {'; '.join(newest) or 'none yet'}"
-        f"<br>learning took {assistant.learning_seconds:.1f} s and saved {saved:.1f} s of "
-        f"answering over the original draft{_alert(failure)}</div>"
+        f"<br>newest versions: {'; '.join(newest) or 'none yet'}{_alert(failure)}</div>"
     )
 
 
@@ -140,65 +187,67 @@ def _gain(decision: GateDecision) -> str:
 
 
 def domain_table(workspace: Workspace) -> str:
-    """Return acceptance by domain, over the last twenty requests of each."""
+    """Return tokens per pass of the target by domain, over the last twenty requests of each."""
     rows = [("all", compare_drafts(workspace.records))]
     rows += [(name, compare_drafts(part)) for name, part in by_domain(workspace.records).items()]
+    names = [f"{side}_{what}" for what in ("tokens_per_target_pass", "alpha") for side in SIDES]
     cells = "".join(
-        f"<tr><td>{escape(name)}</td><td>{row['requests']}</td><td>{_alpha(row['frozen_alpha'])}</td>"
-        f"<td>{_alpha(row['learning_alpha'])}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td>{row['requests']}</td>"
+        + "".join(f"<td>{'–' if row[each] is None else f'{row[each]:.2f}'}</td>" for each in names)
+        + "</tr>"
         for name, row in rows
     )
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("domain", "requests", "frozen", "learning"))
+    columns = ("domain", "requests", "frozen", "learning", "α frozen", "α learning")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in columns)
     return (
-        '<div class="osd-side"><table class="osd-table"><caption>Acceptance α, last 20 requests</caption><thead>'
-        f"<tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
+        '<div class="osd-side"><table class="osd-table"><caption>Tokens per pass of the target, and acceptance α, '
+        f"last 20 requests</caption><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
     )
-
-
-def _alpha(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
 
 
 def points(records: Sequence[Record], side: str) -> list[tuple[int, float]]:
-    """Return the points of a curve: request numbers, and alpha pooled over the last `WINDOW` requests."""
-    found = [(end, pooled_alpha(records[max(end - WINDOW, 0) : end], side)) for end in range(1, len(records) + 1)]
-    return [(end, alpha) for end, alpha in found if alpha is not None]
+    """Return the points of a curve: request numbers, and tokens per pass of the target over `WINDOW` requests."""
+    parts = [records[max(end - WINDOW, 0) : end] for end in range(1, len(records) + 1)]
+    stats = [sum((getattr(record, side) for record in part), AcceptanceStats()) for part in parts]
+    return [(end, float(each.block_efficiency)) for end, each in enumerate(stats, 1) if each.target_forwards]
 
 
 def curves(workspace: Workspace, domain: str | None) -> str:
-    """Return the acceptance of both drafts over the requests, with marks where a new version began to serve."""
+    """Return tokens per pass of the target with both drafts, over the requests, with marks where a new version began
+    to serve."""
     records = [record for record in workspace.records if domain in (None, record.domain)]
-    title = f"α over {WINDOW} requests"
+    title = "Tokens per pass of the target"
     if workspace.pair.domains:
         title += f", {domain or 'all domains'}"
     last = max(len(records), MIN_REQUESTS)
+    both = {side: points(records, side) for side in SIDES}
+    top = max([2, *(math.ceil(rate) for curve in both.values() for _, rate in curve)])
 
     def x(request: float) -> float:
         return round(LEFT + (RIGHT - LEFT) * request / last, 1)
 
-    def y(alpha: float) -> float:
-        return round(BOTTOM - (BOTTOM - TOP) * alpha, 1)
+    def y(rate: float) -> float:
+        return round(BOTTOM - (BOTTOM - TOP) * (rate - 1) / (top - 1), 1)
 
     svg = ""
-    for alpha in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        svg += f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y(alpha)}" y2="{y(alpha)}" class="osd-grid"/>'
-        svg += f'<text x="{LEFT - 6}" y="{y(alpha) + 4}" text-anchor="end">{alpha:.1f}</text>'
+    for rate in range(1, top + 1):
+        svg += f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y(rate)}" y2="{y(rate)}" class="osd-grid"/>'
+        svg += f'<text x="{LEFT - 6}" y="{y(rate) + 4}" text-anchor="end">{rate}</text>'
     for request in (0, last // 2, last):
         svg += f'<text x="{x(request)}" y="{BOTTOM + 16}" text-anchor="middle">{request}</text>'
-    svg += f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 36}" text-anchor="middle">requests</text>'
     serving: dict[str, int] = {}
     for i, record in enumerate(records, 1):
         if record.version > serving.get(record.domain, record.version):
             svg += f'<path d="M{x(i)} {BOTTOM} l-4 7 h8 z" class="osd-promoted"/>'
         serving[record.domain] = record.version
     spoken = []
-    for side in ("frozen", "learning"):
-        if curve := points(records, side):
-            path = " ".join(f"{x(request)},{y(alpha)}" for request, alpha in curve)
-            request, alpha = curve[-1]
-            svg += f'<polyline points="{path}" class="osd-{side}" data-last="{alpha:.4f}"/>'
-            svg += f'<circle cx="{x(request)}" cy="{y(alpha)}" r="3.5" class="osd-{side}-dot"/>'
-            spoken.append(f"{side} draft {alpha:.2f}")
+    for side, curve in both.items():
+        if curve:
+            path = " ".join(f"{x(request)},{y(rate)}" for request, rate in curve)
+            request, rate = curve[-1]
+            svg += f'<polyline points="{path}" class="osd-{side}" data-last="{rate:.4f}"/>'
+            svg += f'<circle cx="{x(request)}" cy="{y(rate)}" r="3.5" class="osd-{side}-dot"/>'
+            spoken.append(f"{side} draft {rate:.2f}")
     label = f"{title}: {', '.join(spoken)} at the end" if spoken else f"{title}: no requests yet"
     return (
         f'<figure class="osd-curves"><figcaption>{escape(title)}<br><span class="osd-key osd-key-learning">learning'

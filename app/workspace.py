@@ -14,6 +14,7 @@ from osd_hf.errors import LearnerError, without_credentials
 from osd_hf_app.pair import ServedPair
 
 SHARED = "shared"  # folder of a draft that all domains share
+SIDES = ("frozen", "learning")
 MAX_RECORDS = 500  # newest requests in the curves and tables
 
 
@@ -40,6 +41,7 @@ class Workspace:
         pair, router = self.pair, LabelRouter() if self.pair.domains else None
         self.assistant = OnlineAssistant(pair.target, pair.draft, pair.tokenizer, self.config, router=router)
         self.records: list[Record] = []
+        self.shown: Any = None  # an answer that the app asked for, shown before a visitor asks
         self.count = 0
 
     def add(self, record: Record) -> None:
@@ -107,16 +109,11 @@ def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def compare_drafts(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the number of records, and alpha of both drafts over the newest twenty."""
-    newest = records[-20:]
-    return {
-        "requests": len(records),
-        "learning_alpha": pooled_alpha(newest, "learning"),
-        "frozen_alpha": pooled_alpha(newest, "frozen"),
-    }
-
-
-def pooled_alpha(records: Sequence[Record], side: str) -> float | None:
-    """Return alpha of one draft over all tokens of these records; `None` if nothing was drafted."""
-    examined = sum(getattr(record, side).examined for record in records)
-    return sum(getattr(record, side).accepted for record in records) / examined if examined else None
+    """Return the number of records, and tokens per pass of the target and alpha of both drafts over the newest
+    twenty, `None` if nothing was drafted."""
+    found: dict[str, Any] = {"requests": len(records)}
+    for side in SIDES:
+        stats = sum((getattr(record, side) for record in records[-20:]), AcceptanceStats())
+        found[f"{side}_tokens_per_target_pass"] = stats.block_efficiency if stats.target_forwards else None
+        found[f"{side}_alpha"] = stats.alpha if stats.examined else None
+    return found

@@ -99,7 +99,7 @@ def test_an_experiment_takes_two_steps(
     assert row["gain"] == row["after"]["alpha"] - row["before"]["alpha"]
     assert report["settings"]["arch"] == arch
     assert (
-        f"{arch}, {mode}, 10 requests, 2 steps: before {row['before']['block_efficiency']:.2f} tokens per target forward"
+        f"{arch}, {mode}, 10 requests, 2 steps: before {row['before']['block_efficiency']:.2f} tokens per target"
         in capsys.readouterr().out
     )
     assert report["settings"]["target"] == "target"  # and no folder of this machine
