@@ -180,16 +180,16 @@ class RowProcessors:
             active = ACTIVE_LENGTHS.get(type(processor))
             if type(processor) in WITHOUT_CONTEXT:
                 logits = processor(self.tokens, logits)
-            elif type(processor) is known.RepetitionPenaltyLogitsProcessor and _allows_repeats(processor, lengths):
-                logits = processor(self._contexts(rows, lengths), logits)
+            elif type(processor) is known.RepetitionPenaltyLogitsProcessor and (
+                processor.prompt_ignore_length is None  # else, a repeated last token may change the result
+            ):
+                # The ids of positions, `(positions, longest)`; behind its length, each repeats its last token.
+                at = to_device([rows, [length - 1 for length in lengths]], self.tokens.device)[..., None]
+                columns = torch.arange(max(lengths), device=at.device)
+                logits = processor(self.tokens[at[0], columns.minimum(at[1])], logits)
             elif active is None or any(length in active(processor) for length in lengths):
                 logits = self._by_length(processor, logits, rows, lengths)
         return logits
-
-    def _contexts(self, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Return the ids of positions, `(positions, longest)`; behind its length, each repeats its last token."""
-        at = to_device([rows, [length - 1 for length in lengths]], self.tokens.device)[..., None]
-        return self.tokens[at[0], torch.arange(max(lengths), device=at.device).minimum(at[1])]
 
     def _by_length(self, processor: Any, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
         if len(self.tokens) == 1:
@@ -206,12 +206,6 @@ class RowProcessors:
             scores[at[1]] = logits[at[0]]
             logits[at[0]] = processor(ids, scores).to(scores)[at[1]]
         return logits
-
-
-def _allows_repeats(penalty: known.RepetitionPenaltyLogitsProcessor, lengths: Sequence[int]) -> bool:
-    """Return whether a repeated last token does not change the result of a repetition penalty."""
-    ignored = penalty.prompt_ignore_length
-    return ignored is None or (isinstance(ignored, int) and ignored < min(lengths))
 
 
 # --- of a request with a memory -------------------------------------------------------------------------------------
@@ -254,7 +248,9 @@ class ReplayedProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         length, seen = input_ids.shape[1], self._seen
-        common = _common_tokens(input_ids, seen)
+        shared = min(length, seen.shape[1]) if len(input_ids) == len(seen) else 0  # tokens
+        same = (input_ids[:, :shared] == seen[: len(input_ids), :shared].to(input_ids.device)).all(0)
+        common = int(same.cumprod(0).sum())  # tokens with which both begin
         first = self._first if self._starts_at is None else min(self._starts_at, length)
         if self._starts_at is None and (common < first or length > seen.shape[1] + 1):
             first = length  # outside of an assisted request: another prompt
@@ -271,10 +267,3 @@ class ReplayedProcessor(LogitsProcessor):
         processed = processor(input_ids, scores)
         self._processor, self._first, self._seen = processor, first, input_ids.clone()
         return processed
-
-
-def _common_tokens(a: Tensor, b: Tensor) -> int:
-    """Return the number of tokens with which both begin."""
-    length = min(a.shape[1], b.shape[1]) if len(a) == len(b) else 0
-    same = (a[:, :length] == b[: len(a), :length].to(a.device)).all(0)
-    return int(same.cumprod(0).sum())

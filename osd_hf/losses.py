@@ -114,15 +114,9 @@ class _OutcomeLogprobs(torch.autograd.Function):
 
 
 def outcome_logprobs(draft_logits: Tensor, top_ids: Tensor | None) -> Tensor:
-    """
-    Compute the draft's log-probs of the kept tokens and, last, of the tail: `(N, K + 1)`, float64 for float64 logits
-    and float32 otherwise.
-
-    Args:
-        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of the draft, in any floating type; `-inf` allowed.
-        top_ids (`torch.Tensor` of shape `(N, K)`, int64, *optional*):
-            Distinct ids of the kept tokens; `None` keeps all tokens in vocabulary order, with a tail of `-inf`.
-    """
+    """Compute the log-probs of the kept tokens and, last, of the tail, `(N, K + 1)`, float64 for float64 logits and
+    float32 otherwise, from the draft's logits, `(N, V)`, in which `-inf` is allowed, and the distinct ids of the kept
+    tokens, `(N, K)`, int64. Without ids, all tokens are kept in vocabulary order, with a tail of `-inf`."""
     if top_ids is not None:
         return cast(Tensor, _OutcomeLogprobs.apply(draft_logits, top_ids))  # type: ignore[no-untyped-call]
     dtype = torch.promote_types(draft_logits.dtype, torch.float32)

@@ -86,7 +86,8 @@ def redraft(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list
 def _scores(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> list[NDArray[Any]]:
     """Return what the draft predicts at each position of a greedy trace, and the expected acceptance at each position
     of a sampled trace."""
-    _check(draft, traces, k)
+    if k < 1:
+        raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
     scores: list[list[NDArray[Any]]] = [[] for _ in traces]
     for i, first, rows in raw_rows(draft, traces):
         if first == 0:
@@ -98,29 +99,20 @@ def _scores(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> list[NDA
     return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in scores]
 
 
-def _check(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> None:
-    if k < 1:
-        raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
-    for trace in traces:
-        _check_vocabulary(draft, trace)
-
-
-def _check_vocabulary(draft: PreTrainedModel, trace: Trace) -> None:
-    if trace.vocab_size != vocab_size_of(draft):
-        raise VocabularyMismatchError(
-            f"A trace has a vocabulary of {trace.vocab_size} tokens, the draft {vocab_size_of(draft)}. Replay a draft "
-            "with the vocabulary of the target (see `align_vocab`)."
-        )
-
-
 def raw_rows(
     draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int = 32
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Yield the raw logits of the draft in parts of at most `GROUP_LOGITS` elements: index of the trace, position of
     the first row, and rows `(positions, vocab)`. The output head computes at most `CHUNK_LOGITS` elements together if
-    it can be called alone."""
+    it can be called alone. Raises VocabularyMismatchError."""
+    vocab_size = vocab_size_of(draft)
+    if other := next((trace.vocab_size for trace in traces if trace.vocab_size != vocab_size), None):
+        raise VocabularyMismatchError(
+            f"A trace has a vocabulary of {other} tokens, the draft {vocab_size}. Replay a draft with the vocabulary "
+            "of the target (see `align_vocab`)."
+        )
     with evaluating(draft):
-        for batch in batches(traces, vocab_size_of(draft), batch_size):
+        for batch in batches(traces, vocab_size, batch_size):
             chosen = [traces[i] for i in batch]
             lengths = [len(trace) for trace in chosen]
             size, group_size = (max(1, limit // chosen[0].vocab_size) for limit in (CHUNK_LOGITS, GROUP_LOGITS))
@@ -231,7 +223,6 @@ def emitted_tokens(trace: Trace, draft: PreTrainedModel | None = None) -> list[E
     tokens += map(EmittedToken, ids)
     unknown = [i for i, t in enumerate(tokens) if t.drafted_id is not None and t.drafted_prob is None]
     if unknown and draft is not None:
-        _check_vocabulary(draft, trace)
         processors = Processors(draft, trace)
         with torch.inference_mode():
             for _, first, raw in raw_rows(draft, [trace]):

@@ -71,8 +71,7 @@ class RolloutAssistant(TrainerCallback):
         self._calls = 0  # since the last log
         self._seconds = 0.0  # of generation, since the last log
         self._learned = 0.0  # seconds of learning at the last log
-        self._is_open = False
-        self._drafts = False
+        self._is_open = self._drafts = False
         self._has_stepped = False
         weakref.finalize(self, self._block.close)
 
@@ -91,8 +90,7 @@ class RolloutAssistant(TrainerCallback):
         self.assistant = OnlineAssistant(unwrap(model), self.draft, tokenizer, self.config, **self._kwargs)
         self.assistant.drafts.set_pace(min_effort=MIN_EFFORT, target_lag=TARGET_LAG)
         self._block.enter_context(taken_over(model, self._answer))
-        self._is_open = True
-        self._drafts = True
+        self._is_open = self._drafts = True
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -132,8 +130,7 @@ class RolloutAssistant(TrainerCallback):
             except LearnerError as error:
                 logger.warning("%s", str(error))
             self.draft = self.assistant.draft
-        self._is_open = False
-        self._drafts = False
+        self._is_open = self._drafts = False
 
     def _go_first(self) -> None:
         """Move this callback before those that report logs to trackers."""

@@ -84,11 +84,11 @@ class LabelRouter(Router):
         return None
 
 
+@dataclass
 class CallableRouter(Router):
     """Route by a function of the prompt's text that returns the name of a domain or `None`."""
 
-    def __init__(self, function: Callable[[str], str | None]) -> None:
-        self.function = function
+    function: Callable[[str], str | None]
 
     def route(self, prompt: RoutedPrompt) -> str | None:
         name: Any = self.function(prompt.text)
@@ -182,7 +182,17 @@ class TopicRouter(Router):
         if not isinstance(max_topics, int) or isinstance(max_topics, bool) or max_topics < 1:
             raise ConfigError(f"`max_topics` must be an integer of at least 1, got {max_topics!r}.")
         self.max_topics = max_topics
-        self._weight = _input_embeddings(target)
+        try:
+            weight = unwrap(target).get_input_embeddings().weight.detach()
+        except (AttributeError, NotImplementedError) as error:
+            raise UnsupportedModelError(
+                f"{type(target).__name__} has no input embeddings to find topics by."
+            ) from error
+        if weight.is_meta or not weight.is_floating_point():
+            raise UnsupportedModelError(
+                f"Input embeddings must be loaded floats, got {weight.dtype} on {weight.device}."
+            )
+        self._weight: torch.Tensor = weight
         self._mean, self._common = _shared_part(self._weight)
         self._lock = threading.Lock()
         self._topics: list[_Topic] = []
@@ -349,16 +359,6 @@ def _separation(gram: NDArray[np.float64], part: NDArray[np.bool_]) -> float:
     of_a, of_b = positions[part], positions[~part]
     spread = np.sqrt((of_a.var() * len(of_a) + of_b.var() * len(of_b)) / len(part))
     return float((of_a.mean() - of_b.mean()) / max(spread, 0.01))
-
-
-def _input_embeddings(target: Any) -> torch.Tensor:
-    try:
-        weight = unwrap(target).get_input_embeddings().weight
-    except (AttributeError, NotImplementedError) as error:
-        raise UnsupportedModelError(f"{type(target).__name__} has no input embeddings to find topics by.") from error
-    if weight.is_meta or not weight.is_floating_point():
-        raise UnsupportedModelError(f"Input embeddings must be loaded floats, got {weight.dtype} on {weight.device}.")
-    return weight.detach()  # type: ignore[no-any-return]
 
 
 def _shared_part(weight: torch.Tensor) -> tuple[Vectors, Vectors]:

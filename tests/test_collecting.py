@@ -244,7 +244,6 @@ def test_the_command_collects(
     ("environment", "flags", "sent"),
     [
         ({"OPENAI_API_KEY": "theirs"}, [], None),
-        ({"OPENAI_API_KEY": "theirs"}, ["--api-key-env", "OPENAI_API_KEY"], "theirs"),
         ({"OPENAI_API_KEY": "theirs", "OSD_HF_API_KEY": "ours"}, [], "ours"),
         ({"OPENAI_API_KEY": "theirs", "OSD_HF_API_KEY": "ours"}, ["--api-key", "mine"], "mine"),
         ({"OSD_HF_API_KEY": "ours"}, ["--api-key-file", "{file}"], "of-a-file"),
@@ -270,7 +269,6 @@ def test_the_key_of_the_environment_goes_where_it_belongs_or_is_asked_for(
     [
         (["--api-key-file", "nowhere"], "The key cannot be read from nowhere: No such file"),
         (["--api-key-file", "empty"], "empty holds no key"),
-        (["--api-key-env", "NOT_THERE"], "--api-key-env names NOT_THERE, which is not set"),
     ],
 )
 def test_a_key_that_is_not_there_is_asked_for_before_anything_is_sent(

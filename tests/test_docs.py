@@ -97,8 +97,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
     def client(**how: Any) -> openai.OpenAI:
         """Return a client of a server inside this process."""
-        service = Service("tiny", max_queue=1, max_new_tokens=8)
-        service.open(OnlineAssistant(*tiny()))
+        service = Service(OnlineAssistant(*tiny()), "tiny", max_queue=1, max_new_tokens=8)
         return OpenAI(**how, http_client=TestClient(make_app(service)))
 
     OpenAI = openai.OpenAI

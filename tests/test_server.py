@@ -46,8 +46,7 @@ def service() -> Iterator[Service]:
     """A tiny pair in double precision, of which each token is a character."""
     config = OnlineConfig(update_strategy="interval", update_interval=10_000, num_assistant_tokens=3)
     assistant = OnlineAssistant(*map(models.double, models.pair()), TOKENIZER, config)
-    service = Service("tiny", max_queue=1, max_new_tokens=TOKENS)
-    service.open(assistant)
+    service = Service(assistant, "tiny", max_queue=1, max_new_tokens=TOKENS)
     yield service
     service.close()
 
@@ -72,7 +71,6 @@ def sdk(service: Service) -> Iterator[openai.OpenAI]:
 
 
 def target_of(service: Service) -> Any:
-    assert service.assistant is not None
     return service.assistant.target
 
 
@@ -276,7 +274,6 @@ def test_a_seed_gives_the_sampled_answer_that_the_target_gives_from_it(service: 
 
 
 def test_settings_reach_the_target(service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert service.assistant is not None
     generate, seen = service.assistant.generate, list[dict[str, Any]]()
 
     def spied(*args: Any, **kwargs: Any) -> Any:
@@ -341,20 +338,13 @@ def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settled(service)
-    assert service.assistant is not None
-    other = Service("tiny", max_queue=1, max_new_tokens=TOKENS)
+    other = Service(service.assistant, "tiny", max_queue=1, max_new_tokens=TOKENS)
     client = TestClient(make_app(other, routes=[Route("/more", lambda _: None)]))
-    assert client.get("/ready").json() == {"status": "loading"}
-    assert client.post("/v1/chat/completions", json={}).status_code == 503
-    whole = {"content": b" " * (MAX_BODY_BYTES + 1), "headers": KEY}
-    assert client.post("/v1/completions", **whole).status_code == 503  # before it is read
-    other.open(service.assistant)
     assert client.get("/ready").status_code == 200
     assert any(getattr(route, "path", "") == "/more" for route in client.app.routes)  # type: ignore[attr-defined]
     held(monkeypatch, lambda: next(iter(other.jobs)).is_left.wait(LONG))
 
     async def end() -> None:
-        assert other.reader is not None
         asked = other.reader.completion({"prompt": "end", "max_tokens": 200})
         job = other.begin(asked, learn=True, domain=None)
         other.stop(LONG)
@@ -370,6 +360,8 @@ def test_the_end_lets_requests_go_on_for_a_while_and_then_tells_them(
 
     asyncio.run(end())
     assert client.get("/ready").json() == {"status": "stopping"}
+    whole = {"content": b" " * (MAX_BODY_BYTES + 1), "headers": KEY}
+    assert client.post("/v1/completions", **whole).status_code == 503  # before it is read
     assert client.get("/health").status_code == 200
     settled(other)
     service.assistant.resume()
@@ -488,10 +480,8 @@ def test_a_last_message_of_the_assistant_is_continued_if_asked(service: Service)
 
 
 def test_the_server_has_settings_of_the_chat_template_that_a_request_can_change(service: Service) -> None:
-    other = Service("tiny", max_queue=0, max_new_tokens=TOKENS, chat_template_kwargs={"mark": "M"})
-    assert service.assistant is not None
-    other.open(service.assistant)
-    assert other.reader is not None
+    how: dict[str, Any] = {"max_queue": 0, "max_new_tokens": TOKENS, "chat_template_kwargs": {"mark": "M"}}
+    other = Service(service.assistant, "tiny", **how)
     for more, expected in (({}, "uaM"), ({"chat_template_kwargs": {"mark": "N"}}, "uaN")):
         assert other.reader.chat(CHAT | more).prompt_ids == tuple(TOKENIZER(f"<s>{expected}")["input_ids"])
     for tokenizer, kwargs, said in (
@@ -598,22 +588,21 @@ def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_
     ],
 )  # fmt: skip
 def test_without_a_key_it_is_for_this_machine_or_says_that_it_is_not(
-    flags: list[str], status: int, is_warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    flags: list[str], status: int, is_warned: bool, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     statuses = list[int]()
 
     def looked_at(running: Listener, app: Any, *, on_start: Any, **_: Any) -> None:
         running._socket.close()
         on_start()
-        on_start.__self__.join()  # the thread that loads
         statuses.extend(
             TestClient(app, base_url=f"http://{host}").get("/health").status_code for host in ("x", "localhost")
         )
 
-    monkeypatch.setattr("osd_hf.cli.serve.open_assistant", lambda *_: 1 / 0)
+    monkeypatch.setattr("osd_hf.cli.serve.open_assistant", lambda *_: service.assistant)
+    monkeypatch.setattr(Service, "close", lambda _: None)
     monkeypatch.setattr(Listener, "run", looked_at)
-    with pytest.raises(ZeroDivisionError):
-        serve_command(*make_parser(flags).parse_settings(["--pair", "bundled", "--port", "0", *flags]))
+    serve_command(*make_parser(flags).parse_settings(["--pair", "bundled", "--port", "0", *flags]))
     assert statuses == [status, 200]
     assert ("without a key" in caplog.text) == is_warned
 

@@ -100,12 +100,12 @@ class CollectSettings(PromptSettings):
     url: str | None = flag("first ask this OpenAI-compatible server, and store its answers", None)
     model: str | None = flag("name of the served model; by default the only one", None, needs="url", metavar="NAME")
     api_key: str | None = flag(
-        "key, which other users of this machine can see", None, needs="url", excludes="api_key_file api_key_env"
+        "key, which other users of this machine can see; by default OSD_HF_API_KEY of the environment",
+        None,
+        needs="url",
+        excludes="api_key_file",
     )
-    api_key_file: Path | None = flag("file with the key", None, needs="url", excludes="api_key_env", metavar="FILE")
-    api_key_env: str | None = flag(
-        "environment variable with the key; by default OSD_HF_API_KEY", None, needs="url", metavar="NAME"
-    )
+    api_key_file: Path | None = flag("file with the key", None, needs="url", metavar="FILE")
     allow_plain_http: bool = flag("send a key to another machine over plain HTTP", False, needs="url")
     concurrency: int = flag("requests at once", 4, minimum=1, needs="url", metavar="N")
     patience_seconds: float = flag(
@@ -128,10 +128,6 @@ class CollectSettings(PromptSettings):
             if key := read_key(self.api_key_file):
                 return key
             raise ConfigError(f"The file {self.api_key_file} holds no key.")
-        if self.api_key_env is not None:
-            if os.environ.get(self.api_key_env):
-                return os.environ[self.api_key_env]
-            raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set in the environment.")
         _, user, password = parse_address(str(self.url))
         return self.api_key or (None if user or password else os.environ.get("OSD_HF_API_KEY"))
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,47 +94,34 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     server: Any = importlib.import_module("osd_hf.server.app")
     metrics: Any = importlib.import_module("osd_hf.server.metrics")
-    service = server.Service(
-        settings.name,
-        max_queue=settings.max_queue,
-        max_new_tokens=settings.max_new_tokens,
-        learn=settings.learn,
-        chat_template_kwargs=template_kwargs,
-    )
     running = server.Listener(settings.host, settings.port)
     if key is None and not running.is_local:
         logger.warning("Other machines can reach %s without a key: set one by --api-key-file.", running.address)
     hosts = (*LOCAL_HOSTS, settings.host) if key is None and running.is_local else ()
-    failed: list[Exception] = []
-
-    def figures() -> Iterable[Any]:
-        return () if service.assistant is None else metrics.assistant_metrics(service.assistant)
-
-    def load() -> None:
-        try:
-            service.open(open_assistant(settings, config))
-        except Exception as error:  # noqa: BLE001 - raised by the thread that serves
-            failed.append(error)
-            running.stop()
-        else:
-            print(f"{settings.name} is served at {running.address}/v1", flush=True)
+    try:
+        service = server.Service(
+            open_assistant(settings, config),
+            settings.name,
+            max_queue=settings.max_queue,
+            max_new_tokens=settings.max_new_tokens,
+            learn=settings.learn,
+            chat_template_kwargs=template_kwargs,
+        )
+    except BaseException:
+        running.close()
+        raise
 
     def stop() -> None:
-        if not failed:
-            print("osd-hf: stopping", file=sys.stderr)
+        print("osd-hf: stopping", file=sys.stderr)
         service.stop(settings.shutdown_seconds)
 
-    loading = threading.Thread(target=load, name="osd_hf-loading", daemon=True)
+    route = metrics.metrics_route(lambda: metrics.assistant_metrics(service.assistant))
     running.run(
-        server.make_app(service, api_key=key, hosts=hosts, routes=[metrics.metrics_route(figures)]),
+        server.make_app(service, api_key=key, hosts=hosts, routes=[route]),
         shutdown_seconds=settings.shutdown_seconds + CANCEL_SECONDS,
-        on_start=loading.start,
+        on_start=lambda: print(f"{settings.name} is served at {running.address}/v1", flush=True),
         on_stop=stop,
     )
-    if not failed and loading.is_alive():
-        os._exit(0)  # nothing needs saving, and torch aborts an interpreter that ends while a thread loads
-    if failed:
-        raise failed[0]
     service.close()
     if settings.learn and settings.state_dir is not None:
         print(f"osd-hf: the state is saved in {settings.state_dir}", file=sys.stderr)

@@ -45,17 +45,14 @@ CHECKS = ("minimum", "needs", "excludes")  # metadata of a field that [`CommandP
 
 def flag(help: str, default: Any = MISSING, **how: Any) -> Any:
     """
-    Return a dataclass field with the arguments of its flag.
+    Return a dataclass field with the arguments of its flag, which is required without a default. `how` has arguments
+    of `add_argument`, and:
 
-    Args:
-        help (`str`), default (`Any`, *optional*): Without a default, the flag is required.
-        positional (`bool`, *optional*): Whether the flag is a positional argument.
-        minimum (`float`, *optional*): Smallest value.
-        needs (`str`, *optional*):
-            Flags without which this one has no effect: one of `"a b"`, both of `"a, b"`. Names that a command does not
-            have are ignored.
-        excludes (`str`, *optional*): Flags that have no effect if this one is set.
-        how (`Any`): Other arguments of `add_argument`.
+    - `positional`: whether the flag is a positional argument.
+    - `minimum`: the smallest value.
+    - `needs`: flags without which this one has no effect: one of `"a b"`, both of `"a, b"`. Names that a command does
+      not have are ignored.
+    - `excludes`: flags that have no effect if this one is set.
     """
     return field(default=default, metadata={"help": help, **how})
 
@@ -79,15 +76,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(HfArgumentParser):
-    """
-    Parse a command line into dataclasses. Beyond `HfArgumentParser`: positional arguments, `none` for optional
+    """Parse a command line into dataclasses. Beyond `HfArgumentParser`: positional arguments, `none` for optional
     numbers, repeated flags, groups by the class that declares a field, a `--config` file, and hints for typing errors.
-
-    Args:
-        dataclass_types (`Sequence[type]`): Settings classes.
-        without (`Collection[str]`, *optional*): Fields without a meaning in the command. They get no flag.
-        kwargs (`Any`): Arguments of `ArgumentParser`.
-    """
+    Fields named in `without` have no meaning in the command, and get no flag."""
 
     def __init__(self, dataclass_types: Sequence[type], without: Collection[str] = (), **kwargs: Any) -> None:
         self.without = without

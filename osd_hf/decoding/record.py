@@ -146,13 +146,9 @@ def _prompt_ids(
 
 @neutral_context()
 def compress_rows(logits: torch.Tensor, num_logprobs: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """
-    Compress raw target rows, `(rows, vocab)`, to what a [`Trace`] stores.
-
-    Returns:
-        `tuple`: Logits of the K largest entries relative to the largest (float16, `(rows, K)`), their ids (int64,
-            `(rows, K)`), and the log-mass of the others (float32, `(rows,)`). `None` stores full rows and no ids.
-    """
+    """Compress raw target rows, `(rows, vocab)`, to what a [`Trace`] stores: logits of the K largest entries relative
+    to the largest (float16, `(rows, K)`), their ids (int64, `(rows, K)`), and the log-mass of the others (float32,
+    `(rows,)`). `None` stores full rows and no ids."""
     logits = logits.float()
     if num_logprobs is None or num_logprobs >= logits.shape[-1]:
         relative = logits - logits.amax(-1, keepdim=True)

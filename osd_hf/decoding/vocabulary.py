@@ -136,16 +136,8 @@ def write_usual_tokens(draft: PreTrainedModel, traces: Iterable[Trace]) -> None:
 
 
 class RestrictedDraft:
-    """
-    A copy of a draft with an output head that has the rows of some tokens. Everything else is shared.
-
-    Args:
-        draft (`PreTrainedModel`): Not changed.
-        token_ids (`np.ndarray` of shape `(tokens,)`, int64): Token ids, ascending.
-
-    Raises:
-        UnsupportedModelError: The draft has no head with a row for each token.
-    """
+    """A copy of a draft with an output head that has the rows of some tokens (ascending ids, int64). All else is
+    shared. Raises UnsupportedModelError if the draft has no head with a row for each token."""
 
     def __init__(self, draft: PreTrainedModel, token_ids: NDArray[np.int64]) -> None:
         self._head: Any = draft.get_output_embeddings()

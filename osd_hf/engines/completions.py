@@ -103,11 +103,8 @@ class CompletionClient:
     The address, such as `http://localhost:8000`, may contain `user:password@`, percent-encoded. Requests to this
     machine use no proxy, and redirects are not followed. The model is by default the server's only one. With
     `allow_plain_http`, a key or a password may be sent to another machine over plain HTTP, where others can read it.
-    While the server cannot be reached or is busy, requests are repeated for `patience_seconds`.
-
-    Raises:
-        ConfigError: a key or a password would be sent over plain HTTP, or both are given.
-        ServerError: the URL is not an address, the server cannot be reached, or it has several models.
+    While the server cannot be reached or is busy, requests are repeated for `patience_seconds`. Raises ConfigError if
+    a key or a password would be sent over plain HTTP, or both are given, and ServerError.
     """
 
     def __init__(
@@ -170,16 +167,9 @@ class CompletionClient:
     def complete(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, num_logprobs: int, **settings: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """
-        Request an answer with log-probs; returns the bodies of the request and of the response.
-
-        Args:
-            settings: `temperature`, `top_p`, `top_k` and `seed`; greedy by default.
-
-        Raises:
-            RequestRefusedError: the server refused this request.
-            ServerError: the server could not be reached for `patience_seconds`, or refuses all requests.
-        """
+        """Request an answer with log-probs; returns the bodies of the request and of the response. `settings` are
+        `temperature`, `top_p`, `top_k` and `seed`; greedy by default. Raises RequestRefusedError if the server refused
+        this request, and ServerError if it could not be reached for `patience_seconds`, or refuses all requests."""
         request = {
             "model": self.model, "prompt": list(prompt_ids), "max_tokens": max_new_tokens, **GREEDY,
             "logprobs": num_logprobs, "return_token_ids": True, "return_tokens_as_token_ids": True, **settings,

@@ -235,17 +235,9 @@ def evaluate(
     timed_requests: int = 0,
     show_progress: bool = False,
 ) -> Evaluation:
-    """
-    Measure a draft before and after learning on the target's greedy answers.
-
-    Args:
-        target, before, after (`PreTrainedModel`): Models with one vocabulary.
-        tokenizer, dataset, show_progress: See [`compare`].
-        num_assistant_tokens (`int`, *optional*):
-            k; by default the best one by the cost model if requests are timed, otherwise 5.
-        timed_requests (`int`, *optional*, defaults to 0):
-            Prompts that decoder-only pairs also answer live, by the target alone and with both drafts.
-    """
+    """Measure a draft before and after learning on the target's greedy answers; see [`compare`]. By default k is the
+    best one by the cost model if requests are timed, otherwise 5. Decoder-only pairs answer the first `timed_requests`
+    prompts live as well, by the target alone and with both drafts."""
     dataset, traces = answered(target, [before], tokenizer, dataset, False)
     speedups, k = dict[str, dict[str, Any]](), num_assistant_tokens or 5
     if timed_requests and not target.config.is_encoder_decoder:

@@ -40,24 +40,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ProxyCounts:
-    """
-    Counts of a proxy.
+    """Counts of a proxy."""
 
-    Attributes:
-        requests (`int`), bytes (`int`): Requests of clients, and bytes of the answers that they got.
-        collected (`int`), tokens (`int`): Recorded answers and their tokens.
-        dropped (`int`): Answers that were not recorded because too many waited, or because the store failed.
-        engine_errors (`int`): Requests without a response, or with a status from 500 on.
-        retries (`int`): Requests that were sent again, to another engine or without the added fields.
-    """
-
-    requests: int = 0
-    bytes: int = 0
-    collected: int = 0
-    tokens: int = 0
-    dropped: int = 0
-    engine_errors: int = 0
-    retries: int = 0
+    requests: int = 0  # of clients
+    bytes: int = 0  # of the answers that they got
+    collected: int = 0  # recorded answers
+    tokens: int = 0  # of these
+    dropped: int = 0  # answers that were not recorded because too many waited, or because the store failed
+    engine_errors: int = 0  # requests without a response, or with a status from 500 on
+    retries: int = 0  # requests that were sent again, to another engine or without the added fields
 
     def __post_init__(self) -> None:
         self._report = CollectionReport()
@@ -83,14 +74,7 @@ class ProxyCounts:
 
 
 class Recording:
-    """
-    An answer while it passes the proxy.
-
-    Args:
-        request (`Mapping[str, Any]`): The client's request, of which only some settings are kept.
-        domain (`str`, *optional*): Label of the request.
-        engine (`str`): Name of the engine that answers.
-    """
+    """An answer of an engine while it passes the proxy, with some settings of the client's request and its label."""
 
     def __init__(self, request: Mapping[str, Any], domain: str | None, engine: str) -> None:
         self.request = {name: request[name] for name in ("model", *KEPT_SETTINGS) if name in request}

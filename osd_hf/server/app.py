@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import uvicorn
@@ -89,12 +89,13 @@ class Job:
 
 
 class Service:
-    """Answer requests one after another in a thread. Beyond `max_queue` waiting requests, others are refused. Chats
-    get at most `max_new_tokens` if the request does not say a number, and the arguments of its chat template take
-    precedence over `chat_template_kwargs`."""
+    """Answer requests one after another in a thread, with an assistant that has a tokenizer. Beyond `max_queue`
+    waiting requests, others are refused. Chats get at most `max_new_tokens` if the request does not say a number, and
+    the arguments of its chat template take precedence over `chat_template_kwargs`."""
 
     def __init__(
         self,
+        assistant: OnlineAssistant,
         name: str,
         *,
         max_queue: int,
@@ -105,36 +106,22 @@ class Service:
         self.name = name
         self.max_queue = max_queue
         self.learn = learn
-        self.assistant: OnlineAssistant | None = None  # while it is loaded
-        self.reader: RequestReader | None = None
+        self.assistant = assistant
+        self.reader = RequestReader(
+            name,
+            unwrap(assistant.target),
+            assistant.tokenizer,
+            max_new_tokens,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         self.is_stopping = False
         self.jobs: set[Job] = set()  # that wait, and the one that is answered or learned from
-        self._template_kwargs = chat_template_kwargs
-        self._max_new_tokens = max_new_tokens
         self._domains: set[str] = set()
         self._worker = ThreadPoolExecutor(1, "osd_hf-answers")
 
-    def open(self, assistant: OnlineAssistant) -> None:
-        """Start to serve an assistant, which must have a tokenizer."""
-        self.reader = RequestReader(
-            self.name,
-            unwrap(assistant.target),
-            assistant.tokenizer,
-            self._max_new_tokens,
-            chat_template_kwargs=self._template_kwargs,
-        )
-        self.assistant = assistant
-
-    @property
-    def state(self) -> Literal["loading", "ready", "stopping"]:
-        """The state for clients."""
-        return "stopping" if self.is_stopping else "loading" if self.assistant is None else "ready"
-
     def check(self) -> None:
         """Raise ApiError if no request can be accepted now."""
-        if self.state == "loading":
-            raise ApiError(503, "The model is being loaded. Try again a little later.", code="loading")
-        if self.state == "stopping":
+        if self.is_stopping:
             raise _stopping_error()
         if sum(not job.is_answered for job in list(self.jobs)) > self.max_queue:
             raise ApiError(503, f"{self.max_queue} requests are waiting. Try again a little later.", code="queue_full")
@@ -142,7 +129,6 @@ class Service:
     def begin(self, request: CompletionRequest, *, learn: bool, domain: str | None) -> Job:
         """Queue a request, in the event loop; raises ApiError if it cannot be accepted."""
         self.check()
-        assert self.assistant is not None
         if domain is not None and len(self._domains | {domain}) > MAX_DOMAINS:
             domain = None
         elif domain is not None:
@@ -166,7 +152,6 @@ class Service:
 
     def _generate(self, job: Job) -> None:
         assistant, answer, request = self.assistant, job.answer, job.answer.request
-        assert assistant is not None
         target, tokenizer = unwrap(assistant.target), assistant.tokenizer
         input_ids = torch.tensor([request.prompt_ids])
         needs_logits = request.logprobs is not None
@@ -211,8 +196,7 @@ class Service:
     def stop(self, seconds: float) -> None:
         """Refuse new requests, and cancel the others after some seconds; called in the event loop."""
         self.is_stopping = True
-        if self.assistant is not None:
-            self.assistant.pause()
+        self.assistant.pause()
         asyncio.get_running_loop().call_later(seconds, self.cancel_all)
 
     def cancel_all(self) -> None:
@@ -225,8 +209,7 @@ class Service:
         for job in list(self.jobs):
             job.is_left.set()
         self._worker.shutdown(cancel_futures=True)
-        if self.assistant is not None:
-            self.assistant.close()
+        self.assistant.close()
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------
@@ -241,8 +224,8 @@ class _Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        state = self.service.state
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+        is_stopping = self.service.is_stopping
+        return JSONResponse({"status": "stopping" if is_stopping else "ready"}, 503 if is_stopping else 200)
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
@@ -273,10 +256,8 @@ class _Endpoints:
             refuse(LEARN_HEADER, "must be true or false", learn)
         if domain is not None and not (domain.isprintable() and len(domain) <= MAX_DOMAIN_CHARACTERS):
             refuse(DOMAIN_HEADER, f"must have at most {MAX_DOMAIN_CHARACTERS} characters", domain)
-        reader = self.service.reader
-        assert reader is not None
         # In a thread, because long prompts take time.
-        completion_request = await run_in_threadpool(lambda: read(reader, _parse(body)))
+        completion_request = await run_in_threadpool(lambda: read(self.service.reader, _parse(body)))
         job = self.service.begin(completion_request, learn=learn == "true", domain=domain)
         watch, is_streaming = asyncio.create_task(_watch(request, job)), False
         try:
@@ -350,16 +331,9 @@ async def _stream(job: Job, update: Update, watch: asyncio.Task[None]) -> AsyncI
 def make_app(
     service: Service, *, api_key: str | None = None, hosts: Sequence[str] = (), routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
-    """
-    Return the application of a service.
-
-    Args:
-        api_key (`str`, *optional*): Key that clients must send for everything under `/v1`.
-        hosts (`Sequence[str]`, *optional*):
-            Allowed values of the header `host`; any by default. Without a key, they keep out web pages with a
-            name that leads to this machine (DNS rebinding).
-        routes (`Sequence[BaseRoute]`, *optional*): Other routes.
-    """
+    """Return the application of a service. Clients must send `api_key` for everything under `/v1`. `hosts` are the
+    allowed values of the header `host`; any by default. Without a key, they keep out web pages with a name that leads
+    to this machine (DNS rebinding)."""
     endpoints = _Endpoints(service, api_key)
 
     def on_api_error(_: Request, error: Exception) -> Response:
@@ -411,7 +385,6 @@ class Listener:
                 "listens there."
             ) from error
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
-        self._is_stopped = False
         self._server: _Server | None = None
 
     def run(
@@ -436,13 +409,15 @@ class Listener:
             timeout_graceful_shutdown=math.ceil(shutdown_seconds),
         )
         self._server = _Server(config, on_start, on_stop)
-        self._server.should_exit = self._is_stopped
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(self._server.serve(sockets=[self._socket]))
 
+    def close(self) -> None:
+        """Release the address of a server that does not run."""
+        self._socket.close()
+
     def stop(self) -> None:
-        """Stop as after a signal, from any thread, also before [`~Listener.run`]."""
-        self._is_stopped = True
+        """Stop as after a signal, from any thread."""
         if self._server is not None:
             self._server.should_exit = True
 

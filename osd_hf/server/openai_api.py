@@ -106,16 +106,8 @@ class CompletionRequest:
 
 
 class RequestReader:
-    """
-    Reads request bodies for one target.
-
-    Args:
-        target (`PreTrainedModel`): Gives the maximum length, the vocabulary size, and the default sampling settings.
-        name, max_new_tokens, chat_template_kwargs: See [`~osd_hf.server.app.Service`].
-
-    Raises:
-        ConfigError: `chat_template_kwargs` without a chat template, or with arguments of `apply_chat_template`.
-    """
+    """Reads request bodies for one target; see [`~osd_hf.server.app.Service`]. Raises ConfigError for
+    `chat_template_kwargs` without a chat template, or with arguments of `apply_chat_template`."""
 
     def __init__(
         self,
