@@ -155,12 +155,9 @@ class OnlineAssistant:
             self.drafts.models.update({draft, unwrap(draft)})
         for name in self.config.unused:
             logger.warning("`%s` has no effect with this `num_assistant_tokens` and these `candidates`.", name)
-        sizes = [unwrap(model).num_parameters() for model in (self.target, source)]
-        if sizes[1] > sizes[0]:
-            logger.warning(
-                "The draft has %d parameters, more than the target with %d, so drafting cannot pay. Are they swapped?",
-                *reversed(sizes),
-            )
+        size, target_size = (unwrap(model).num_parameters() for model in (source, self.target))
+        if size > target_size:
+            logger.warning("The draft has %d parameters, the target only %d. Are they swapped?", size, target_size)
         self._learner = self._live.learner
         self._learned_before = self._learner.seconds  # the last reset of the statistics
         weakref.finalize(self, self._live.stop)
@@ -556,15 +553,10 @@ class OnlineAssistant:
             self.tokenizer.save_pretrained(save_directory)
 
     def _warn_if_original(self, domain: str | None) -> None:
-        """Log that the draft to be saved has learned nothing."""
         if self.drafts.serving_version(domain) == 0:
-            learned = [name for name in self.drafts.domains if name is not None and self.drafts.serving_version(name)]
-            hint = f" Name one that has learned: domain={' or '.join(map(repr, learned))}." if learned else ""
-            logger.warning(
-                "The original draft is saved: no learned version serves%s.%s",
-                "" if domain is None else f" {domain!r}",
-                hint,
-            )
+            learned = [name for name in self.drafts.domains if self.drafts.serving_version(name)]
+            hint = f" Domains that have learned: {', '.join(map(str, learned))}." if learned else ""
+            logger.warning("The original draft is saved, as no learned version serves the domain %s.%s", domain, hint)
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
         """Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.

@@ -164,16 +164,7 @@ class OnlineConfig:
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], **changes: Any) -> OnlineConfig:
-        """
-        Load the configuration that a folder or a Hub repository has.
-
-        Args:
-            name (`str` or `Path`): Folder or Hub id.
-            changes (`Any`, *optional*): Fields to set otherwise.
-
-        Raises:
-            ConfigError: No configuration, one that cannot be read, or an unknown field.
-        """
+        """Load the configuration of a folder or Hub repository, with `changes`. Raises ConfigError if it has none."""
         try:
             saved = json.loads(Path(cached_file(str(name), CONFIG_NAME)).read_text())
             return cls(**{**saved, **changes})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 import traceback
@@ -285,13 +286,10 @@ class LiveLearning:
 
     def _warn_of_slow_draft(self) -> None:
         plan = self.drafts.pacer.plan()
-        if plan.plain_seconds is not None and (plan.draft_seconds or 0.0) >= plan.plain_seconds:
-            logger.warning(
-                "The draft needs %.1f ms for a token, and the target %.1f ms: drafting cannot pay. Choose a smaller "
-                "draft, or make one with `make_draft`.",
-                1e3 * (plan.draft_seconds or 0.0),
-                1e3 * plan.plain_seconds,
-            )
+        seconds, of_target = plan.draft_seconds or 0.0, plan.plain_seconds or math.inf
+        if seconds >= of_target:
+            text = "A token takes the draft %.1f ms and the target %.1f ms. Choose a smaller draft; see `make_draft`."
+            logger.warning(text, 1e3 * seconds, 1e3 * of_target)
 
     # --- learning ---------------------------------------------------------------------------------------------------
 

@@ -158,7 +158,9 @@ def _prompt_of(row: Mapping[str, Any], column: str, *more: str) -> str | dict[st
     value = row.get(column)
     is_chat = isinstance(value, list) and all(isinstance(m, Mapping) and m.keys() & {"role", "from"} for m in value)
     if value and is_chat:
-        return {"messages": _turns(value), "chat_template_kwargs": _template_kwargs(row) if more else None}
+        given = {n: v for n, v in (row.get("chat_template_kwargs") or {}).items() if v is not None}
+        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        return {"messages": _turns(value), "chat_template_kwargs": given | tools or None}
     parts = [prompt_text(row[name], name) for name in more if name in INPUTS and row.get(name)]
     return "\n\n".join([prompt_text(value, column), *parts])
 
@@ -179,14 +181,6 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     if not any(turn["content"].strip() for turn in turns):
         raise RowError(NO_TEXT)
     return tuple(turns)
-
-
-def _template_kwargs(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return a row's arguments of the chat template."""
-    tools, kwargs = row.get("tools"), row.get("chat_template_kwargs")
-    tools = _parsed(tools.encode(errors="replace")) if isinstance(tools, str) else tools
-    found = {name: value for name, value in (kwargs or {}).items() if value is not None}
-    return (found | ({"tools": tools} if isinstance(tools, list) and tools else {})) or None
 
 
 def _prompts(rows: Iterable[Any], source: PromptSource, text_of: Callable[[Any], Any]) -> Iterator[Prompt]:

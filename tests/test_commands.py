@@ -318,10 +318,9 @@ def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("command", ["run", "serve", "quickstart", "bench", "learn"])
 def test_a_pair_is_loaded_by_its_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("osd_hf_app")
-    devices: list[str] = []
-    monkeypatch.setattr("osd_hf_app.smollm2.smollm2_pair", devices.append)
-    settings_of(command, *NEEDED.get(command, []), "--pair", "smollm2")[0].load_pair()
-    assert devices == ["cpu"]
+    monkeypatch.setattr("osd_hf_app.smollm2.smollm2_pair", lambda device: (device, "draft", "tokenizer"))
+    found = settings_of(command, *NEEDED.get(command, []), "--pair", "smollm2")[0].load_pair()
+    assert found == ("cpu", "draft", "tokenizer")
 
 
 def test_a_configuration_is_saved_and_loaded_as_others_are(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_chats_with_tools_of_a_row_and_unusable_chats(tmp_path, tokenizer):
     tokenizer.chat_template = "{{ tools[0].name }}{{ mark }}{{ messages[-1].content }}"
     empty = {"messages": [{"role": "user", "content": " "}], "tools": None, "chat_template_kwargs": None}
     wrong = {**empty, "messages": [{"role": "user", "content": 5}]}
-    row = {"messages": [USER, ANSWER], "tools": json.dumps([{"name": "T"}]), "chat_template_kwargs": {"mark": "M"}}
+    row = {"messages": [USER, ANSWER], "tools": [{"name": "T"}], "chat_template_kwargs": {"mark": "M"}}
     found = list(read_prompts(PromptSource(write_rows(tmp_path / "rows.jsonl", [row, empty, wrong]))))
     assert tokenizer.decode(encode_turn(tokenizer, found[0], chat_template_kwargs={"mark": "other"})) == "TMHi"
     assert [prompt.problem for prompt in found][:2] == [None, "no text"]

@@ -61,7 +61,7 @@ def test_a_block_that_sees_no_request(caplog: Log) -> None:
     assistant = models.assistant_of(*models.pair())
     with assistant.attached():
         pass
-    assert_said_once(caplog, "`attached()` has seen no request of this target. Requests of other threads need")
+    assert_said_once(caplog, "`attached()` has seen no request. Those of other threads need")
     with assistant.attached():
         ids = models.prompt()
         assistant.generate(ids, **models.greedy(ids, max_new_tokens=2))
@@ -87,7 +87,7 @@ def test_the_draft_that_was_passed_in_is_served_by_the_newest_version(caplog: Lo
 def test_a_draft_that_is_larger_or_slower_than_its_target(caplog: Log) -> None:
     small, draft = models.build(num_hidden_layers=1), models.draft_of(models.build())
     with OnlineAssistant(small, draft) as assistant:
-        assert_said_once(caplog, "more than the target with")
+        assert_said_once(caplog, "Are they swapped?")
         ids = models.prompt()
         now = [0.0]  # seconds, which only forwards take
         for model, seconds in ((small, 0.1), (assistant.draft, 0.2)):
@@ -95,7 +95,7 @@ def test_a_draft_that_is_larger_or_slower_than_its_target(caplog: Log) -> None:
         assistant.drafting.clock = lambda: now[0]
         for _ in range(20):
             assistant.generate(ids, **models.greedy(ids, max_new_tokens=12))
-    assert_said_once(caplog, "drafting cannot pay. Choose a smaller draft")
+    assert_said_once(caplog, "Choose a smaller draft")
 
 
 def test_saving_a_draft_that_has_learned_nothing(tmp_path: Path, caplog: Log) -> None:
@@ -108,9 +108,9 @@ def test_saving_a_draft_that_has_learned_nothing(tmp_path: Path, caplog: Log) ->
     assistant.save_pretrained(tmp_path / "sql", domain="sql")
     assert not caplog.messages
     assistant.save_pretrained(tmp_path / "base")
-    assert_said_once(caplog, "The original draft is saved: no learned version serves. Name one that has learned: ")
+    assert_said_once(caplog, "no learned version serves the domain None. Domains that have learned: sql.")
     assistant.save_pretrained(tmp_path / "other", domain="poems")
-    assert_said_once(caplog, "serves 'poems'. Name one that has learned: domain='sql'.")
+    assert_said_once(caplog, "serves the domain poems. Domains that have learned: sql.")
 
 
 def test_a_callback_that_is_never_called_and_settings_without_an_effect(caplog: Log) -> None:

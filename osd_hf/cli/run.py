@@ -277,7 +277,7 @@ def serve(
 
             def check_signal(_: Any) -> None:
                 if stop.is_set():
-                    raise Stopped
+                    raise KeyboardInterrupt
 
             generate_kwargs["streamer"] = Rounds(check_signal)
             for request in served:
@@ -287,8 +287,10 @@ def serve(
                 started, learned_before = time.perf_counter(), assistant.learning_seconds
                 try:
                     answer, trace = answer_traced(assistant, ids, domain=prompt.domain, learn=learn, **generate_kwargs)
-                except Stopped:  # a request that failed leaves nothing
-                    break
+                except KeyboardInterrupt:  # a request that failed leaves nothing
+                    if stop.is_set():
+                        break
+                    raise
                 seconds = time.perf_counter() - started - (assistant.learning_seconds - learned_before)
                 # With "auto", the draft drafts easy tokens and text comes first: replay compares both drafts fairly.
                 if assistant.config.num_assistant_tokens == k:
@@ -332,10 +334,6 @@ def serve(
         return served
     finally:
         lock.release()
-
-
-class Stopped(Exception):
-    """An answer was dropped because of a signal."""
 
 
 def _save(assistant: OnlineAssistant, journal: TextIO, folder: Path) -> None:

@@ -321,8 +321,7 @@ class PairSettings(Loading):
     def load_pair(self, **changes: Any) -> Pair:
         """Load the models, by default the bundled ones; raises the errors of [`~osd_hf.models.load_pair`]."""
         if self.pair == "smollm2":
-            pair: Pair = importlib.import_module("osd_hf_app.smollm2").smollm2_pair(self.device or "cpu")
-            return pair
+            return Pair(*importlib.import_module("osd_hf_app.smollm2").smollm2_pair(self.device or "cpu"))
         return load_pair(self.target, self.draft, **self.loading | changes)
 
 
@@ -363,14 +362,8 @@ class RowSettings(Settings):
         own = {"split", "subset"} - more.keys()
         if Path(location).is_file() and any(getattr(self, name) != getattr(type(self), name) for name in own):
             raise ConfigError(f"{location} is a file, which has neither --split nor --subset.")
-        known = {
-            "column": self.column,
-            "template": self.template,
-            "domain_column": self.domain_column,
-            "split": self.split,
-            "subset": self.subset,
-        }
-        return PromptSource(location, **{**known, **more})
+        names = ("column", "template", "domain_column", "split", "subset")
+        return PromptSource(location, **{name: getattr(self, name) for name in names} | more)
 
     def evaluation_set(self, location: str | None, num_requests: int, max_new_tokens: int) -> EvaluationSet:
         """Return the prompts that drafts are evaluated on, bundled ones by default; raises ConfigError, DataError."""
@@ -456,10 +449,7 @@ def check_auto(config: OnlineConfig) -> None:
     """Raise ConfigError for flags that have no meaning with a fixed number of drafted tokens."""
     if config.unused:
         names = " and ".join(map(option, config.unused))
-        raise ConfigError(
-            f"{names} would change nothing: only --num-assistant-tokens auto uses candidates, and --text-scope needs "
-            "candidates from text."
-        )
+        raise ConfigError(f"{names} would change nothing with this --num-assistant-tokens and these --candidates.")
 
 
 def require_extra(extra: str, *modules: str) -> None:

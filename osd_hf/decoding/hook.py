@@ -105,11 +105,8 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
 def warn_unused(target: Any, binding: Binding, block: str) -> None:
     """Log, once for each target, that a block has seen no request."""
     if not binding.has_requests:
-        log_once(
-            unwrap(target),
-            f"{block} has seen no request of this target. Requests of other threads need "
-            "`contextvars.copy_context().run`.",
-        )
+        text = f"{block} has seen no request. Those of other threads need `contextvars.copy_context().run`."
+        log_once(unwrap(target), text)
 
 
 @contextlib.contextmanager
@@ -559,8 +556,8 @@ def capture_traces(
                 failures.append(error)
 
     lease = contextlib.nullcontext(Lease(domain=domain))
-    how: dict[str, Any] = {"num_logprobs": num_logprobs, "undrafted": "Pass `assistant_model=` to the call."}
-    binding = Binding(deliver, lambda *_: lease, owner=object(), **how)
+    binding = Binding(deliver, lambda *_: lease, owner=object(), num_logprobs=num_logprobs)
+    binding.undrafted = "Pass `assistant_model=` to the call."
     with bind(target, binding):
         yield
     warn_unused(target, binding, "`capture_traces`")
