@@ -1,6 +1,6 @@
 """Test `osd-hf serve` under load: errors, exactness of greedy answers, memory, and latency with and without learning.
 
-    python recipes/serve_load.py                  # half an hour
+    python recipes/serve_load.py                  # half an hour, besides starting and the target's own answers
     python recipes/serve_load.py --minutes 20 --buffer-size 256 --name serve_load_full   # memory with a full buffer
     python recipes/serve_load.py --smoke
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
@@ -110,12 +111,16 @@ async def ask(http: httpx2.AsyncClient, body: dict[str, Any], block: Block, *, l
     return text
 
 
-async def asked(address: str, args: argparse.Namespace, expected: dict[str, str], draw: random.Random) -> Block:
-    """Send one block of requests to one server."""
+async def asked(
+    address: str, args: argparse.Namespace, expected: dict[str, str], draw: random.Random, seconds: float
+) -> Block:
+    """Send one block of requests to one server; no request begins after so many seconds."""
     block, left = Block(), iter(range(args.block))
 
     async def client() -> None:
         for turn in left:
+            if time.perf_counter() - began > seconds:
+                return
             prompt, is_sampled, leaves = draw.choice(list(expected)), turn % 20 in SAMPLED, turn % 20 == LEFT
             body = {
                 "messages": [{"role": "user", "content": prompt}], "max_tokens": args.max_new_tokens,
@@ -137,13 +142,15 @@ async def asked(address: str, args: argparse.Namespace, expected: dict[str, str]
 
 def blocks_of(addresses: dict[str, str], processes: dict[str, Any], args: argparse.Namespace,
               expected: dict[str, str]) -> tuple[dict[str, list[Block]], list[dict[str, Any]]]:  # fmt: skip
-    """Run the blocks of both servers alternately until the time is up; measure memory after each pair."""
+    """Run the blocks of both servers alternately while there is time for another pair, of which there are at least
+    two if `--minutes` is set; measure memory after each pair."""
+    seconds = 15 * args.minutes or math.inf  # of a block at most
     blocks: dict[str, list[Block]] = {side: [] for side in SIDES}
     memory, draw, began = list[dict[str, Any]](), random.Random(args.seed), time.monotonic()
-    while not memory or time.monotonic() - began < 60 * args.minutes:
+    while not memory or (1 + 1 / len(memory)) * (time.monotonic() - began) < 60 * args.minutes:
         order = list(SIDES) if len(memory) % 2 == 0 else list(reversed(SIDES))
         for side in order:
-            blocks[side].append(asyncio.run(asked(addresses[side], args, expected, draw)))
+            blocks[side].append(asyncio.run(asked(addresses[side], args, expected, draw, seconds)))
         megabytes = {side: psutil.Process(p.pid).memory_info().rss / 2**20 for side, p in processes.items()}
         memory.append({"minutes": (time.monotonic() - began) / 60, **megabytes})
         print({side: blocks[side][-1].to_dict() for side in SIDES}, memory[-1], flush=True)
@@ -184,13 +191,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--block", type=int, default=320, help="requests of one server before the other is asked")
-    parser.add_argument("--prompts", type=int, default=100, help="of each domain")
+    parser.add_argument("--prompts", type=int, help="of each domain; by default 4 per minute, at most 100")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--buffer-size", type=int, help="requests kept to learn from; 2,048 by default")
     parser.add_argument("--smoke", action="store_true", help="one small block of each server")
     args = parser.parse_args()
     if args.smoke:
         args.minutes, args.clients, args.block, args.prompts, args.max_new_tokens = 0.0, 4, 20, 1, 8
+    args.prompts = args.prompts or max(1, min(100, round(4 * args.minutes)))  # the target answers them first
     torch.set_num_threads(1)
     started = time.time()
     texts = [e.prompt for domain in DOMAINS for e in bundled_prompts(domain, args.prompts, seed=args.seed)]

@@ -11,11 +11,9 @@ import itertools
 import json
 import os
 import random
-import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,8 +70,9 @@ def states(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if STATE.fullmatch(path.name) or UNFINISHED.fullmatch(path.name)]
 
 
-def start(folder: Path, first: int) -> tuple[int, int]:
-    """Begin a saver of the sessions from a number on; returns its process and a pipe of the numbers that it saved."""
+def start(folder: Path, first: int, seconds: float) -> tuple[int, int]:
+    """Begin a saver of the sessions from a number on, which a timer kills so long after its first save; returns its
+    process and a pipe of the numbers that it saved."""
     begin, end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -81,6 +80,8 @@ def start(folder: Path, first: int) -> tuple[int, int]:
             for number in itertools.count(first):
                 save_session(folder, session(number), {"number": number})
                 os.write(end, f"{number} ".encode())
+                if number == first:
+                    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends a process without a handler
         finally:
             os._exit(1)
     os.close(end)
@@ -103,15 +104,13 @@ def at_random(folder: Path, saves: int) -> dict[str, Any]:
     done, there = 0, 0
     for life in itertools.count(1):
         firsts = (20_000 * life, 20_000 * life + 10_000)
-        children = [start(folder, first) for first in firsts]  # before the reader: a fork wants no threads
+        # Before the reader: a fork wants no threads.
+        children = [start(folder, first, moments.uniform(1e-3, 0.2)) for first in firsts]
         stop.clear()
         reader = threading.Thread(target=read)
         reader.start()
-        select.select([begin for _, begin in children], [], [], 60)  # until one has saved
-        time.sleep(moments.uniform(0, 0.2))
         expected = {there}
         for (child, begin), first in zip(children, firsts, strict=True):
-            os.kill(child, signal.SIGKILL)
             if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
                 failures.append("a saver failed")
             with open(begin, "rb") as pipe:

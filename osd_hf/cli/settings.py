@@ -326,6 +326,7 @@ class PairSettings(Loading):
 
 
 SOURCES = "prompts eval_prompts"
+NAME, CONFIG = (["--dataset_name", "--dataset-name"], ["--dataset_config", "--dataset-config"])  # TRL's names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +334,7 @@ class RowSettings(Settings):
     """How rows of a file or data set become prompts."""
 
     split: str = flag("split of a data set", "train", needs=SOURCES)
-    subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME")
+    subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME", aliases=CONFIG)
     column: str | None = flag("column of the prompt, if the format is not detected", None, needs=SOURCES)
     template: str | None = flag(
         "text with columns in braces, in place of a column, such as 'db: {db_id} {question}'",
@@ -394,9 +395,7 @@ def json_object(name: str, text: str | None) -> dict[str, Any] | None:
 class PromptSettings(RowSettings):
     """Prompts to serve. Without `--prompts`, prompts of the bundled domains."""
 
-    prompts: str | None = flag(
-        "Hub id or folder of a data set, or a json, jsonl, parquet or csv file", None, needs="url", metavar="ID|FILE"
-    )
+    prompts: str | None = flag("Hub id, folder or file of prompts", None, needs="url", metavar="ID|FILE", aliases=NAME)
     domain: list[str] | None = flag(
         "label of all prompts; of bundled prompts, the domains to serve", None, metavar="NAME"
     )
