@@ -25,7 +25,7 @@ define install
 	@$(BIN)/python $(COMPILE)
 endef
 
-.PHONY: help quickstart bench app smollm2 test test-lowest newest check docs install-dev install-lowest
+.PHONY: help quickstart bench app smollm2 test test-lowest newest check docs wheel install-dev install-lowest
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "make test-lowest  the core tests with the lowest versions that pyproject.toml allows"
 	@echo "make newest       check the package index for versions newer than the tested ones"
 	@echo "make check        ruff, mypy, and import contracts"
+	@echo "make wheel        the wheel in build/wheel, and its contents"
 	@echo "make docs         the documentation as HTML in build/docs; warnings are errors"
 
 quickstart: $(VENV)/.installed
@@ -75,6 +76,11 @@ check: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	@$(BIN)/sphinx-build -q -W --keep-going --fresh-env --write-all -d build/doctrees docs build/docs
 	@echo "open build/docs/index.html"
+
+wheel: $(VENV)/.installed
+	@rm -rf build/wheel
+	@$(BIN)/python -m pip --disable-pip-version-check wheel -q --no-deps --wheel-dir build/wheel .
+	@$(BIN)/python -m zipfile --list build/wheel/osd_hf-*.whl
 
 # torch is installed first, so that pip uses a local build of the pinned version.
 $(VENV)/.installed-torch: constraints.txt

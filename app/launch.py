@@ -104,7 +104,7 @@ def launch(args: Any) -> int:
     if login is not None:
         say(f"log in as {USER} with the password {f'in {PASSWORD_VARIABLE}' if password else login[1]}")
     try:
-        if pair.is_bundled or smollm2:  # a draft of one's own learns from one's own prompts only
+        if not args.target:  # a draft of one's own learns from one's own prompts only
             service.demonstrate()
         page = serve(service, host, args.port, output_dir=args.output_dir, share=args.share, login=login)
         say(f"{page.local_url} serves {pair.name}; Ctrl+C ends it")

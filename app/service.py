@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-
+import logging
+import threading
 import time
 import unicodedata
 from collections import deque
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteriaList
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
-from osd_hf.errors import ConfigError
+from osd_hf.errors import ConfigError, OSDError
 from osd_hf.replay import emitted_tokens, redraft
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
@@ -23,6 +25,8 @@ from osd_hf_app.sessions import AUTOMATIC, Answer, Batch, Session, Sessions, Set
 from osd_hf_app.sharing import FairQueue, Slot
 from osd_hf_app.workspace import SIDES, Record, Workspace
 
+logger = logging.getLogger(__name__)
+
 REPLAY_K = 5  # tokens per round at which both drafts are compared
 MAX_CHARACTERS = 20_000  # of a prompt
 MAX_STARTED = 8  # answers in progress at the same time: each holds its caches
@@ -30,8 +34,9 @@ MAX_PUBLIC_NEW_TOKENS = 192
 STOP_SECONDS = 0.2  # within which a waiting batch reacts to a stop
 LEARNING_SECONDS = 30.0  # that a batch waits at most for learning between two prompts
 DEMO = "the app itself"  # the visitor who asks for the demonstration
-DEMO_DOMAIN, DEMO_PROMPTS, DEMO_TOKENS = "finance", 40, 80
-DEMO_FIRST, DEMO_STEPS = 17, 48  # prompts before the first version, and its optimizer steps
+DEMO_DOMAIN, DEMO_TOKENS = "finance", 64
+# Prompts that are answered together, and optimizer steps after them.
+DEMO_PARTS = ((32, 0), (32, 0), (32, 16), (8, 16), (8, 16), (8, 16), (8, 16), (8, 0))
 WARM_UP_PROMPT = "Who are you?"
 # The bundled pair learns so often that twenty prompts show an effect.
 BUNDLED_CONFIG = {"update_interval": 2, "steps_per_update": 16, "weight_average": 0.9}
@@ -116,21 +121,47 @@ class Service:
         return batch
 
     def demonstrate(self) -> None:
-        """Answer sample prompts that nobody asked for, so that a new page shows what learning does. Visitors come
-        first."""
-        session = self.sessions.guest(DEMO)
-        session.watchers = 1  # goes on although nobody looks
-        domain = DEMO_DOMAIN if self.pair.domains else NO_DOMAIN
-        self.send(session, domain, DEMO_PROMPTS, Settings(max_new_tokens=DEMO_TOKENS))
+        """Answer sample prompts that nobody asked for, in batches, and learn from them, so that a new page shows what
+        learning does on a prompt that is not learned from."""
+        threading.Thread(target=self._demonstrate, name="osd_hf-demo", daemon=True).start()
+
+    def _demonstrate(self) -> None:
+        workspace, domain = self.sessions.shared, DEMO_DOMAIN if self.pair.domains else NO_DOMAIN
+        assistant, tokenizer = workspace.assistant, self.pair.tokenizer
+        shown, *prompts = self.pair.samples(domain, 1 + sum(count for count, _ in DEMO_PARTS))
+        answer = Answer(shown, Settings(learn=False, max_new_tokens=DEMO_TOKENS), domain)
+        try:
+            self._answer(self.sessions.guest(), answer, [])
+            workspace.shown = answer
+            for count, steps in DEMO_PARTS:
+                rows = [self.pair.encode(prompt, DEMO_TOKENS)[0].flip(0) for prompt in prompts[:count]]
+                del prompts[:count]
+                ids = pad_sequence(rows, batch_first=True, padding_value=-1).flip(1)  # padded on the left
+                traces: list[Trace] = []
+                with self.queue.slot(visitor=DEMO):
+                    assistant.generate(
+                        ids.clamp(min=tokenizer.pad_token_id or 0),
+                        attention_mask=(ids >= 0).long(),
+                        domain=domain,
+                        owner=DEMO,
+                        on_trace=traces.append,
+                        do_sample=False,
+                        max_new_tokens=DEMO_TOKENS,
+                    )
+                for trace in traces:
+                    sides = self._sides(workspace, domain, trace)
+                    workspace.add(Record(domain, sides["learning"].stats, sides["frozen"].stats, trace.draft_version))
+                if steps:
+                    assistant.update(steps, domain=domain or None)
+                    answer.sides = self._sides(workspace, domain, answer.trace)
+        except OSDError as error:  # such as a reset in between
+            logger.warning("The demonstration ended: %s", error)
 
     def _answer_batch(self, session: Session, batch: Batch, settings: Settings) -> None:
-        workspace, is_demo = session.workspace, session.visitor == DEMO
         for prompt in self.pair.samples(batch.domain, batch.total):
             if batch.stop.is_set():
                 return
-            is_shown = is_demo and not batch.answers  # again and again, but never learned from
-            answer = Answer(prompt, replace(settings, learn=settings.learn and not is_shown), batch.domain)
-            answer.stop = batch.stop
+            answer = Answer(prompt, settings, batch.domain, stop=batch.stop)
             for earlier in batch.answers[-1:]:
                 earlier.tokens = []  # only the newest answer is shown
             for earlier in batch.answers[-2:-1]:
@@ -140,20 +171,12 @@ class Service:
                 self._answer(session, answer, [])
             finally:
                 answer.is_done = True
-            if is_shown:
-                workspace.shown = replace(answer)
-            assistant, deadline = workspace.assistant, time.monotonic() + LEARNING_SECONDS
-            if is_demo and len(batch.answers) < DEMO_FIRST:  # a version needs some requests to be judged by
-                continue
-            if is_demo and len(batch.answers) == DEMO_FIRST:
-                assistant.update(DEMO_STEPS, domain=batch.domain or None)
+            assistant, deadline = session.workspace.assistant, time.monotonic() + LEARNING_SECONDS
             batch.is_learning = settings.learn and assistant.is_learning
             session.touch()
             while batch.is_learning and not batch.stop.is_set() and time.monotonic() < deadline:
                 batch.is_learning = not assistant.wait_until_idle(STOP_SECONDS)
             batch.is_learning = False
-            if is_demo and workspace.shown is not None and (trace := workspace.shown.trace):
-                workspace.shown.sides = self._sides(workspace, batch.domain, trace)
 
     def _answer(self, session: Session, answer: Answer, history: list[tuple[str, str]]) -> None:
         def keep_waiting(position: int) -> bool:

@@ -131,7 +131,8 @@ def comparison(session: Session) -> str:
         tokens = "".join(_token(token, False) for token in side.tokens)
         columns += (
             f'<div><div class="osd-head"><b>{name} draft</b>, version {side.version}<br>'
-            f'<b>{side.stats.target_forwards:.0f} passes</b> for {side.stats.emitted:.0f} tokens</div><div class="osd-answer">{tokens}</div></div>'
+            f"<b>{side.stats.target_forwards:.0f} passes</b> for {side.stats.emitted:.0f} tokens</div>"
+            f'<div class="osd-answer">{tokens}</div></div>'
         )
     return (
         f'<div class="osd-compared"><div class="osd-asked">{escape(answer.prompt)}</div>'

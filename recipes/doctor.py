@@ -5,12 +5,15 @@ Check that a vLLM engine drafts and answers with the models that it should have.
     python recipes/doctor.py --url http://localhost:8000 --target TARGET --draft DRAFT --prompts prompts.jsonl
 
 The recipe asks the engine for greedy answers, reads its counters, and replays the answers with the draft. The engine
-has this draft if it needed as many rounds as the replay. Exit codes: 0 healthy, 1 something is wrong, 2 unknown.
+has this draft if it needed as many rounds as the replay. While `osd-hf learn --deploy` watches a version, nothing is
+asked, because the questions would move the counters by which it decides, and the engine may have another version than
+`latest`; `--ask` asks all the same. Exit codes: 0 healthy, 1 something is wrong, 2 unknown.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -28,6 +31,7 @@ from transformers import PreTrainedModel
 from osd_hf import CorrectionStore, Trace, best_k, expected_block_efficiency, expected_speedup
 from osd_hf.acceptance import student_quantile
 from osd_hf.engines.completions import CompletionClient, RequestRefusedError, ResponseReader, vllm_counters
+from osd_hf.engines.versions import JOURNAL
 from osd_hf.errors import DataError, OSDError, ServerError
 from osd_hf.models import eos_ids, load_config, load_eos_ids, load_model, load_tokenizer, vocab_size_of
 from osd_hf.prompts import PromptSource, encode_prompts, read_prompts
@@ -378,8 +382,21 @@ def judge_speed(counts: EngineCounters, token_seconds: float | None) -> Finding:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
+def watched_version(folder: Path) -> tuple[int, int] | None:
+    """Return the version that a learner watches in engines, and the one that it may replace, by the journal in the
+    folder of the versions; `None` if there is no such version."""
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        state = json.loads((folder / JOURNAL).read_text().splitlines()[-1])["state"]
+        return None if state["candidate"] is None else (state["candidate"], state["serving"])
+    return None
+
+
 def examine(args: argparse.Namespace) -> Iterator[Finding]:
     """Yield the findings about an engine."""
+    if not args.ask and (found := watched_version(Path(args.draft).absolute().parent)):
+        text = "version {} is being watched in place of version {}; look again once it is kept or rolled back"
+        yield Finding("deployment", "note", text.format(*found))
+        return
     config, path = load_config(args.target), Path(args.draft)
     source = str(path.resolve()) if path.exists() else args.draft  # a link may point to a newer version later
     size, draft = int(config.get_text_config().vocab_size), load_model(source, dtype=args.dtype)
@@ -444,6 +461,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--token-seconds", type=float, help="seconds of a token without a draft")
     parser.add_argument("--check-target", action="store_true", help="load the target and let it score some answers")
+    parser.add_argument("--ask", action="store_true", help="ask also while a version is being watched")
     args = parser.parse_args()
     if (args.store is None) == (args.prompts is None):
         parser.error("give one of --store and --prompts")

@@ -36,6 +36,8 @@ def serve(output: Connection, environment: Mapping[str, str], flags: Sequence[st
     os.environ.clear()
     os.environ.update(environment)
     Service._answer = answer_when_stopped  # type: ignore[method-assign]
+    if config.pop("demonstrates", False) is False:
+        Service.demonstrate = lambda self: None  # type: ignore[method-assign]
     page.TICK_SECONDS = 0.7  # what looks at the panels waits for less
     launch.Service = functools.partial(Service, config=config)  # type: ignore[misc]
     sys.exit(main(["app", *flags]))

@@ -136,11 +136,12 @@ def test_a_setting_outside_its_range_is_refused(name: str, values: list[Any], ru
 # --- curves ---------------------------------------------------------------------------------------------------------
 
 
-def counted(examined: int, accepted: int) -> AcceptanceStats:
-    return AcceptanceStats(drafted=examined, examined=examined, accepted=min(accepted, examined))
+def counted(forwards: int, emitted: int) -> AcceptanceStats:
+    """The counts of an answer; a forward emits at least one token."""
+    return AcceptanceStats(target_forwards=forwards, emitted=max(forwards, emitted) if forwards else 0)
 
 
-def record(domain: str = "sql", version: int = 0, *, learning: Any = (4, 3), frozen: Any = (4, 1)) -> Any:
+def record(domain: str = "sql", version: int = 0, *, learning: Any = (4, 12), frozen: Any = (4, 5)) -> Any:
     return Record(domain, counted(*learning), counted(*frozen), version)
 
 
@@ -153,9 +154,9 @@ def test_a_point_pools_the_window_that_ends_with_it(records: list[Record], side:
     expected = []
     for end in range(1, len(records) + 1):
         window = [getattr(r, side) for r in records[max(0, end - WINDOW) : end]]
-        examined, accepted = sum(s.examined for s in window), sum(s.accepted for s in window)
-        if examined:
-            expected.append((end, accepted / examined))
+        forwards, emitted = sum(s.target_forwards for s in window), sum(s.emitted for s in window)
+        if forwards:
+            expected.append((end, emitted / forwards))
     assert points(records, side) == expected
 
 
@@ -174,7 +175,7 @@ def promotions(records: list[Record]) -> int:
 def test_the_picture_is_xml_and_inside_its_box(records: list[Record], domain: str) -> None:
     svg = svg_of(records, domain)
     # XML makes spaces of what stands in an attribute and is one.
-    assert (svg.get("aria-label") or "").startswith(f"α over {WINDOW} requests, {domain or 'all domains'}: ")
+    assert (svg.get("aria-label") or "").startswith(f"Tokens per pass of the target, {domain or 'all domains'}: ")
     width, height = (float(x) for x in (svg.get("viewBox") or "").split()[2:])
     assert {element.tag for element in svg.iter()} <= {"svg", "line", "text", "path", "polyline", "circle"}
     for line in svg.iter("polyline"):
@@ -185,11 +186,11 @@ def test_the_picture_is_xml_and_inside_its_box(records: list[Record], domain: st
 
 
 def test_the_picture_says_where_both_curves_end_and_marks_new_versions() -> None:
-    svg = svg_of([record(learning=(4, 3), frozen=(4, 1)) for _ in range(30)])
+    svg = svg_of([record(learning=(4, 12), frozen=(4, 5)) for _ in range(30)])
     ends = {line.get("class"): line.get("data-last") for line in svg.iter("polyline")}
-    assert ends == {"osd-learning": "0.7500", "osd-frozen": "0.2500"}
-    title = f"α over {WINDOW} requests, all domains"
-    assert svg.get("aria-label") == f"{title}: frozen draft 0.25, learning draft 0.75 at the end"
+    assert ends == {"osd-learning": "3.0000", "osd-frozen": "1.2500"}
+    title = "Tokens per pass of the target, all domains"
+    assert svg.get("aria-label") == f"{title}: frozen draft 1.25, learning draft 3.00 at the end"
     for nothing in ([], [record(learning=(0, 0), frozen=(0, 0))]):
         assert svg_of(nothing).get("aria-label") == f"{title}: no requests yet"
     served = [("sql", 0), ("math", 0), ("sql", 1), ("math", 0), ("math", 2), ("sql", 1), ("math", 2), ("python", 0)]

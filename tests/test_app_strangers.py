@@ -87,7 +87,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise Launched
 
     def made(pair: Any, **settings: Any) -> Any:
-        return SimpleNamespace(is_public=settings["is_public"], sessions=SimpleNamespace(close=lambda: None))
+        return SimpleNamespace(
+            demonstrate=lambda: None, is_public=settings["is_public"], sessions=SimpleNamespace(close=lambda: None)
+        )
 
     for name, value in (("serve", serve), ("Service", made), ("ServedPair", lambda *_, **__: None),
                         ("limit_log", lambda: None)):  # fmt: skip

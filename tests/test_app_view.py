@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from osd_hf import AcceptanceStats
 from osd_hf.learning.gate import GateDecision
 from osd_hf_app import view
-from osd_hf_app.sessions import Answer, Batch, Session, Settings, ShownToken
+from osd_hf_app.sessions import Answer, Batch, Session, Settings, ShownToken, Side
 from osd_hf_app.workspace import Record
 
 # What view.py writes: tags, and their attributes.
@@ -87,7 +87,7 @@ class Read(HTMLParser):
 
 
 STATS = AcceptanceStats.from_counts(drafted=5, examined=4, accepted=3, emitted=5, target_forwards=2)
-ROOM: Any = SimpleNamespace(pair=SimpleNamespace(about="<Ask> what you like."))
+ROOM: Any = SimpleNamespace(pair=SimpleNamespace(about="<Ask> what you like."), shown=None)
 
 
 def session_of(prompt: str, token: str, said: str, error: str, notice: str, domain: str) -> Session:
@@ -123,6 +123,7 @@ def room_of(domain: str, failure: str | None, outcome: str = "promoted", *, is_p
     decision = GateDecision(outcome, 2, 2, domain, "no reason", 4, 0.5, 0.75)  # type: ignore[arg-type]
     drafts = SimpleNamespace(domains=(domain,), serving_version=lambda _: 2)
     assistant = SimpleNamespace(drafts=drafts, decisions=(decision,), learning_seconds=2.0, saved_seconds=3.26)
+    assistant.stats = SimpleNamespace(speedup=1.5, num_requests=20)
     records = [Record(domain, STATS, STATS, 2)]
     return SimpleNamespace(
         assistant=assistant, state="failed", failure=failure, records=records, is_private=is_private
@@ -140,7 +141,32 @@ def test_the_panel_shows_any_text_as_text(domain: str, failure: str, outcome: st
     assert Read(view.learner_state(room, is_public=True)).inside("osd-error") == "See the log of the app."
     table = Read(view.domain_table(room))
     assert table.skeleton == Read(view.domain_table(plain)).skeleton
-    assert f"{domain}10.750.75" in table.text
+    assert f"{domain}12.502.500.750.75" in table.text
+
+
+@given(TEXTS, TEXTS)
+def test_both_drafts_are_compared_on_the_newest_answer_or_else_on_that_of_the_app(prompt: str, token: str) -> None:
+    def answer_with(learning: int, prompt: str = prompt) -> Answer:
+        answer = Answer(prompt, Settings(), "sql")
+        for name, forwards in (("frozen", 4), ("learning", learning)):
+            stats = AcceptanceStats(emitted=8, target_forwards=forwards)
+            answer.sides[name] = Side([ShownToken(token, "accepted"), ShownToken(token, "bonus")], stats, learning)
+        return answer
+
+    room: Any = SimpleNamespace(pair=ROOM.pair, shown=None)
+    session = Session("id", room)
+    assert "answered with both drafts" in view.comparison(session)
+    room.shown = answer_with(3, "Shown at first.")
+    assert "Shown at first." in view.comparison(session)
+    session.entries = [answer_with(2), Answer("Sampled.", Settings(), "sql")]
+    read = Read(view.comparison(session))
+    assert read.skeleton == Read(view.comparison(Session("id", room))).skeleton
+    assert (read.inside("osd-asked"), read.inside("osd-answer")) == (prompt, 4 * token)
+    frozen, learning = (
+        "frozen draft, version 24 passes for 8 tokens",
+        "learning draft, version 22 passes for 8 tokens",
+    )
+    assert read.inside("osd-head") == frozen + learning
 
 
 def test_a_page_with_nothing_yet_reads() -> None:
@@ -150,9 +176,20 @@ def test_a_page_with_nothing_yet_reads() -> None:
     workspace.records, workspace.assistant.decisions, workspace.assistant.drafts.domains = [], (), ()
     state = Read(view.learner_state(workspace))
     assert "serving: the original draftnewest versions: none yet" in state.text
-    assert "learning took 2.0 s and saved 3.3 s of answering" in state.text
+    headline, balance = Read(view.headline(workspace)), Read(view.balance(workspace))
+    assert headline.text == "–tokens per pass of the targetno answers yettarget alone: 1"
+    assert balance.text.startswith(
+        "Answers come at 1.50× the speed of the target alone. Learning used 2.0 s and saved"
+    )
+    assert balance.text.endswith("saved 3.3 s. Learning has paid for itself.")
+    workspace.assistant.saved_seconds, workspace.assistant.stats.speedup = None, None
+    assert Read(view.balance(workspace)).text == f"Learning used 2.0 s and saved 0.0 s. {view.WHY_NOT_PAID}"
+    workspace.records = [Record("sql", AcceptanceStats(emitted=6, target_forwards=2), STATS, 2)]
+    assert "3.00" in Read(view.headline(workspace)).inside("osd-number")
+    assert "frozen draft: 2.50 (+20% by learning)" in Read(view.headline(workspace)).text
+    workspace.records = []
     assert state.inside("osd-error") == ""
-    assert Read(view.domain_table(workspace)).text.endswith("all0––")
+    assert Read(view.domain_table(workspace)).text.endswith("all0––––")
 
 
 def test_what_an_answer_is_doing_is_said() -> None:

@@ -109,6 +109,7 @@ def new_page(page: Page, address: str) -> Iterator[Page]:
 def cleared(page: Page) -> Page:
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you, #chat [role=alert]")).to_have_count(0)
+    unfold(page, "#versions", "#state")
     return page
 
 
@@ -135,7 +136,7 @@ def choose(page: Page, group: str, name: str) -> None:
     page.locator(f"{group} label", has_text=re.compile(rf"^\s*{name}\s*$")).click()
 
 
-def last_alpha(page: Page, side: str) -> float:
+def last_rate(page: Page, side: str) -> float:
     return float(page.locator(f"#curves polyline.osd-{side}").get_attribute("data-last") or "nan")
 
 
@@ -179,7 +180,7 @@ def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
     row = page.locator("#table tbody tr", has_text="finance").locator("td")
     expect(row.nth(1)).to_have_text("20")  # the panel, drawn every two seconds, has come to the end
     expect(page.locator("#curves .osd-promoted").first).to_be_visible()
-    assert last_alpha(page, "learning") > last_alpha(page, "frozen") + 0.02
+    assert last_rate(page, "learning") > last_rate(page, "frozen") + 0.02
     expect(page.locator("#state")).to_contain_text("promoted")
     assert places_of(page, "#prompt", "#curves", "#shown") == places  # nothing jumped
     # The next domain is served by a draft of its own, and can be stopped.
@@ -197,6 +198,23 @@ def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you")).to_have_count(0)
     assert page.errors == []  # type: ignore[attr-defined]
+
+
+def test_a_new_page_shows_what_learning_does_without_a_click(browser: Browser, tmp_path: Path) -> None:
+    with app_server(tmp_path, "--threads", "1", demonstrates=True) as address, window(browser) as context:
+        page = opened(context, address)
+        learned = page.locator("#compared .osd-head").nth(1)
+        expect(learned).to_contain_text(re.compile(r"learning draft, version [1-9]"))
+        expect(page.locator("#headline")).to_contain_text("by learning")
+        assert last_rate(page, "learning") > last_rate(page, "frozen")
+        frozen, learning = (each.inner_text() for each in page.locator("#compared .osd-answer").all())
+        assert frozen == learning  # the same answer
+        for width, height in ((1280, 800), (390, 844)):
+            page.set_viewport_size({"width": width, "height": height})
+            for part in ("#headline", "#curves svg"):
+                expect(page.locator(part)).to_be_in_viewport(ratio=1)
+            expect(page.locator("#compared .osd-answer").first).to_be_in_viewport()
+        assert page.errors == []  # type: ignore[attr-defined]
 
 
 def test_an_answer_goes_on_while_its_visitor_is_away(page: Page, other_page: Page, address: str) -> None:

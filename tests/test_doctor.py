@@ -81,3 +81,21 @@ def test_the_right_draft_is_healthy_and_others_are_found(
         engine.is_idle = True
         code, found, _ = run()
         assert code == 1 and "drafted nothing for" in found["draft"]["text"]
+
+
+def test_nothing_is_asked_while_a_version_is_being_watched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may have another version than `latest` then, and questions would move the counters of the learner."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    doctor: Any = importlib.import_module("doctor")
+    (tmp_path / "latest").mkdir()
+    flags = ["--url", "http://127.0.0.1:9", "--target", "x", "--draft", str(tmp_path / "latest"), "--store", "y"]
+    monkeypatch.setattr(sys, "argv", ["doctor.py", *flags])
+    lines = [json.dumps({"event": "loaded", "state": {"candidate": 3, "serving": 2}})]
+    (tmp_path / "deploy.jsonl").write_text("\n".join(lines) + "\n")
+    assert doctor.main() == 0
+    assert "version 3 is being watched in place of version 2" in capsys.readouterr().out
+    lines.append(json.dumps({"event": "kept", "state": {"candidate": None, "serving": 3}}))
+    (tmp_path / "deploy.jsonl").write_text("\n".join(lines) + "\n")
+    assert doctor.watched_version(tmp_path) is None

@@ -109,7 +109,7 @@ def plot_learning(path: Path, compared: Comparison, *, title: str) -> None:
         (frozen, {"color": FROZEN, "lw": 1.6, "ls": "--", "label": "frozen"}),
     ):
         axes.plot(range(first + 1, count + 1), rolling(stats, window)[first:], **style)
-    axes.legend(loc="lower right", frameon=True, framealpha=0.9)
+    axes.legend(loc="upper left", frameon=True, framealpha=0.9)
     axes.set_title(title, loc="left", fontsize=11)
     figure.savefig(path)
 
