@@ -6,20 +6,29 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from osd_hf.decoding import vocabulary
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.record import NO_WARPING, Rows, compress_rows, sampling_settings
 from osd_hf.decoding.sources import DraftForward
 from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.logits_processors import sample
 from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
 from osd_hf.replay import padded, raw_rows
 from osd_hf.speedup import ForwardSeconds
@@ -36,6 +45,8 @@ _BASIC_SETTINGS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
     "cache_config", "max_cache_len", "compile_config", "disable_compile", "transformers_version",
 }  # fmt: skip
+# In the order in which transformers applies them.
+_WARPERS = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
 
 
 @torch.no_grad()
@@ -47,11 +58,14 @@ def record_traces(
     batch_size: int = 32,
     num_logprobs: int | None = 64,
     domain: str | None = None,
+    sampling: Mapping[str, float] | None = None,
+    seed: int = 0,
 ) -> Iterator[Trace]:
     """
-    Record the target's greedy answer to each prompt (token ids), as traces without rounds, in the order of the
-    prompts. Of the target's generation config, only special tokens count. Traces keep `num_logprobs` target entries
-    per position, or full rows with `None`, and the label `domain`.
+    Record the target's answer to each prompt (token ids), as traces without rounds, in the order of the prompts:
+    greedy, or sampled with `temperature`, `top_p`, and `top_k` of `sampling` and a seed. Of the target's generation
+    config, only special tokens count. Traces keep `num_logprobs` target entries per position, or full rows with
+    `None`, and the label `domain`.
 
     Prompts are answered in padded batches. In fp32, a batch may rarely break a tie of the top two logits in another
     way than a single prompt does.
@@ -63,8 +77,13 @@ def record_traces(
         if len(prompt) == 0:
             raise ConfigError(f"Prompt {i} is empty; every prompt needs at least one token.")
     is_encoder_decoder, size = target.config.is_encoder_decoder, vocab_size_of(target)
-    sampling = {"max_new_tokens": max_new_tokens, "processors": []}
-    sampling["eos_token_id"] = target.generation_config.eos_token_id
+    eos = target.generation_config.eos_token_id
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "processors": [], "eos_token_id": eos}
+    warpers: list[Any] = []
+    if sampling is not None:
+        warpers = [kind(sampling[name]) for name, kind in _WARPERS.items() if name in sampling]
+        settings |= {"do_sample": True, **sampling, "processors": [type(warper).__name__ for warper in warpers]}
+        warpers.append(_Sampler(seed))
     for first in range(0, len(prompts), batch_size):
         batch, version = prompts[first : first + batch_size], target_version(target)
         ids, mask = padded(batch, "right" if is_encoder_decoder else "left", input_device(target))
@@ -75,7 +94,7 @@ def record_traces(
                 attention_mask=mask,
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
-                logits_processor=LogitsProcessorList([recorder]),
+                logits_processor=LogitsProcessorList([recorder, *warpers]),
             )
         sequences = output.cpu().numpy().astype(np.int32)
         start = sequences.shape[1] - len(recorder.steps)
@@ -93,7 +112,7 @@ def record_traces(
                 tail_logprob=tail,
                 vocab_size=size,
                 domain=domain,
-                sampling=sampling,
+                sampling=settings,
                 created_at_seconds=time.time(),
                 target=version,
             )
@@ -139,6 +158,18 @@ class _Recorder(LogitsProcessor):
         """Return `top_logits`, `top_ids` and `tail_logprob` of [`Trace`]s, `(batch, steps, ...)`."""
         top_logits, top_ids, tail = (torch.stack(c, 1).cpu().numpy() for c in zip(*self.steps, strict=True))
         return top_logits, top_ids.astype(ids_dtype(vocab_size)), tail
+
+
+class _Sampler(LogitsProcessor):
+    """Choose the token of each row by sampling, with random numbers of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        noise = torch.from_numpy(self.random.random(len(scores))).to(scores.device)
+        chosen = sample(scores.float().softmax(-1), noise)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen[:, None], 0.0)
 
 
 @torch.inference_mode()

@@ -398,3 +398,25 @@ def test_the_command_writes_an_ordinary_folder(
     # What is there already stays.
     assert main(["draft", *flags, "--prompts", str(rows), "--column", "question"]) == 2
     assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_a_draft_is_trained_long_and_goes_on(tmp_path: Path, cheap: None, capsys: pytest.CaptureFixture[str]) -> None:
+    pair, rows = save_pair(tmp_path / "pair"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"what is {i} plus {i * 7 % 13}?"}) + "\n" for i in range(60)))
+    flags = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "6", "--prompts", str(rows)]
+    flags += ["--column", "question", "--answers", str(tmp_path / "answers"), "--num-layers", "1", "--max-steps", "2"]
+
+    def made(name: str, *more: str) -> Any:
+        out = tmp_path / name
+        command = ["draft", str(pair / "target"), str(out), *flags, *more, "--json", str(tmp_path / f"{name}.json")]
+        assert main(command) == 0, capsys.readouterr().err
+        assert (out / "training.png").stat().st_size and (out / "config.json").is_file()
+        return json.loads((tmp_path / f"{name}.json").read_text())
+
+    first = made("first", "--answer-tokens", "300", "--epochs", "1")
+    kept = {path.name for path in (tmp_path / "answers-training").glob("checkpoint-*")}
+    second = made("second", "--answer-tokens", "300", "--epochs", "2")
+    assert second["requests"] == first["requests"] and second["steps"] == 2 * first["steps"]
+    evaluated = [entry for entry in second["log_history"] if "eval_alpha_sampled" in entry]
+    assert len(evaluated) > 2 and all("eval_alpha_greedy" in entry for entry in evaluated)
+    assert kept and evaluated[-1]["num_input_tokens_seen"] > evaluated[0]["num_input_tokens_seen"]

@@ -26,6 +26,7 @@ from osd_hf.distillation.data import SAMPLE_SOURCES, completed, unanswered
 from osd_hf.distillation.trainer import DistillConfig, distill
 from osd_hf.errors import ConfigError, DataError, StateError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.learning import loss as offline_loss
+from osd_hf.learning.weights import ends_of
 from osd_hf.losses import DIVERGENCES
 from osd_hf.recording import record_traces
 from osd_hf.replay import check_head, completion_logits
@@ -419,11 +420,16 @@ class Kill(TrainerCallback):  # type: ignore[misc]
             raise Killed
 
 
-@pytest.mark.parametrize(("architecture", "source"), [("llama", "mix_request"), ("t5", "student")])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architecture: str, source: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "source", "optimizer"), [("llama", "mix_request", "muon"), ("t5", "student", "adamw")]
+)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    tmp_path: Any, architecture: str, source: str, optimizer: str
+) -> None:
     pair = models.pair(architecture, noise=0.5, **models.SHALLOW[architecture])
     # Three steps an epoch: the checkpoint at step 4 lies in the middle of the second.
     settings = {"sample_source": source, "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    settings["optimizer"] = optimizer
     straight = run(pair, tmp_path / "straight", **settings)
     with pytest.raises(Killed):
         run(pair, tmp_path / "killed", callbacks=[Kill()], **settings)
@@ -437,6 +443,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Any, architec
     ]
     for ours, theirs in zip(states[0].values(), states[1].values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+
+
+def test_frozen_embeddings_stay_and_layers_learn(tmp_path: Any, pair: Any) -> None:
+    trained = run(pair, tmp_path, recorded(pair[0]), optimizer="muon", freeze_embeddings=True).draft
+    frozen = {name for name, _ in ends_of(trained)}
+    for name, weight in trained.named_parameters():
+        assert torch.equal(weight, pair[1].get_parameter(name)) == (name in frozen), name
 
 
 def test_judging_does_not_change_what_is_learned(tmp_path: Any, pair: Any) -> None:

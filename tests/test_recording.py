@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from osd_hf import Trace, capture_traces
+from osd_hf import Trace, capture_traces, replay
 from osd_hf.errors import ConfigError
 from osd_hf.recording import record_traces
 
@@ -73,3 +73,20 @@ def test_a_target_answers_without_its_processors_which_are_put_back(monkeypatch:
         recorded(target, [[3, 4, 5]])
     assert target.generation_config is settings
     assert (settings.repetition_penalty, settings.guidance_scale) == (5.0, 2.0)
+
+
+def test_sampled_recordings_replay_as_the_target_sampled_them(caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = models.pair()
+    prompts, how = [p[0].tolist() for p in models.prompts(8)], {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
+    traces = recorded(target, prompts, sampling=how, seed=1, num_logprobs=None)
+    assert all(trace.is_sampled and how.items() <= trace.sampling.items() for trace in traces)
+    assert replay(target, traces).alpha > 0.999 > replay(draft, traces).alpha
+    assert "rebuild" not in caplog.text
+    ids = [trace.completion_ids.tolist() for trace in traces]
+    assert ids == [t.completion_ids.tolist() for t in recorded(target, prompts, sampling=how, seed=1)]
+    assert ids != [t.completion_ids.tolist() for t in recorded(target, prompts, sampling=how, seed=2)]
+    # Only tokens of the nucleus are sampled.
+    for trace in traces:
+        probs = torch.from_numpy(np.exp(trace.kept_logprobs())).pow(1 / 0.7)
+        ranks = (probs > probs.gather(1, torch.from_numpy(trace.completion_ids.astype(np.int64))[:, None])).sum(1)
+        assert int(ranks.max()) < 9

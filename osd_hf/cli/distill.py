@@ -11,17 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import osd_hf
-from osd_hf.cli.settings import CommandParser, Loading, Reporting, RowSettings, flag, lora_config, open_recorded
+from osd_hf.cli.settings import (
+    AnswerSettings,
+    CommandParser,
+    Loading,
+    Reporting,
+    RowSettings,
+    flag,
+    lora_config,
+    open_recorded,
+)
 from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, shown_settings
-from osd_hf.evaluation.display import figure, text_table
+from osd_hf.evaluation.display import figure, plot_training, text_table
 from osd_hf.models import check_tokenizers, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, open_rows, read_prompts
 from osd_hf.utils.report import make_folder, provenance, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(RowSettings, Loading, Reporting):
+class DistillSettings(AnswerSettings, RowSettings, Loading, Reporting):
     """Flags of `osd-hf distill`, besides the training arguments."""
 
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
@@ -72,6 +81,12 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
             check_tokenizers(tokenizer, own_tokenizer)
         room = prompt_room((draft if target is None else target).config, draft.config, config.max_new_tokens)
         dataset, eval_dataset = _read(settings, tokenizer, room)
+        if settings.answers is not None:
+            if target is None or not all(set(row) == {"prompt"} for row in dataset):
+                raise ConfigError("--answers needs --target, and --prompts without answers; see --column.")
+            prompts = [row["prompt"] for row in dataset]
+            dataset, own = settings.sample_answers(target, prompts, config.max_new_tokens, config.seed)
+            target, eval_dataset = None, eval_dataset or own
         result = osd_hf.distill(
             target=target,
             draft=draft,
@@ -96,6 +111,7 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
         "log_history": result.log_history,
     }
     write_report(folder / "report.json", report)
+    plot_training(folder / "training.png", result.log_history)
     if result.alpha:
         rows = [[str(step), figure(alpha)] for step, alpha in result.alpha.items()]
         settings.say(text_table(["step", f"alpha (k={config.num_assistant_tokens})"], rows, left=0) + "\n")

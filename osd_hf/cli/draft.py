@@ -8,18 +8,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from osd_hf.cli.settings import CommandParser, Loading, PromptSettings, Reporting, flag, open_recorded
-from osd_hf.distillation.make_draft import MadeDraft, MakeDraftConfig, train_draft
+import numpy as np
+
+import osd_hf
+from osd_hf.cli.settings import (
+    AnswerSettings,
+    CommandParser,
+    Loading,
+    PromptSettings,
+    Reporting,
+    flag,
+    open_recorded,
+    require_extra,
+)
+from osd_hf.decoding.vocabulary import write_usual_tokens
+from osd_hf.distillation.make_draft import K, MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
-from osd_hf.evaluation.display import figure, stats_interval, text_table
+from osd_hf.evaluation.display import figure, plot_training, stats_interval, text_table
 from osd_hf.hub import facts_of, save_draft
-from osd_hf.models import load_model, load_tokenizer, prompt_room
+from osd_hf.models import device_clock, load_model, load_tokenizer, prompt_room, set_fixed_k
+from osd_hf.recording import measured_costs
+from osd_hf.replay import replay
 from osd_hf.target_version import target_version
-from osd_hf.utils.report import make_folder, provenance
+from osd_hf.utils.report import make_folder, provenance, read_config, write_report
+
+NUM_TRIAL_ANSWERS = 2000  # that layers are compared with
+LEARNING_RATE = 3e-3  # of Muon, at its highest
+EVALUATED_SHARE = 0.05  # of a long training, between evaluations and checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftSettings(PromptSettings, Loading, Reporting):
+class DraftSettings(AnswerSettings, PromptSettings, Loading, Reporting):
     """Flags of `osd-hf draft`."""
 
     target: str = flag("Hub id or folder of the target", positional=True, metavar="TARGET")
@@ -27,8 +46,12 @@ class DraftSettings(PromptSettings, Loading, Reporting):
     store: str | None = flag(
         "recordings to train on", None, excludes="prompts chat_template chat_template_kwargs", metavar="DIR"
     )
+    epochs: float = flag("passes over the answers", 3.0, needs="answers", metavar="X")
+    report_to: str = flag("tracker of the training on answers, such as tensorboard", "none", needs="answers")
 
     def check(self) -> None:
+        if self.answers is not None:
+            require_extra("distill", "trl", "peft")
         folder = self.output_dir
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder. Choose another one.")
@@ -59,10 +82,16 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
         requests = {"prompts": [ids for _, ids in encoded.prompts]}
         domains = sorted({domain for domain in encoded.domains if domain is not None})
     version = target_version(target)
-    made = train_draft(target, tokenizer, config, **requests)
+    history: list[dict[str, Any]] = []
+    if settings.answers is None:
+        made = train_draft(target, tokenizer, config, **requests)
+    else:
+        made, history = train_long(settings, config, target, tokenizer, requests["prompts"])
     facts = facts_of(target, target, domains, _card_facts(made))
     facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)
+    if history:
+        plot_training(settings.output_dir / "training.png", history)
     digits = {"c": 2, "alpha_before": 3, "alpha": 3, "speedup": 2, "promised": 2}
     rows = [[str(t["layers"]), *(figure(t[name], n) for name, n in digits.items())] for t in made.trials]
     if rows:
@@ -74,8 +103,49 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     if made.speedup <= 1:
         print("osd-hf: warning: the draft is not faster than the target alone yet", file=sys.stderr)
     origin = provenance(seed=config.seed)
-    settings.write_json({"provenance": origin, "directory": str(settings.output_dir), **made.to_dict()})
+    report = {"provenance": origin, "directory": str(settings.output_dir), **made.to_dict(), "log_history": history}
+    settings.write_json(report)
     return 0
+
+
+def train_long(
+    settings: DraftSettings, config: MakeDraftConfig, target: Any, tokenizer: Any, prompts: list[list[int]]
+) -> tuple[MadeDraft, list[dict[str, Any]]]:
+    """Choose layers on a part of the answers, then train that draft on all of them. Return it, with its measurements,
+    and the log of the training."""
+    assert settings.answers is not None
+    training, held_out = settings.sample_answers(target, prompts, config.max_new_tokens, config.seed)
+    folder = settings.answers.with_name(f"{settings.answers.name}-training")
+    start, chosen = folder / "start", folder / "chosen.json"
+    if not chosen.is_file():  # layers are compared, and the first weights learned, with a part of the answers
+        made = train_draft(target, tokenizer, config, traces=training[:NUM_TRIAL_ANSWERS])
+        made.draft.save_pretrained(start)
+        write_report(chosen, made.to_dict())
+    draft, choice = load_model(str(start), dtype=str(target.dtype)[6:], device=str(target.device)), read_config(chosen)
+    result = osd_hf.distill(
+        target=None, draft=draft, dataset=training, eval_dataset=held_out, tokenizer=tokenizer,
+        config=osd_hf.DistillConfig(
+            output_dir=str(folder), num_train_epochs=settings.epochs, learning_rate=LEARNING_RATE, optimizer="muon",
+            freeze_embeddings=True, lr_scheduler_type="cosine", warmup_steps=0.02, per_device_train_batch_size=16,
+            eval_strategy="steps", eval_steps=EVALUATED_SHARE, save_strategy="steps", save_steps=EVALUATED_SHARE,
+            save_total_limit=2, load_best_model_at_end=True, logging_steps=10, report_to=settings.report_to,
+            seed=config.seed, use_cpu=target.device.type == "cpu", disable_tqdm=False,
+            resume_from_checkpoint="true" if any(folder.glob("checkpoint-*/trainer_state.json")) else None,
+        ),
+    )  # fmt: skip
+    new_tokens = float(np.mean([len(trace) for trace in held_out]))
+    costs = measured_costs(target, [result.draft], held_out[0].prompt_ids, device_clock(target))[0]
+    after = replay(result.draft, held_out, K)
+    k, speedup = costs.best_k(after.alpha, new_tokens)
+    set_fixed_k(result.draft.generation_config, k)
+    write_usual_tokens(result.draft, training)
+    made = MadeDraft(
+        draft=result.draft, layers=tuple(choice["layers"]), before=replay(draft, held_out, K), after=after,
+        costs=costs, num_assistant_tokens=k, speedup=speedup, trials=tuple(choice["trials"]), requests=len(training),
+        held_out=len(held_out), positions=round(settings.epochs * sum(map(len, training))),
+        steps=result.state.global_step, seconds=result.log_history[-1].get("train_runtime", 0.0),
+    )  # fmt: skip
+    return made, result.log_history
 
 
 def _alphas(made: MadeDraft) -> str:

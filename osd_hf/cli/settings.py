@@ -25,6 +25,7 @@ from transformers import HfArgumentParser, PreTrainedTokenizerBase
 
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.config import OnlineConfig
+from osd_hf.distillation.answers import sample_answers, sampling_of, split_answers
 from osd_hf.errors import ConfigError, StoreError, first_line, nearest
 from osd_hf.hub import EvaluationSet, hub_id
 from osd_hf.models import Pair, Quantization, load_pair
@@ -424,6 +425,34 @@ class PromptSettings(RowSettings):
         mixed = [(d, e.prompt) for d in domains for e in bundled_prompts(d, share, seed=seed)]
         random.Random(seed).shuffle(mixed)
         return (Prompt(i, text, domain) for i, (domain, text) in enumerate(mixed[:count]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(Settings):
+    """How a target answers the prompts that a draft is trained on for a long time."""
+
+    answers: Path | None = flag(
+        "folder for answers that the target samples; train on them for a long time, with checkpoints in DIR-training; "
+        "the same command continues a stopped run", None, excludes="store", metavar="DIR",
+    )  # fmt: skip
+    answer_tokens: int = flag("tokens of answers in all", 1_000_000, minimum=1, needs="answers", metavar="N")
+    answer_batch_size: int = flag("prompts answered together", 32, minimum=1, needs="answers", metavar="N")
+    answer_temperature: float | None = flag("of the answers; by default the target's", None, needs="answers")
+    answer_top_p: float | None = flag("of the answers; by default the target's", None, needs="answers")
+    answer_top_k: int | None = flag("of the answers; by default the target's", None, needs="answers")
+
+    def sample_answers(self, target: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Any:
+        """Complete the folder of answers; return those to train on and held-out ones."""
+        sampling = sampling_of(
+            target, temperature=self.answer_temperature, top_p=self.answer_top_p, top_k=self.answer_top_k
+        )
+        with CorrectionStore(self.answers) as store:
+            counts = sample_answers(
+                target, prompts, store, num_tokens=self.answer_tokens, max_new_tokens=max_new_tokens,
+                sampling=sampling, batch_size=self.answer_batch_size, seed=seed,
+            )  # fmt: skip
+            print(", ".join(f"{count} {name}" for name, count in counts.items()), file=sys.stderr)
+            return split_answers(store)
 
 
 # --- learning settings ----------------------------------------------------------------------------------------------

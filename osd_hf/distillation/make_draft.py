@@ -8,19 +8,21 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.static import compiles_draft
-from osd_hf.decoding.vocabulary import write_usual_tokens
+from osd_hf.decoding.vocabulary import VOCABULARY_SETTING, write_usual_tokens
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.updater import Updater
@@ -41,6 +43,7 @@ from osd_hf.replay import replay
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
 from osd_hf.trace import Trace
+from osd_hf.utils.report import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -527,6 +530,29 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
             raise UnsupportedModelError(
                 f"Layers of {type(inner).__name__} cannot be copied: {first_line(error)}."
             ) from error
+
+
+def save_layers(draft: PreTrainedModel, folder: Path) -> None:
+    """Save a draft that was cut from its target without embeddings and head, in bfloat16, for [`load_layers`]."""
+    ends = {id(weight) for _, weight in ends_of(draft)}
+    own = {name: p.detach().to(torch.bfloat16) for name, p in draft.named_parameters() if id(p) not in ends}
+    make_folder(folder)
+    save_file(own, folder / "model.safetensors")
+    draft.config.save_pretrained(folder)
+    draft.generation_config.save_pretrained(folder)
+
+
+def load_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Load a draft that [`save_layers`] has saved, with the embeddings and the head of its target. Raises
+    UnsupportedModelError for another target."""
+    config = type(target.config).from_pretrained(folder)
+    if any(getattr(config, name) != getattr(target.config, name) for name in ("vocab_size", "hidden_size")):
+        raise UnsupportedModelError(f"The draft in {folder} is of another target.")
+    draft = copy_layers(target, range(config.num_hidden_layers))
+    draft.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    setattr(draft.config, VOCABULARY_SETTING, getattr(config, VOCABULARY_SETTING, None))
+    draft.generation_config = GenerationConfig.from_pretrained(folder)
+    return draft
 
 
 def _layer_list(model: PreTrainedModel) -> torch.nn.ModuleList:

@@ -18,13 +18,14 @@ import torch
 from huggingface_hub import HfApi
 from transformers import PreTrainedModel, Trainer, TrainerState, TrainingArguments
 
-from osd_hf.config import setting
+from osd_hf.acceptance import AcceptanceStats
+from osd_hf.config import OnlineConfig, setting
 from osd_hf.distillation.data import SAMPLE_SOURCES, Data, completed, read_data
 from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub import refuse_public
-from osd_hf.learning.loss import divergence_sum, stored_rows, target_rows
-from osd_hf.learning.updater import trainable_parameters
-from osd_hf.learning.weights import adapted, learning_context
+from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows, target_rows
+from osd_hf.learning.updater import make_optimizers, trainable_parameters
+from osd_hf.learning.weights import adapted, ends_of, learning_context
 from osd_hf.losses import DIVERGENCES, generalized_jsd
 from osd_hf.models import (
     align_vocab,
@@ -88,6 +89,9 @@ class DistillConfig(GKDConfig):
     hub_private_repo: bool | None = setting(True, "push to a private repository; a draft may have memorized answers")
     bf16: bool = setting(False, "compute in bf16; the draft's weights stay in fp32")
     lmbda: float = setting(0.5, "share of the draft in mix_request")
+    optimizer: str = setting("adamw", "muon = Muon for hidden matrices; or adamw, as the field optim says")
+    freeze_embeddings: bool = setting(False, "train neither embeddings nor output head, such as shared ones")
+    include_num_input_tokens_seen: str | bool = setting("non_padding", "how tokens are counted: no, all, non_padding")
     resume_from_checkpoint: str | None = setting(None, "a checkpoint, or true for the last one in the output folder")
 
     without_meaning = frozenset(_WITHOUT_MEANING)  # get no flag
@@ -104,6 +108,7 @@ class DistillConfig(GKDConfig):
         must("temperature", 0 <= self.temperature < float("inf"), "0 or a positive number")
         for name in ("max_new_tokens", "num_assistant_tokens"):
             must(name, getattr(self, name) >= 1, "at least 1")
+        must("optimizer", self.optimizer in ("adamw", "muon"), "one of adamw, muon")
         metrics = ("alpha", "block_efficiency")
         is_known = str(self.metric_for_best_model).removeprefix("eval_") in metrics
         must("metric_for_best_model", is_known, f"one of {', '.join(metrics)}")
@@ -238,6 +243,7 @@ class DistillTrainer(Trainer):
     and draft, and the evaluation measures acceptance on held-out requests."""
 
     control: Any
+    optimizer: Any
     loss_is_scaled_for_ga = True  # `compute_loss` divides by the tokens of the whole accumulated batch
 
     def __init__(
@@ -251,6 +257,8 @@ class DistillTrainer(Trainer):
         peft_config: Any = None,
     ) -> None:
         learner = learner_of(draft, peft_config)
+        for _, weight in ends_of(learner) if config.freeze_embeddings else ():
+            weight.requires_grad_(False)
         for head in (learner, data.target):
             if head is not None:
                 with evaluating(head):
@@ -272,6 +280,14 @@ class DistillTrainer(Trainer):
         if config.disable_dropout:
             _disable_dropout(self.model)
         _let_run(self.model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.args.optimizer == "muon" and self.optimizer is None:
+            learner = self.accelerator.unwrap_model(self.model if model is None else model)
+            parameters = {name: p for name, p in learner.named_parameters() if p.requires_grad}
+            config = OnlineConfig(learning_rate=self.args.learning_rate)
+            self.optimizer = JoinedOptimizers(make_optimizers(learner, parameters, config))
+        return super().create_optimizer(model)
 
     @contextmanager
     def prepared_target(self) -> Iterator[None]:
@@ -337,7 +353,10 @@ class DistillTrainer(Trainer):
         else:
             rows = target_rows(self.accelerator.unwrap_model(self.target), traces)
         learner = self.accelerator.unwrap_model(model)
-        total: torch.Tensor = model(run=lambda: divergence_sum(learner, traces, rows, self.divergence))
+        tail = None
+        if self.target is None:  # the head computes few columns; a resumed run draws the same ones
+            tail = SampledTail.for_draft(learner, self.args.seed + self.state.global_step)
+        total: torch.Tensor = model(run=lambda: divergence_sum(learner, traces, rows, self.divergence, tail=tail))
         loss: torch.Tensor = total / num_items_in_batch
         # Gradients are averaged over processes, but tokens are counted over all of them.
         return loss * self.accelerator.num_processes if self.args.average_tokens_across_devices else loss
@@ -351,14 +370,41 @@ class DistillTrainer(Trainer):
             answers = record_traces(self.teacher, prompts, max_new_tokens=self.args.max_new_tokens, num_logprobs=1)
             held_out = self.data.held_out = list(answers)
         # Every process measures all requests, so nothing has to be gathered.
-        stats = replay(self.accelerator.unwrap_model(self.model), held_out, self.args.num_assistant_tokens)
-        metrics = {
-            f"{metric_key_prefix}_alpha": stats.alpha,
-            f"{metric_key_prefix}_block_efficiency": stats.block_efficiency,
-        }
+        learner, k = self.accelerator.unwrap_model(self.model), self.args.num_assistant_tokens
+        parts = [[t for t in held_out if t.is_sampled is sampled] for sampled in (True, False)]
+        found = dict(zip(("_sampled", "_greedy"), (replay(learner, part, k) for part in parts if part), strict=False))
+        found = {"": sum(found.values(), AcceptanceStats()), **(found if len(found) == 2 else {})}
+        metrics = dict[str, float]()
+        for kind, stats in found.items():
+            metrics[f"{metric_key_prefix}_alpha{kind}"] = stats.alpha
+            metrics[f"{metric_key_prefix}_block_efficiency{kind}"] = stats.block_efficiency
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+class JoinedOptimizers(torch.optim.Optimizer):
+    """Several optimizers as the one that a trainer, its schedule and its checkpoints expect."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self._join()
+
+    def _join(self) -> None:
+        """Let all optimizers use the groups and the state of this one."""
+        groups = iter(self.param_groups)
+        for optimizer in self.optimizers:
+            optimizer.param_groups = list(itertools.islice(groups, len(optimizer.param_groups)))
+            optimizer.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._join()
 
 
 def _own_copy(args: DistillConfig) -> DistillConfig:

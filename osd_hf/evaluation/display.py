@@ -114,6 +114,24 @@ def plot_learning(path: Path, compared: Comparison, *, title: str) -> None:
     figure.savefig(path)
 
 
+def plot_training(path: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    """Plot the loss and the acceptance on held-out requests over the tokens that a trainer has seen."""
+    figure, axes = new_figure(9.0, 4.2)
+    other = axes.twinx()
+    kinds = ("alpha_sampled", "alpha_greedy") if any("eval_alpha_sampled" in e for e in history) else ("alpha",)
+    for name, on in (*((f"eval_{kind}", axes) for kind in kinds), ("loss", other)):
+        points = [(entry["num_input_tokens_seen"], entry[name]) for entry in history if name in entry]
+        if points:
+            style = {"color": FROZEN} if name == "loss" else {"marker": "o", "label": name[5:].replace("_", ", ")}
+            on.plot(*zip(*points, strict=True), **style)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("tokens seen, with prompts")
+    axes.set_ylabel("alpha on held-out requests")
+    other.set_ylabel("loss, nats per token")
+    axes.legend(loc="lower right")
+    figure.savefig(path)
+
+
 def plot_domains(path: Path, compared: Comparison, labels: Mapping[str, str], *, title: str) -> None:
     """Plot alpha: a group of bars per domain, and a bar with its label per draft."""
     bars = {
