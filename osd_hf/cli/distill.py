@@ -111,8 +111,8 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
         "log_history": result.log_history,
     }
     write_report(folder / "report.json", report)
-    plot_training(folder / "training.png", result.log_history)
     if result.alpha:
+        plot_training(folder / "training.png", result.log_history)
         rows = [[str(step), figure(alpha)] for step, alpha in result.alpha.items()]
         settings.say(text_table(["step", f"alpha (k={config.num_assistant_tokens})"], rows, left=0) + "\n")
     settings.say(f"{result.state.global_step} steps. Wrote draft/ and report.json to {folder}.")

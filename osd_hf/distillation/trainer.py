@@ -91,7 +91,6 @@ class DistillConfig(GKDConfig):
     lmbda: float = setting(0.5, "share of the draft in mix_request")
     optimizer: str = setting("adamw", "muon = Muon for hidden matrices; or adamw, as the field optim says")
     freeze_embeddings: bool = setting(False, "train neither embeddings nor output head, such as shared ones")
-    include_num_input_tokens_seen: str | bool = setting("non_padding", "how tokens are counted: no, all, non_padding")
     resume_from_checkpoint: str | None = setting(None, "a checkpoint, or true for the last one in the output folder")
 
     without_meaning = frozenset(_WITHOUT_MEANING)  # get no flag
@@ -418,6 +417,8 @@ def _own_copy(args: DistillConfig) -> DistillConfig:
     config = copy.copy(args)
     config.hub_token = args.hub_token
     config.remove_unused_columns = False
+    if config.include_num_input_tokens_seen == "no":
+        config.include_num_input_tokens_seen = "non_padding"
     return config
 
 
