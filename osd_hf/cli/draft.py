@@ -11,16 +11,7 @@ from typing import Any
 import numpy as np
 
 import osd_hf
-from osd_hf.cli.settings import (
-    AnswerSettings,
-    CommandParser,
-    Loading,
-    PromptSettings,
-    Reporting,
-    flag,
-    open_recorded,
-    require_extra,
-)
+from osd_hf.cli.settings import AnswerSettings, CommandParser, Loading, PromptSettings, Reporting, flag, open_recorded
 from osd_hf.decoding.vocabulary import write_usual_tokens
 from osd_hf.distillation.make_draft import K, MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
@@ -50,8 +41,6 @@ class DraftSettings(AnswerSettings, PromptSettings, Loading, Reporting):
     report_to: str = flag("tracker of the training on answers, such as tensorboard", "none", needs="answers")
 
     def check(self) -> None:
-        if self.answers is not None:
-            require_extra("distill", "trl", "peft")
         folder = self.output_dir
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder. Choose another one.")

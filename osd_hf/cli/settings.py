@@ -443,6 +443,7 @@ class AnswerSettings(Settings):
 
     def sample_answers(self, target: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Any:
         """Complete the folder of answers; return those to train on and held-out ones."""
+        require_extra("distill", "trl", "peft")
         sampling = sampling_of(
             target, temperature=self.answer_temperature, top_p=self.answer_top_p, top_k=self.answer_top_k
         )

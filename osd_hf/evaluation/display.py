@@ -115,20 +115,16 @@ def plot_learning(path: Path, compared: Comparison, *, title: str) -> None:
 
 
 def plot_training(path: Path, history: Sequence[Mapping[str, Any]]) -> None:
-    """Plot the loss and the acceptance on held-out requests over the tokens that a trainer has seen."""
-    figure, axes = new_figure(9.0, 4.2)
-    other = axes.twinx()
-    kinds = ("alpha_sampled", "alpha_greedy") if any("eval_alpha_sampled" in e for e in history) else ("alpha",)
-    for name, on in (*((f"eval_{kind}", axes) for kind in kinds), ("loss", other)):
+    """Plot the acceptance on held-out requests and the loss over the tokens that a trainer has seen."""
+    figure, (above, below) = new_figure(9.0, 6.0, 2)
+    kinds = ["sampled", "greedy"] if any("eval_alpha_sampled" in entry for entry in history) else []
+    for name, axes in (*((f"eval_alpha_{kind}", above) for kind in kinds), ("eval_alpha", above), ("loss", below)):
         points = [(entry["num_input_tokens_seen"], entry[name]) for entry in history if name in entry]
-        if points:
-            style = {"color": FROZEN} if name == "loss" else {"marker": "o", "label": name[5:].replace("_", ", ")}
-            on.plot(*zip(*points, strict=True), **style)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("tokens seen, with prompts")
-    axes.set_ylabel("alpha on held-out requests")
-    other.set_ylabel("loss, nats per token")
-    axes.legend(loc="lower right")
+        axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name.removeprefix("eval_"))
+    above.set_ylabel("alpha on held-out requests")
+    above.legend(loc="lower right")
+    below.set_ylabel("loss, nats per token")
+    below.set_xlabel("tokens seen, with prompts")
     figure.savefig(path)
 
 
