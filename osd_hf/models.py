@@ -115,7 +115,7 @@ def vocab_size_of(model: Any) -> int:
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
     """Return a setting of a configuration; `None` if it has none, or one for each layer (heterogeneous models)."""
-    with contextlib.suppress(Exception):  # transformers' own error for settings of single layers is no AttributeError
+    with contextlib.suppress(RuntimeError):  # transformers' own error for settings of single layers
         return getattr(config, name, None)
     return None
 

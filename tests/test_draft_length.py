@@ -22,11 +22,10 @@ class Clock(models.ForwardTime):
         self.now += seconds * (50 if random.random() < self.bad_luck else 1)
 
 
-def assistant_of(alpha: float, draft_seconds: float, *, tells: bool = False, hard: bool = False) -> OnlineAssistant:
+def assistant_of(alpha: float, draft_seconds: float, *, hard: bool = False) -> OnlineAssistant:
     """
     Return an assistant whose target's forward takes a second. At each position, a token is right with probability
-    `alpha`; in the second half of the positions, none is if that half is `hard`. The draft's confidence means nothing,
-    unless it `tells`.
+    `alpha`; in the second half of the positions, none is if that half is `hard`.
     """
     generator = torch.Generator().manual_seed(0)
     target, draft = (models.TableModel(models.TableConfig(VOCAB, POSITIONS)).eval() for _ in range(2))
@@ -34,7 +33,7 @@ def assistant_of(alpha: float, draft_seconds: float, *, tells: bool = False, har
     is_right = torch.rand(POSITIONS, generator=generator) < alpha
     if hard:
         is_right[POSITIONS // 2 :] = False
-    strength = torch.where(is_right, 9.0, 2.0) if tells else torch.rand(POSITIONS, generator=generator) * 8 + 1
+    strength = torch.rand(POSITIONS, generator=generator) * 8 + 1
     places = torch.arange(POSITIONS)
     with torch.no_grad():
         target.by_position[places, tokens] = 9.0
@@ -81,14 +80,6 @@ def test_the_plan_is_near_the_best_number(alpha: float, draft_seconds: float, ba
     assert plan.alpha == pytest.approx(alpha, abs=0.1)
     assert plan.draft_seconds == pytest.approx(draft_seconds, rel=0.3)
     assert plan.plain_seconds == pytest.approx(1.0, rel=0.3)
-
-
-def test_rounds_end_by_the_drafts_confidence_where_it_tells() -> None:
-    assistant = assistant_of(0.7, 0.1, tells=True)
-    rate_of(assistant, 12)
-    ours = rate_of(assistant, 10)
-    fixed = [rate_of(assistant, 5, num_assistant_tokens=k) for k in range(2, 7)]
-    assert ours > 1.02 * max(fixed)
 
 
 def test_costs_are_followed() -> None:

@@ -3,17 +3,14 @@ Choose how many tokens a round drafts, and from which source: the draft model or
 
 A round that drafts k tokens takes `R(k)` seconds, and at acceptance rate alpha it emits `E(alpha, k)` tokens
 (arXiv 2211.17192). The best k has the highest rate `E(alpha, k) / R(k)`. Both are measured while requests are served.
-Within a round, another candidate is worth its time if it is expected to bring more tokens than the same time brings
-elsewhere.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from osd_hf.decoding.text import Guess
@@ -37,7 +34,6 @@ RIDGE = 0.25  # variance of candidates at which the measured slope and the prior
 
 # Acceptance.
 PRIOR_ALPHA, PRIOR_WEIGHT = 0.6, 4.0
-CONFIDENCE_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 MAX_REQUEST_WEIGHT = 16  # examined tokens of a request that count in its domain's alpha
 MIN_EXAMINED_TOKENS = 20  # of a domain, below which drafting continues to measure alpha
 CHANGED_WEIGHT = 10.0  # maximum weight of what is known of a draft when a new version serves
@@ -193,25 +189,11 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.alpha = Average(PRIOR_ALPHA, PRIOR_WEIGHT)  # over requests: they differ more than tokens of one do
-        edges = (0.0, *CONFIDENCE_EDGES, 1.0)
-        middles = [(low + high) / 2 for low, high in zip(edges[:-1], edges[1:], strict=True)]
-        self._by_confidence = [Average(middle, PRIOR_WEIGHT) for middle in middles]
-        self._next_by_confidence = [Average() for _ in middles]
         self._by_situation: dict[tuple[int, int, int], Average] = {}  # of past text
         self.text_tokens = Average(1.0, PRIOR_WEIGHT)  # that past text was expected to bring per round
         self.rounds = 0
         self.requests = 0
         self.has_paid = False  # whether drafting did in the last round
-
-    def tables(self, alpha: float) -> tuple[list[float], list[float]]:
-        """Return, per bucket of confidence, the probability that a token is accepted, and that the next token is
-        accepted then, in a request with this alpha."""
-        scale = alpha / max(self.alpha.mean, 1e-6)
-        after = []
-        for average in self._next_by_confidence:
-            usual = average.mean * average.weight + self.alpha.mean * PRIOR_WEIGHT
-            after.append(min(usual / (average.weight + PRIOR_WEIGHT) * scale, 1.0))
-        return [average.mean for average in self._by_confidence], after
 
     def guessed(self, guess: Guess) -> Average:
         """Return how often guesses of past text in this situation are right."""
@@ -222,16 +204,9 @@ class Acceptance:
             self._by_situation[situation] = Average(likely, PRIOR_WEIGHT, TEXT_MEMORY)
         return self._by_situation[situation]
 
-    def judged(self, confidence: float, confidence_before: float | None, is_accepted: bool) -> None:
-        """Take in a drafted token that was examined, and the confidence of the drafted token before it, if any."""
-        self._by_confidence[bisect_left(CONFIDENCE_EDGES, confidence)].add(is_accepted)
-        if confidence_before is not None:
-            self._next_by_confidence[bisect_left(CONFIDENCE_EDGES, confidence_before)].add(is_accepted)
-
     def draft_changed(self) -> None:
         """Reduce the weight of what is known of the draft, so that a new version is tried."""
-        for average in (self.alpha, *self._by_confidence, *self._next_by_confidence):
-            average.weight = min(average.weight, CHANGED_WEIGHT)
+        self.alpha.weight = min(self.alpha.weight, CHANGED_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -239,17 +214,13 @@ class DraftingPlan:
     """State how `num_assistant_tokens="auto"` drafts now, and why. Times are `None` until they are measured."""
 
     speculates: bool  # if not, the target decodes alone, and a few rounds draft now and then to find out
-    k: int  # with the largest expected speed-up; rounds end earlier or later by the draft's confidence
+    k: int  # with the largest expected speed-up
     alpha: float  # acceptance rate of the domain; recent requests count most
     speedup: float  # expected, over plain decoding in the same loop
     draft_seconds: float | None  # of a drafted token
     plain_seconds: float | None  # of a round without candidates
     examined: float  # tokens that alpha rests on; old ones count in part
     vocab_size: int | None = None  # of the draft vocabulary; `None` means all tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, ready for JSON."""
-        return asdict(self)
 
 
 class Pacer:
@@ -366,36 +337,13 @@ def _min_speedup(rows: int) -> float:
 # --- one call -------------------------------------------------------------------------------------------------------
 
 
-class StopRule:
-    """Stop drafting for a row by the draft's confidence: after a token that is less probable than the threshold. With
-    [`Acceptance.tables`], the threshold is the number of accepted tokens that the next candidate must add."""
-
-    def __init__(self, threshold: float = 0.0, tables: tuple[list[float], list[float]] | None = None) -> None:
-        self.threshold = threshold
-        self.tables = tables
-
-    def begin(self, rows: int) -> Callable[[Sequence[float]], list[bool]]:
-        """Begin a round. The returned function takes the confidence in the next token of each row, and returns whether
-        the row continues."""
-        if self.tables is None:
-            return lambda confidences: [confidence >= self.threshold for confidence in confidences]
-        (is_accepted, is_next_accepted), chances = self.tables, [1.0] * rows
-
-        def continues(confidences: Sequence[float]) -> list[bool]:
-            buckets = [bisect_left(CONFIDENCE_EDGES, confidence) for confidence in confidences]
-            chances[:] = [chance * is_accepted[at] for chance, at in zip(chances, buckets, strict=True)]
-            return [c * is_next_accepted[at] > self.threshold for c, at in zip(chances, buckets, strict=True)]
-
-        return continues
-
-
 class RoundPlan(NamedTuple):
     """The candidates of one round."""
 
     k: int  # maximum number of candidates of a row
     text_rows: frozenset[int] = frozenset()  # rows whose candidates come from past text
     drafts: bool = True  # whether the draft proposes for the other rows
-    stop: StopRule | None = None  # ends a row's drafting early
+    threshold: float = 0.0  # a drafted token that the draft gives a smaller probability is the row's last candidate
 
 
 class DraftLength:
@@ -405,8 +353,7 @@ class DraftLength:
     With a fixed k, each round drafts k tokens; below `threshold`, the draft's confidence ends a round. Otherwise three
     kinds of rounds are compared: plain ones, past text, and the draft, with past text for the rows where it is
     likelier. With many rows, the target computes instead of loading weights, and candidates cost more; as rows end,
-    they may pay again. `domain` is the call's key in the pacer. With `stops_early`, the draft's confidence ends a
-    round early; on an accelerator, this would need a transfer for each token.
+    they may pay again. `domain` is the call's key in the pacer.
     """
 
     def __init__(
@@ -419,14 +366,12 @@ class DraftLength:
         threshold: float = 0.0,
         sources: str = "both",
         reads_text: bool = True,
-        stops_early: bool = True,
     ) -> None:
         self._pacer = pacer
         self._fixed_k = fixed_k
         self._threshold = threshold
         self._rows = rows
         self._drafts = sources != "text"
-        self._stops_early = stops_early
         self._own, self._was_plain = Average(memory=REQUEST_MEMORY), False
         with pacer.lock:
             known = self._domain = pacer.acceptance(domain)
@@ -456,7 +401,7 @@ class DraftLength:
             costs = self._costs = pacer.costs_of(rows)
             self._rows = rows
             if self._fixed_k is not None:
-                return RoundPlan(self._fixed_k, stop=StopRule(self._threshold) if self._threshold else None)
+                return RoundPlan(self._fixed_k, threshold=self._threshold)
             plan = self._plan = pacer.plan_for(domain, self._own, rows)
             if not costs.are_known:
                 if costs.plain.weight < min(costs.verify.weight, MIN_KNOWN_ROUNDS):
@@ -471,7 +416,7 @@ class DraftLength:
             if self._drafts and not k and self._tries_left:
                 self._tries_left -= 1
                 k = costs.best(plan.alpha)[1]
-            return self._with_text(k, plan, texts) if self.reads_text else self._drafting(k, plan)
+            return self._with_text(k, plan, texts) if self.reads_text else RoundPlan(k)
 
     def _with_text(self, k: int, plan: DraftingPlan, texts: Mapping[int, Sequence[float]]) -> RoundPlan:
         """Return the best of three: k tokens of the draft, with past text for the rows where it is likelier; past text
@@ -490,16 +435,7 @@ class DraftLength:
         gained = (rows - len(better)) * drafted + sum(sum(texts[row][:k]) for row in better)
         if text_rate > (rows + gained) / costs.round(k, k):
             return RoundPlan(text_k, frozenset(texts), False)
-        return self._drafting(k, plan, better)
-
-    def _drafting(self, k: int, plan: DraftingPlan, text_rows: frozenset[int] = frozenset()) -> RoundPlan:
-        """Return a round of about k drafted tokens: more or fewer where the draft's confidence can be read."""
-        if not k or not self._stops_early or self._rows > 1:  # a batch drafts until its last row has stopped
-            return RoundPlan(k, text_rows)
-        costs = self._costs
-        # Tokens that the time of one more candidate brings elsewhere.
-        worth = plan.speedup / costs.plain.mean * (costs.verifying()[1] + costs.draft.mean)
-        return RoundPlan(MAX_K, text_rows, stop=StopRule(worth, self._domain.tables(plan.alpha)))
+        return RoundPlan(k, better)
 
     def stop_drafting(self) -> None:
         """Do not plan with the draft any more, because it has failed."""
@@ -516,25 +452,22 @@ class DraftLength:
         self,
         time: RoundTime,
         emitted: int,
-        judged: Sequence[tuple[int, int, Sequence[float] | None]] = (),
+        judged: Sequence[tuple[int, int]] = (),
         guessed: Sequence[tuple[Guess, bool]] = (),
     ) -> None:
         """Take in rounds: their time and number of emitted tokens. `judged` has, for each row with drafted candidates,
-        how many were accepted and examined, and the draft's confidence in each; `guessed` whether past text was
-        right."""
+        how many were accepted and examined; `guessed` whether past text was right."""
         domain = self._domain
         # Behind drafting, caches are cold: such a plain round takes longer than those of the target alone.
         is_cold, self._was_plain = not self._was_plain and self._costs.are_known and time.rounds == 1, time.is_plain
         with self._pacer.lock:
             for guess, is_right in guessed:
                 domain.guessed(guess).add(is_right)
-            for accepted, examined, confidences in judged:
-                if not examined:
+            for accepted, examined in judged:
+                if examined:
+                    self._own.add(accepted / examined, examined)
+                else:
                     self._own.fade()  # acceptance may change while nothing is drafted
-                    continue
-                self._own.add(accepted / examined, examined)
-                for i, confidence in enumerate((confidences or ())[:examined]):
-                    domain.judged(confidence, confidences[i - 1] if confidences and i else None, i < accepted)
             cold = time._replace(seconds=None) if time.is_plain and is_cold else time
             self._pacer.took(cold, emitted, self._costs, self._rows)
 

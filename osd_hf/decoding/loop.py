@@ -122,7 +122,7 @@ class Loop:
         self.processors = RowProcessors(processors, self.input_ids, self.pad_id) if processors else None
         self.sources: list[DraftSource] | None = None  # drafts, from the first round that drafts
         self.emitted = 0  # tokens of all rows
-        self.judged: list[tuple[int, int, Sequence[float] | None]] = []  # of a round; see `DraftLength.took`
+        self.judged: list[tuple[int, int]] = []  # of a round; see `DraftLength.took`
         self.guessed: list[tuple[Guess, bool]] = []
         self.target = self._make_target()
         self.returned = _Returned(self) if self.config.return_dict_in_generate else None
@@ -235,18 +235,14 @@ class Loop:
         k = max([part.tokens.shape[1] for _, part in parts] + [len(guesses) for guesses in guessed.values()] + [0])
         tokens = torch.zeros(len(self.live), k, dtype=torch.long, device=device)
         is_proposed, place = tokens.bool(), {number: i for i, number in enumerate(self.live)}
-        q = confidence = from_text = None
+        q = from_text = None
         if parts and self.do_sample:
             q = torch.zeros(*tokens.shape, self.vocab_size, dtype=torch.float32, device=device)
-        if parts and parts[0][1].confidence is not None:
-            confidence = torch.ones(tokens.shape, dtype=torch.float32, device=device)
         for source, part in parts:
             at, width = [place[number] for number in source.rows], part.tokens.shape[1]
             tokens[at, :width], is_proposed[at, :width] = part.tokens, part.is_proposed
             if q is not None and part.q is not None:
                 q[at, :width] = part.q
-            if confidence is not None and part.confidence is not None:
-                confidence[at, :width] = part.confidence
         for number, guesses in guessed.items():
             ids = to_device([guess.token for guess in guesses], device)
             tokens[place[number], : len(ids)] = ids
@@ -255,7 +251,7 @@ class Loop:
                 self.processors.write([number], [self.rows[number].length], ids[None])
         if guessed:
             from_text = to_device([[number in guessed] for number in self.live], device, torch.bool)
-        return self._exact(Candidates(tokens, is_proposed, q, from_text, confidence))
+        return self._exact(Candidates(tokens, is_proposed, q, from_text))
 
     def _draft(self, plan: RoundPlan) -> list[tuple[DraftSource, Candidates]]:
         """Let each draft propose for its rows. A draft that fails proposes nothing from then on."""
@@ -275,7 +271,7 @@ class Loop:
                     [row.tokens for row in rows],
                     [row.length for row in rows],
                     list(map(self._room, rows)),
-                    plan.stop,
+                    plan.threshold,
                 )
             except Exception as error:  # noqa: BLE001 - models of any kind: the answer continues without the draft
                 self.call.draft_failed(source, error)
@@ -318,7 +314,6 @@ class Loop:
         """Extend each row by what was accepted. The results of the round are copied to the host once."""
         k, count = candidates.tokens.shape[1], candidates.is_proposed.sum(1)
         facts = torch.cat([candidates.tokens, torch.stack([count, verdict.accepted, verdict.token], 1)], 1).tolist()
-        confidence = None if candidates.confidence is None else candidates.confidence.tolist()  # on a CPU
         emitted_by_row = []
         for i, (number, fact) in enumerate(zip(self.live, facts, strict=True)):
             row, (num_proposed, num_accepted, newest) = self.rows[number], fact[k:]
@@ -327,10 +322,9 @@ class Loop:
             emitted, drafted, is_over = self._ended(row, drafted, emitted)
             is_text = number in plan.text_rows or not plan.drafts
             if row.end is None:
-                confidences = None if confidence is None else confidence[i]
                 accepted = min(num_accepted, len(drafted), len(emitted))
                 if not is_text:
-                    self._count(row, accepted, min(accepted + 1, len(drafted), len(emitted)), confidences)
+                    self._count(row, accepted, min(accepted + 1, len(drafted), len(emitted)))
                 self._record(i, row, drafted, emitted, logits[i], verdict, is_text)
             if row.text is not None:
                 self._check_guesses(row, emitted, len(drafted) if is_text else 1)
@@ -377,11 +371,11 @@ class Loop:
                 break
         row.text.settled(emitted)
 
-    def _count(self, row: Row, accepted: int, examined: int, confidences: Sequence[float] | None) -> None:
+    def _count(self, row: Row, accepted: int, examined: int) -> None:
         """Count a row's drafted tokens in the statistics."""
         row.accepted += accepted
         row.examined += examined
-        self.judged.append((accepted, examined, confidences))
+        self.judged.append((accepted, examined))
 
     def _record(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from osd_hf.decoding.checks import log_once
-from osd_hf.decoding.draft_length import DraftLength, Pacer, StopRule
+from osd_hf.decoding.draft_length import DraftLength, Pacer
 from osd_hf.decoding.rows import BatchDraftForward
 from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.vocabulary import RestrictedDraft
@@ -66,11 +66,9 @@ class Drafting:
 
     def length(self, domain: str | None, rows: int, *, do_sample: bool, reads_text: bool) -> DraftLength:
         """Return what chooses the number and the source of a request's candidates."""
-        key, stops_early = (domain, do_sample), self.draft.device.type == "cpu"
+        key = (domain, do_sample)
         if self.num_assistant_tokens == "auto":
-            return DraftLength(
-                self.pacer, key, rows, sources=self.sources, reads_text=reads_text, stops_early=stops_early
-            )
+            return DraftLength(self.pacer, key, rows, sources=self.sources, reads_text=reads_text)
         if isinstance(self.num_assistant_tokens, int):
             return DraftLength(self.pacer, key, rows, fixed_k=self.num_assistant_tokens)
         config = self.draft.generation_config
@@ -173,7 +171,6 @@ class Candidates(NamedTuple):
     is_proposed: Tensor  # (rows, k), bool; false behind the last candidate of a shorter row
     q: Tensor | None = None  # (rows, k, vocab), float32; with sampling, the distributions of a draft's tokens
     from_text: Tensor | None = None  # (rows, 1), bool; rows with text (q = 1). Without `q` and this, all rows
-    confidence: Tensor | None = None  # (rows, k), float32; the draft's probability of each token
 
     def to(self, device: torch.device) -> Candidates:
         """Return the same on another device."""
@@ -186,7 +183,6 @@ class Candidates(NamedTuple):
             self.is_proposed[:, :count],
             None if self.q is None else self.q[:, :count],
             self.from_text,
-            None if self.confidence is None else self.confidence[:, :count],
         )
 
 
@@ -285,23 +281,23 @@ class DraftSource:
         texts: Sequence[Sequence[int]],
         lengths: Sequence[int],
         rooms: Sequence[int],
-        stop: StopRule | None,
+        threshold: float,
     ) -> Candidates | None:
         """Propose at most k candidates for each row, or return `None` where no row has room. `texts` are the tokens of
-        the rows without padding, `lengths` their numbers with padding, and `rooms` the largest numbers of
-        candidates."""
+        the rows without padding, `lengths` their numbers with padding, and `rooms` the largest numbers of candidates.
+        A row ends with a token that is less probable than the `threshold`."""
         rooms = [self.room(len(text), room) for text, room in zip(texts, rooms, strict=True)]
         k, self.times = min(k, max(rooms)), []
         if k <= 0:
             return None
         self.reads_prompt, self._has_read_prompt = not self._has_read_prompt, True
         began, drafted = self.clock(), None
-        if self._graph_key is not None and stop is None:
+        if self._graph_key is not None and not threshold:
             assert isinstance(self.forward, BatchDraftForward)
             choose = self._choose_by_noise
             drafted = self.forward.draft_tokens(texts, k, self._graph_key, choose)
         if drafted is None:
-            return self._draft(k, texts, lengths, rooms, stop)
+            return self._draft(k, texts, lengths, rooms, threshold)
         self.times = [(self.clock() - began) / k] * k
         tokens, highest, *q = drafted
         return Candidates(tokens, self._is_proposed(tokens, highest, rooms), q[0] if q else None)
@@ -312,10 +308,10 @@ class DraftSource:
         texts: Sequence[Sequence[int]],
         lengths: Sequence[int],
         rooms: Sequence[int],
-        stop: StopRule | None,
+        threshold: float,
     ) -> Candidates:
         """Draft token by token. On a CPU, this ends where no row continues; elsewhere, reading that takes time."""
-        on_cpu, continues = self.forward.device.type == "cpu", None if stop is None else stop.begin(len(rooms))
+        on_cpu = self.forward.device.type == "cpu"
         found, ids = list[tuple[Tensor, ...]](), list[list[int]]()
         is_open, counts = [True] * len(rooms), [0] * len(rooms)  # rows that continue; candidates of each row
         # Processors that read the context may keep the logits, which must not be tensors of inference mode.
@@ -323,14 +319,14 @@ class DraftSource:
             for j in range(k):
                 began = self.clock()
                 raw = self.forward.read(texts) if j == 0 else self.forward.feed(found[-1][0][:, None])
-                found.append(self._choose(raw, [n + j for n in lengths], reads_confidence=stop is not None))
+                found.append(self._choose(raw, [n + j for n in lengths], reads_confidence=threshold > 0))
                 self.times.append(self.clock() - began)
                 token, highest, *others = found[-1]
                 if self._reads_context and self.processors is not None:
                     self.processors.write(self.rows, [n + j for n in lengths], token[:, None])
                 if not on_cpu:
                     continue
-                goes_on = [True] * len(rooms) if continues is None else continues(others[-1].tolist())
+                goes_on = (others[-1] >= threshold).tolist() if threshold else [True] * len(rooms)
                 ids.append(token.tolist())
                 for i, (one, score) in enumerate(zip(ids[-1], highest.tolist(), strict=True)):
                     if is_open[i]:
@@ -340,34 +336,32 @@ class DraftSource:
                 if not any(is_open):
                     break
         rest = [torch.stack(parts, 1) for parts in zip(*(parts[2:] for parts in found), strict=True)]
-        confidence = None if stop is None else rest.pop()
+        confidence = rest.pop() if threshold else None
         q = rest[0] if rest else None
         if on_cpu:
             tokens, columns = torch.tensor(list(zip(*ids, strict=True)), device="cpu"), range(len(found))
             shown = torch.tensor([[j < count for j in columns] for count in counts], device="cpu")
-            return Candidates(tokens, shown, q, None, confidence)
+            return Candidates(tokens, shown, q)
         tokens, highest = (torch.stack(parts, 1) for parts in zip(*(parts[:2] for parts in found), strict=True))
-        return Candidates(tokens, self._is_proposed(tokens, highest, rooms, confidence, stop), q, None, confidence)
+        is_last = None if confidence is None else confidence < threshold
+        return Candidates(tokens, self._is_proposed(tokens, highest, rooms, is_last), q)
 
     def _is_proposed(
         self,
         tokens: Tensor,
         highest: Tensor,
         rooms: Sequence[int],
-        confidence: Tensor | None = None,
-        stop: StopRule | None = None,
+        is_last: Tensor | None = None,
     ) -> Tensor:
         """Return which tokens, `(rows, k)`, are candidates: those up to the end of an answer, where a row has no room
-        or allows no token, or where the draft's confidence ends the round."""
+        or allows no token, or up to one that `is_last`."""
         is_open = highest.isfinite()
         if min(rooms) < tokens.shape[1]:
             columns = torch.arange(tokens.shape[1], device=tokens.device)
             is_open = is_open & (columns < to_device(rooms, tokens.device)[:, None])
-        is_last = torch.zeros_like(is_open)
+        is_last = torch.zeros_like(is_open) if is_last is None else is_last
         if self.ends_with:
-            is_last = torch.isin(tokens, to_device(sorted(self.ends_with), tokens.device))
-        if stop is not None and confidence is not None:
-            is_last = is_last | (confidence < stop.threshold)
+            is_last = is_last | torch.isin(tokens, to_device(sorted(self.ends_with), tokens.device))
         return (is_open & ~torch.nn.functional.pad(is_last[:, :-1], (1, 0))).cumprod(1).bool()
 
     def _choose_by_noise(self, raw: Tensor, noise: Tensor) -> tuple[Tensor, ...]:

@@ -131,7 +131,8 @@ class VersionFolder:
                         _remove(self._folder(number))
                     raise
             except Exception as error:  # safetensors and tokenizers raise many types on a full disk
-                raise StateError(f"Version {number} cannot be written to {self.path}: {error}.") from error
+                kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+                raise StateError(f"Version {number} cannot be written to {self.path}: {kind}{error}.") from error
             finally:
                 _remove(unfinished)
             if is_start:

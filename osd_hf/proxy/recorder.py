@@ -276,10 +276,11 @@ class Recorder:
                 self._num_unreadable[recording.engine] = 0
                 self.pause(recording.engine, str(error))
             return
-        except Exception as error:  # noqa: BLE001  # an internal error must not cost an answer
+        except Exception as error:  # an internal error must not cost an answer
             self.counts.leave_out("it cannot be read because of an internal error")
             if not self._has_warned:
-                logger.warning("An answer cannot be collected: %s. Clients are served all the same.", error)
+                message = "An answer cannot be collected: %s. Clients are served all the same."
+                logger.warning(message, error, exc_info=error)
             self._has_warned = True
             return
         self.counts.collected += num_traces
