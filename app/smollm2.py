@@ -13,7 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from osd_hf.distillation.make_draft import make_draft
+from osd_hf import bundled
+from osd_hf.distillation.make_draft import load_layers, make_draft
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import Pair, load_model, load_tokenizer
 from osd_hf.utils.report import make_folder
@@ -77,12 +78,10 @@ def smollm2(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def smollm2_pair(device: str = "cpu") -> Pair:
-    """Return SmolLM2-135M-Instruct, a draft made from its layers, and the tokenizer.
-
-    The first call trains the draft for a few minutes on answers to [`everyday_prompts`], and keeps it next to the
-    model. Raises the errors of [`smollm2`] and [`make_draft`].
-    """
+    """Return SmolLM2-135M-Instruct, its bundled draft, and the tokenizer; raises the errors of [`smollm2`]."""
     target, tokenizer = smollm2(device)
+    with suppress(UnsupportedModelError):  # of another model in its place
+        return Pair(target, load_layers(target, Path(bundled.__file__).with_name("smollm2_draft")), tokenizer)
 
     def make() -> PreTrainedModel:
         print(f"making a draft from its layers, once: up to {MAKE_SECONDS / 60:.0f} minutes", flush=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd_hf import CorrectionStore
+from osd_hf import CorrectionStore, bundled
+from osd_hf.decoding.vocabulary import usual_tokens
 from osd_hf.distillation.answers import is_held_out, sample_answers, sampling_of, split_answers
 from osd_hf.distillation.make_draft import copy_layers, load_layers, save_layers
 from osd_hf.errors import UnsupportedModelError
@@ -73,3 +76,16 @@ def test_layers_are_saved_without_the_ends_that_the_target_has(tmp_path: Path) -
     assert (tmp_path / "model.safetensors").stat().st_size < 2 * size + 4000
     with pytest.raises(UnsupportedModelError, match="of another target"):
         load_layers(models.build(hidden_size=target.config.hidden_size * 2), tmp_path)
+
+
+def test_the_bundled_draft_of_smollm2_is_small_and_shares_its_targets_ends() -> None:
+    folder = Path(bundled.__file__).with_name("smollm2_draft")
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 16e6
+    config = LlamaConfig.from_pretrained(folder)
+    assert config.num_hidden_layers == json.loads((folder / "metrics.json").read_text())["num_layers"]
+    config.num_hidden_layers += 1
+    target = LlamaForCausalLM(config)  # of its shape
+    draft = load_layers(target, folder)
+    assert draft.model.embed_tokens.weight.data_ptr() == target.model.embed_tokens.weight.data_ptr()
+    assert not torch.equal(draft.model.norm.weight, target.model.norm.weight)
+    assert usual_tokens(draft)
