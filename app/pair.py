@@ -23,8 +23,8 @@ MAX_SAMPLES = 1000  # bundled prompts of a domain; then they repeat
 NO_DOMAIN = ""  # the domain of all prompts if there is one draft only
 SMOLLM2_REPETITION_PENALTY = 1.1  # without it, long answers of SmolLM2 repeat themselves
 ABOUT_BUNDLED = (
-    "The bundled target is tiny. It knows simple SQL, arithmetic, short Python functions, and money questions. "
-    "'Suggest a prompt' shows examples."
+    "The bundled target is a toy that knows four subjects: simple SQL, arithmetic, short Python functions, and money. "
+    "'Suggest a prompt' shows examples. For everything else: osd-hf app --pair smollm2"
 )
 ABOUT_SMOLLM2 = (
     f"The target is {NAME} by Hugging Face (Apache License 2.0), a small model for English text. Check important "
