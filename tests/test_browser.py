@@ -73,6 +73,7 @@ def opened(context: BrowserContext, address: str) -> Page:
 def known(page: Page) -> None:
     """Wait until the page knows its visitor."""
     expect(page.locator("#send")).to_be_enabled(timeout=PATIENCE)
+    unfold(page, "#versions", "#state")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,6 @@ def new_page(page: Page, address: str) -> Iterator[Page]:
 def cleared(page: Page) -> Page:
     page.locator("#clear").click()
     expect(page.locator("#chat .osd-you, #chat [role=alert]")).to_have_count(0)
-    unfold(page, "#versions", "#state")
     return page
 
 
