@@ -284,8 +284,9 @@ class Pacer:
             return self.plan_for(self._domains.get(domain) or Acceptance())
 
     def plan_for(self, domain: Acceptance, own: Average | None = None, rows: int = 1) -> DraftingPlan:
-        """Return the plan of a domain, of a request with an acceptance of its `own`, or of a batch. The lock is
-        held."""
+        """Return the plan of a domain, of a request with an acceptance of its `own`, or of a batch. A call speculates
+        if that is faster than the fastest way to run the target alone; within a request, than a plain round. The lock
+        is held."""
         costs = self.costs_of(rows)
         alpha, examined = domain.alpha.mean, domain.alpha.weight
         if own is not None:
@@ -294,7 +295,7 @@ class Pacer:
         if not costs.are_known:
             return DraftingPlan(True, WARM_UP_TOKENS[0], alpha, 1.0, None, None, examined)
         plain, (rate, k) = costs.plain.mean, costs.best(alpha)
-        speculates = rate * plain > _min_speedup(rows)
+        speculates = rate * (self.alone_cost(costs) if own is None else plain) > _min_speedup(rows)
         return DraftingPlan(
             speculates=speculates,
             k=k if speculates else 0,
@@ -305,6 +306,10 @@ class Pacer:
             examined=examined,
         )
 
+    def alone_cost(self, costs: Costs) -> float:
+        """Return the cost of a token of the target alone by the fastest way that was measured. The lock is held."""
+        return min(costs.token_seconds, self.baseline_seconds) / costs.level
+
     def round_seconds(self, k: int) -> float | None:
         """Return the time of a round that drafts k tokens, per row of a batch; `None` until it is measured."""
         with self.lock:
@@ -312,13 +317,13 @@ class Pacer:
             return costs.level * costs.round(k, k) / rows if costs.verify.weight else None
 
     def token_seconds(self, alpha: float) -> float | None:
-        """Return the time of a token at this acceptance with the best k, per row of a batch; `None` until it is
-        measured."""
+        """Return the time of a token at this acceptance with the best k, per row of a batch, or of the target alone if
+        it is faster; `None` until it is measured."""
         with self.lock:
             rows, costs = self._latest
             if not costs.are_known:
                 return None
-            return costs.level / max(1 / costs.plain.mean, costs.best(alpha)[0]) / rows
+            return costs.level / max(1 / self.alone_cost(costs), costs.best(alpha)[0]) / rows
 
     def draft_changed(self, domain: Any = ...) -> None:
         """Reduce the weight of what is known of the draft's acceptance, for one domain or all: a new version serves.
