@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from osd_hf.acceptance import AcceptanceStats, paired_gain, student_quantile
 from osd_hf.trace import Trace
@@ -24,17 +23,13 @@ CHOICE_MEMORY = 64  # requests
 CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
 
 MIN_EFFORT = 1 / 16  # share of the updates that are done once learning no longer pays
-GAIN_WINDOW = 128  # newest requests, compared with as many before them
-DECISION_INTERVAL = 64  # requests between two changes of the effort
+RISE_UPDATES = 8  # over which the rise of acceptance is measured
+PRIOR_RISE = 0.15  # of the acceptance, until then
+EXPECTED_RISES = 2  # times that the rise is expected again
+REPAY_REQUESTS = 1024  # that must save the cost of these updates
+GAIN_WINDOW = 128  # newest served requests
 RECENT_REQUESTS = 12  # a change of traffic shows in these
 GAIN_FALL_ERRORS = 3.0  # standard errors of a fall of the gain
-WORSE_ERRORS = 4.0  # standard errors of a learned draft that is worse than the original one
-SAVING_ERRORS = 2.0  # standard errors of saved seconds
-MIN_SAVING = 0.25  # of the cost of learning; below it, even the optimistic estimate is hopeless
-FIRST_REQUESTS = 8  # compared requests from which on learning may be hopeless
-UNLEARNED_REQUESTS = 24  # after which learning may be hopeless although no version has served
-PROMISED_GAINS = 3.0  # times the gain so far that learning is expected to reach early on
-MAX_IDLE_LEARNING = 0.02  # of the time of answers, for learning that does not promise to pay
 
 
 # --- the gate -------------------------------------------------------------------------------------------------------
@@ -195,158 +190,79 @@ class DraftChoice:
 
 class Effort:
     """
-    Adapt the share of the configured updates that are done, between `least` and 1.
+    Decide whether learning goes on in full, or only a `least` share of the updates is done.
 
-    The gain of learning on a request is the acceptance of the learned draft minus that of the original one. The share
-
-    - doubles if the mean gain of the newest requests exceeds that of the requests before by a standard error, and
-      the saved seconds (minus two standard errors, over the same number of further requests) exceed the seconds spent
-      on learning; it halves otherwise, and drops to `least` if even the optimistic estimate of the savings is small;
-    - returns to 1 if the gain falls or the original draft becomes better: then the traffic has changed.
-
-    From `FIRST_REQUESTS` compared requests on, learning gets `MAX_IDLE_LEARNING` of the time of answers while even
-    `PROMISED_GAINS` times the gain would save less than `MIN_SAVING` of its cost by the measured costs of rounds.
+    The gain is the acceptance of the learner's newest version minus that of the original draft, by replay on
+    held-back requests. Its rise over the last `RISE_UPDATES` updates (or `PRIOR_RISE` until there were so many) is
+    expected to go on for `EXPECTED_RISES` times as many. Learning goes on if what the cost model expects the risen
+    acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests. Each later update of the
+    least share decides again. A fall of the gain on served requests shows that the traffic has changed: then learning
+    begins anew.
     """
 
     def __init__(self, least: float = MIN_EFFORT) -> None:
         self.least = least
-        self._share, self._limit = 1.0, 1.0
-        # By request, oldest first: alpha gained, and seconds saved (NaN if rounds are not timed).
-        self._gains: deque[tuple[float, float]] = deque(maxlen=2 * GAIN_WINDOW)
-        self._undecided = 0  # requests since the last decision
-        self._cost = 0.0  # seconds of learning since the last decision
-        self._requests = 0  # since the last change of traffic
-        # Newest scores of both drafts, and tokens that text did not propose; seconds and requests of full effort.
-        self._scores: deque[tuple[AcceptanceStats, AcceptanceStats, float]] = deque(maxlen=2 * DECISION_INTERVAL)
-        self._full = [0.0, 0]
+        self.share = 1.0
+        self._gains: deque[float] = deque(maxlen=RISE_UPDATES + 1)  # by update, oldest first; at least 0
+        self._served: deque[float] = deque(maxlen=GAIN_WINDOW)  # by served request, oldest first
+        self._cost = 0.0  # seconds of learning since the last update
 
-    @property
-    def share(self) -> float:
-        """The share of the configured updates that are done."""
-        return self._share if self.least == 1 else min(self._share, self._limit)
-
-    @share.setter
-    def share(self, share: float) -> None:
-        self._share, self._limit = share, 1.0
-
-    def add(
+    def judged(
         self,
-        original: AcceptanceStats,
-        learned: AcceptanceStats,
-        saved_seconds: float | None = None,
-        num_requests: int = 1,
-        tokens: float = 0.0,
-        token_seconds: Callable[[float], float | None] | None = None,
+        original: Sequence[AcceptanceStats],
+        newest: Sequence[AcceptanceStats],
+        token_seconds: Callable[[float], float | None],
+        tokens: float,
     ) -> None:
-        """Add one comparison, which stands for `num_requests` requests, with the scores of both drafts, the seconds
-        that the learned one saved, if known, and the tokens that did not come from text; and adapt the share.
-        `token_seconds` returns the time of a token at an acceptance, `None` if unknown."""
-        if self.share == 1:
-            self._full[1] += num_requests
+        """Take in the replay of the original draft and the newest version on held-back requests after an update, and
+        set the share. `token_seconds` is the cost of a token at an acceptance, if known; `tokens` are those of a
+        request that past text does not bring."""
+        cost, self._cost = self._cost, 0.0
+        gain, _ = paired_gain(original, newest)
+        if len(original) < MIN_HELD_BACK or math.isnan(gain):
+            return
+        self._gains.append(max(gain, 0.0))
+        alpha = sum(original, AcceptanceStats()).alpha
+        rise = self._gains[-1] - self._gains[0] if len(self._gains) > RISE_UPDATES else PRIOR_RISE * alpha
+        alpha += self._gains[-1]
+        now, later = (token_seconds(min(a, 1.0)) for a in (alpha, alpha + EXPECTED_RISES * max(rise, 0.0)))
+        if now is None or later is None:  # nobody waits for learning where no request is timed
+            return
+        repays = REPAY_REQUESTS * tokens * (now - later) > EXPECTED_RISES * RISE_UPDATES * cost
+        self.share = 1.0 if repays else self.least
+
+    def served(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:
+        """Take in the replay of both drafts on a served request, and restart if the traffic has changed."""
         if original.examined == 0 or learned.examined == 0:
             return
-        if learned is not original or self._full[1] > UNLEARNED_REQUESTS:  # before, no version has served
-            self._scores.append((original, learned, tokens))
-        if token_seconds is not None and len(self._scores) >= FIRST_REQUESTS:
-            self._limit = self._limited(token_seconds)
-        saved_seconds = math.nan if saved_seconds is None else saved_seconds
-        self._gains.append((learned.alpha - original.alpha, saved_seconds))
-        self._undecided += 1
-        self._requests += num_requests
-        gains, saved = np.array(self._gains).T
-        if self._has_fallen(gains):
-            self.restart()
-        else:
-            self._adapt(gains, saved)
-
-    def _limited(self, token_seconds: Callable[[float], float | None]) -> float:
-        """Return the share of learning that takes `MAX_IDLE_LEARNING` of the time of answers, or 1 if it promises to
-        pay."""
-        of_original, of_learned, tokens = zip(*self._scores, strict=True)
-        before, now = (sum(stats, AcceptanceStats()).alpha for stats in (of_original, of_learned))
-        promised = min(before + PROMISED_GAINS * max(now - before, 0.0), 1.0)
-        seconds = [token_seconds(alpha) for alpha in (before, promised)]
-        cost = self._full[0] / max(self._full[1], 1)
-        if None in seconds or not cost:
-            return 1.0
-        answer, answer_then = (float(np.mean(tokens)) * float(each or 0.0) for each in seconds)
-        is_hopeless = answer - answer_then < MIN_SAVING * cost
-        return min(MAX_IDLE_LEARNING * answer / cost, 1.0) if is_hopeless else 1.0
-
-    def _has_fallen(self, gains: NDArray[np.float64]) -> bool:
-        """Whether the newest gains are below zero, or below the ones before."""
+        self._served.append(learned.alpha - original.alpha)
+        gains = np.array(self._served)
         recent, before = gains[-RECENT_REQUESTS:], gains[:-RECENT_REQUESTS]
-        if self._share == 1 or len(before) <= RECENT_REQUESTS:
-            return False
-        error = math.sqrt(before.var() / RECENT_REQUESTS + before.var() / len(before))
-        is_worse = recent.mean() < -WORSE_ERRORS * before.std() / math.sqrt(RECENT_REQUESTS)
-        return bool(is_worse or recent.mean() < before[-GAIN_WINDOW:].mean() - GAIN_FALL_ERRORS * error)
-
-    def _adapt(self, gains: NDArray[np.float64], saved: NDArray[np.float64]) -> None:
-        """Double or halve the share by the rise of the gain and its cost."""
-        needed = GAIN_WINDOW if np.isfinite(saved).all() else 2 * GAIN_WINDOW
-        if len(gains) < needed or self._undecided < DECISION_INTERVAL:
-            return
-        half = len(gains) // 2
-        rise, error = _rise(gains[-2 * half :])
-        if rise < -GAIN_FALL_ERRORS * error:
-            self.restart()
-            return
-        cost = self._cost / self._undecided * half
-        saved_rise, saved_error = _rise(saved[-2 * half :])
-        low = self._requests * (saved_rise - SAVING_ERRORS * saved_error)
-        high = self._requests * (saved_rise + SAVING_ERRORS * saved_error)
-        if high < MIN_SAVING * cost:
-            self._decide(self.least)
-        else:  # comparisons with NaN are false: untimed savings do not count
-            self._decide(self._share * (2.0 if rise > error and not low < cost else 0.5))
-
-    def _decide(self, share: float) -> None:
-        self._share = min(max(share, self.least), 1.0)
-        self._undecided = 0
-        self._cost = 0.0
+        if self.share < 1 and len(before) > RECENT_REQUESTS:
+            error = before.std() * math.sqrt(1 / len(recent) + 1 / len(before))
+            if recent.mean() < before.mean() - GAIN_FALL_ERRORS * error:
+                self.restart()
 
     def spent(self, seconds: float) -> None:
         """Add seconds of learning."""
         self._cost += seconds
-        self._full[0] += seconds * (self.share == 1)
 
     def restart(self) -> None:
-        """Restart with all updates, and forget all gains."""
-        self._decide(1.0)
-        self._requests, self._limit, self._full = 0, 1.0, [0.0, 0]
+        """Learn in full, and forget all gains."""
+        self.share = 1.0
+        self._cost = 0.0
         self._gains.clear()
-        self._scores.clear()
+        self._served.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, ready for JSON."""
-        return {
-            "share": self._share,
-            "limit": self._limit,
-            "full": list(self._full),
-            "scores": [[a.to_dict(), b.to_dict(), tokens] for a, b, tokens in self._scores],
-            "gains": [list(row) for row in self._gains],
-            "undecided": self._undecided,
-            "cost": self._cost,
-            "requests": self._requests,
-        }
+        return {"share": self.share, "gains": [*self._gains], "served": [*self._served], "cost": self._cost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state."""
-        self._share = min(max(float(state["share"]), self.least), 1.0)
-        self._limit, self._full = float(state["limit"]), list(state["full"])
-        self._scores.clear()
-        for original, learned, tokens in state["scores"]:
-            stats = AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned)
-            self._scores.append((*stats, float(tokens)))
-        self._undecided = int(state["undecided"])
+        self.restart()
+        self.share = min(max(float(state["share"]), self.least), 1.0)
         self._cost = float(state["cost"])
-        self._requests = int(state["requests"])
-        self._gains.clear()
-        self._gains.extend((gain, saved) for gain, saved in state["gains"])
-
-
-def _rise(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean of the second half minus that of the first, and its standard error."""
-    older, newer = np.split(values, 2)
-    return float(newer.mean() - older.mean()), math.sqrt((older.var() + newer.var()) / len(newer))
+        if "served" in state:  # not in older sessions
+            self._gains.extend(state["gains"])
+            self._served.extend(state["served"])

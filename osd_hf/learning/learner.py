@@ -24,6 +24,7 @@ from osd_hf.learning.requests import NUM_HELD_BACK, DraftRequests, Parts
 from osd_hf.learning.updater import BACKWARD_SHARE, UpdateReport, finish
 from osd_hf.learning.weights import Snapshot, is_finite
 from osd_hf.replay import replay_each
+from osd_hf.speedup import expected_block_efficiency
 from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -72,17 +73,24 @@ class Learner:
         """Seconds that the learned drafts have saved over the original ones; `None` until a round was timed."""
         return None if self.drafts.pacer.round_seconds(self._k) is None else self._saved_seconds
 
+    def _token_seconds(self, alpha: float) -> float | None:
+        """Return the time of a token at this acceptance, with the served k or the best; `None` until it is known."""
+        if self.config.num_assistant_tokens == "auto":
+            return self.drafts.pacer.token_seconds(alpha)
+        seconds = self.drafts.pacer.round_seconds(self._k)
+        return None if seconds is None else seconds / expected_block_efficiency(alpha, self._k)
+
     def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float | None:
         """Estimate the seconds that the learned draft saved on a request: fewer rounds or, with `"auto"`, less time
         per token, for the tokens that came from the draft."""
-        pacer, served = self.drafts.pacer, AcceptanceStats.from_trace(trace)
+        served = AcceptanceStats.from_trace(trace)
         if not served.drafted or original.examined == 0 or learned.examined == 0:
             return 0.0
         if self.config.num_assistant_tokens == "auto":
-            before, after = (pacer.token_seconds(stats.alpha) for stats in (original, learned))
+            before, after = self._token_seconds(original.alpha), self._token_seconds(learned.alpha)
             share = served.accepted / max(served.accepted + served.text_accepted, 1)
             return None if before is None or after is None else len(trace) * (before - after) * share
-        seconds = pacer.round_seconds(self._k)
+        seconds = self.drafts.pacer.round_seconds(self._k)
         more_rounds = original.target_forwards / learned.target_forwards - 1
         return None if seconds is None else more_rounds * len(trace.rounds) * seconds
 
@@ -300,7 +308,29 @@ class Learner:
             if old is not None and new is not None and requests.is_current(trace)  # the target may have changed since
         ]
         judged, before, after = [t for t, _, _ in scores], [old for _, old, _ in scores], [new for _, _, new in scores]
+        yield from self._weigh(requests, serving, judged, before, after)
         return judge(version, serving, domain, judged, before, after)
+
+    def _weigh(
+        self,
+        requests: DraftRequests,
+        serving: int,
+        held_back: Sequence[Trace],
+        before: Sequence[AcceptanceStats],
+        after: Sequence[AcceptanceStats],
+    ) -> Parts[None]:
+        """Let the effort follow the gain of the newest version over the original draft."""
+        known = dict(zip(held_back, before, strict=True)) if serving == 0 else requests.originals
+        new = [trace for trace in held_back if trace not in known]
+        with self.drafts.lease(requests.domain, original=True) as draft:
+            scores = yield from self._score(requests, draft.model, new)
+        known = known | {trace: score for trace, score in zip(new, scores, strict=True) if score is not None}
+        both = [(known[trace], score) for trace, score in zip(held_back, after, strict=True) if trace in known]
+        with requests.lock:
+            requests.originals = {trace: known[trace] for trace in held_back if trace in known}
+            tokens = [len(trace) - AcceptanceStats.from_trace(trace).text_accepted for trace in requests.originals]
+            originals, newest = [first for first, _ in both], [second for _, second in both]
+            requests.effort.judged(originals, newest, self._token_seconds, sum(tokens) / max(len(tokens), 1))
 
     def _compare_arrived(self, requests: DraftRequests) -> Parts[None]:
         """Compare the arrived requests, and decide about a rollback once per interval, even if updates are rare."""
@@ -314,14 +344,7 @@ class Learner:
         """Score the arrived requests by the original and the serving draft."""
         domain, version = requests.domain, self.drafts.serving_version(requests.domain)
         arrived, num_requests = requests.take_arrived()
-        if version == 0:  # both drafts are the same
-            with requests.lock:
-                for trace in arrived:
-                    stats = AcceptanceStats.from_trace(trace)
-                    tokens = len(trace) - stats.text_accepted
-                    requests.effort.add(stats, stats, 0.0, num_requests, tokens, self.drafts.pacer.token_seconds)
-            return
-        if not arrived:
+        if version == 0 or not arrived:  # both drafts are the same
             return
         arrived = requests.still_valid(arrived)
         with self.drafts.lease(domain, original=True) as draft:
@@ -331,10 +354,9 @@ class Learner:
         for i, (trace, original, learned) in enumerate(zip(arrived, originals, replayed, strict=True), 1):
             if original is not None and learned is not None:
                 self.replayed.append((self.observed - len(arrived) + i, learned, original))
-                saved = self._saved_by(trace, original, learned)
                 if trace.draft_version == version:
-                    self._saved_seconds += (saved or 0.0) * num_requests
-                requests.compare(trace, original, learned, saved, num_requests, self.drafts.pacer.token_seconds)
+                    self._saved_seconds += (self._saved_by(trace, original, learned) or 0.0) * num_requests
+                requests.compare(trace, original, learned)
 
     def _watch(self, requests: DraftRequests) -> Parts[None]:
         """Roll back to an earlier version if it would have been accepted more on the served requests."""

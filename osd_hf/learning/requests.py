@@ -303,6 +303,7 @@ class DraftRequests:
         self.arrived: deque[Trace] = deque(maxlen=NUM_WATCHED)  # not yet compared by both drafts
         # Compared, with the scores of the original and the learned draft; not yet used to decide about a rollback.
         self.unwatched: deque[tuple[Trace, AcceptanceStats, AcceptanceStats]] = deque(maxlen=NUM_WATCHED)
+        self.originals: dict[Trace, AcceptanceStats] = {}  # scores of the original draft on held-back requests
         self._usual: deque[float] = deque(maxlen=USUAL_REQUESTS)  # acceptance by request
         self._compare_all = 0  # requests
 
@@ -439,21 +440,12 @@ class DraftRequests:
             self.unwatched.clear()
             return taken
 
-    def compare(
-        self,
-        trace: Trace,
-        original: AcceptanceStats,
-        learned: AcceptanceStats,
-        saved_seconds: float | None,
-        num_requests: int = 1,
-        token_seconds: Callable[[float], float | None] | None = None,
-    ) -> None:
-        """Add the scores of both drafts on an arrived request; see [`Effort.add`]."""
+    def compare(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> None:
+        """Add the scores of both drafts on an arrived request."""
         with self.lock:
             if self.is_current(trace):
                 self.choice.add(original, learned)
-                tokens = len(trace) - AcceptanceStats.from_trace(trace).text_accepted
-                self.effort.add(original, learned, saved_seconds, num_requests, tokens, token_seconds)
+                self.effort.served(original, learned)
                 self.unwatched.append((trace, original, learned))
 
     def begin_watching(self, version: int) -> None:
