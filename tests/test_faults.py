@@ -226,6 +226,7 @@ def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
     config = replace(CONFIG, update_strategy=strategy, **changes)
     store = CorrectionStore(tmp_path / "log", flush_every=1)
     assistant = OnlineAssistant(target, draft, config=config, store=store, autosave=tmp_path / "session")
+    assistant.drafts.set_pace(min_effort=1.0)
 
     def serve(numbers: Any) -> None:
         for number in numbers:
