@@ -371,6 +371,7 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: P
         assert "3 + 4" not in page.content()
         page.evaluate("kept => { localStorage.clear(); Object.assign(localStorage, JSON.parse(kept)) }", kept)
         page.reload()
+        known(page)
         expect(page.locator("#chat .osd-you")).to_have_text("What is 3 + 4?", timeout=PATIENCE)
         assert "5 + 6" not in page.content()
         assert page.locator("#keep").count() == 0 or not page.locator("#keep").is_visible()
