@@ -432,8 +432,8 @@ class AnswerSettings(Settings):
     """How a target answers the prompts that a draft is trained on for a long time."""
 
     answers: Path | None = flag(
-        "folder for answers that the target samples; train on them for a long time, with checkpoints in DIR-training; "
-        "the same command continues a stopped run", None, excludes="store", metavar="DIR",
+        "folder for sampled answers to train on for long, resumable; checkpoints are in DIR-training", None,
+        excludes="store", metavar="DIR",
     )  # fmt: skip
     answer_tokens: int = flag("tokens of answers in all", 1_000_000, minimum=1, needs="answers", metavar="N")
     answer_batch_size: int = flag("prompts answered together", 32, minimum=1, needs="answers", metavar="N")

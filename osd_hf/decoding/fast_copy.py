@@ -1,5 +1,4 @@
-"""Copies of a model for captured forwards: they share its weights, their attention does not copy keys for each query
-head, and their layers are compiled."""
+"""Make copies of a model for captured forwards, with compiled layers and attention that does not copy keys."""
 
 from __future__ import annotations
 
