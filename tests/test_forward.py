@@ -293,6 +293,24 @@ def test_layers_of_captured_targets_share_compiled_code(
     assert target.config._attn_implementation == "sdpa"
 
 
+def test_captures_that_fail_are_given_up_with_compiled_layers_and_without(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder.failures += [RuntimeError("not permitted")] * 40
+    code = LayerCode(backend="eager")
+    made = StaticForward.__init__
+    monkeypatch.setattr(
+        StaticForward, "__init__", lambda self, model, role, **how: made(self, model, role, **how, code=code)
+    )
+    target, draft = small()
+    with models.assistant_of(target, draft, compile_draft=False) as assistant:
+        for ids in models.prompts(3):
+            same_as_alone(assistant, ids)
+    assert len(recorder.failures) == 40 - 2 * forwards.MAX_CAPTURE_FAILURES
+    assert "The layers of the target are not compiled" in caplog.text
+    assert caplog.text.count("The target is not captured and runs eagerly") == 1
+
+
 @pytest.mark.parametrize(("fails", "is_given_up"), [(1, False), (2 * forwards.MAX_CAPTURE_FAILURES, True)])
 def test_what_cannot_be_captured_runs_eagerly(
     fails: int, is_given_up: bool, recorder: Recorder, caplog: pytest.LogCaptureFixture

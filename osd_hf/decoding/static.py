@@ -236,21 +236,41 @@ class StaticForward:
             return graphs[key](*inputs)
         with usual_tensors():
             expected = run(model, *inputs)
-            while self.is_possible and (error := self._capture(model, graphs, key, run, inputs, expected)):
-                if self._codes.pop(0) is not None:
-                    logger.warning("The layers of the %s are not compiled: %s", self.role, first_line(error))
-                if not self._codes:
-                    self.is_possible = False
-                    self._warn_failed(error)
+            for code in tuple(self._codes):
+                error = self._capture(model, code, graphs, key, run, inputs, expected)
+                if error is None:
+                    break
+                self._drop(code, error)
         return expected
 
+    def _drop(self, code: LayerCode | None, error: Exception) -> None:
+        """Capture no more from copies with this code. Threads may find out at the same time."""
+        with self._lock:
+            if code not in self._codes:
+                return
+            self._codes.remove(code)
+            self._failures = 0
+            if not self._codes:
+                self.is_possible = False
+        if code is not None:
+            logger.warning("The layers of the %s are not compiled: %s", self.role, first_line(error))
+        if not self._codes:
+            self._warn_failed(error)
+
     def _capture(
-        self, model: PreTrainedModel, graphs: dict[Any, Replay], key: Any, run: Any, inputs: Tensors, expected: Tensors
+        self,
+        model: PreTrainedModel,
+        code: LayerCode | None,
+        graphs: dict[Any, Replay],
+        key: Any,
+        run: Any,
+        inputs: Tensors,
+        expected: Tensors,
     ) -> Exception | None:
         """Capture a function; return why this cannot be done from such copies of the model."""
         is_ready = False
         try:
-            fast = self._copy(model)
+            fast = self._copy(model, code)
             with torch._dynamo.config.patch(recompile_limit=MAX_CODES):
                 run(fast, *inputs)  # compilers and libraries choose their kernels here
             is_ready = True
@@ -266,11 +286,13 @@ class StaticForward:
         graphs[key] = replay
         return None
 
-    def _copy(self, model: PreTrainedModel) -> PreTrainedModel:
-        signature, code = self._signatures[model], self._codes[0]
-        if self._copies.get(model, (None,))[0] != (signature, code):
-            self._copies[model] = (signature, code), fast_copy(model, code)
-        return self._copies[model][1]
+    def _copy(self, model: PreTrainedModel, code: LayerCode | None) -> PreTrainedModel:
+        kind = self._signatures[model], code
+        known, copied = self._copies.get(model, (None, None))
+        if copied is None or known != kind:
+            copied = fast_copy(model, code)
+            self._copies[model] = kind, copied
+        return copied
 
     # --- compiled forwards ------------------------------------------------------------------------------------------
 
