@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteriaList
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
 from osd_hf.errors import ConfigError, OSDError
-from osd_hf.replay import emitted_tokens, redraft
+from osd_hf.replay import emitted_tokens, padded, redraft
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
 from osd_hf_app.pair import NO_DOMAIN, ServedPair, find_domain
@@ -127,21 +126,21 @@ class Service:
 
     def _demonstrate(self) -> None:
         workspace, domain = self.sessions.shared, DEMO_DOMAIN if self.pair.domains else NO_DOMAIN
-        assistant, tokenizer = workspace.assistant, self.pair.tokenizer
+        assistant = workspace.assistant
         shown, *prompts = self.pair.samples(domain, 1 + sum(count for count, _ in DEMO_PARTS))
         answer = Answer(shown, Settings(learn=False, max_new_tokens=DEMO_TOKENS), domain)
         try:
             self._answer(self.sessions.guest(), answer, [])
             workspace.shown = answer
             for count, steps in DEMO_PARTS:
-                rows = [self.pair.encode(prompt, DEMO_TOKENS)[0].flip(0) for prompt in prompts[:count]]
+                rows = [self.pair.encode(prompt, DEMO_TOKENS)[0].tolist() for prompt in prompts[:count]]
                 del prompts[:count]
-                ids = pad_sequence(rows, batch_first=True, padding_value=-1).flip(1)  # padded on the left
+                ids, mask = padded(rows, "left", self.pair.target.device)
                 traces: list[Trace] = []
                 with self.queue.slot(visitor=DEMO):
                     assistant.generate(
-                        ids.clamp(min=tokenizer.pad_token_id or 0),
-                        attention_mask=(ids >= 0).long(),
+                        ids,
+                        attention_mask=mask,
                         domain=domain,
                         owner=DEMO,
                         on_trace=traces.append,
