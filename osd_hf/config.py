@@ -9,8 +9,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from transformers.utils import cached_file
-
 from osd_hf.errors import ConfigError, first_line
 from osd_hf.losses import DIVERGENCES
 
@@ -165,6 +163,8 @@ class OnlineConfig:
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], **changes: Any) -> OnlineConfig:
         """Load the configuration of a folder or Hub repository, with `changes`. Raises ConfigError if it has none."""
+        from transformers.utils import cached_file  # takes a second
+
         try:
             saved = json.loads(Path(cached_file(str(name), CONFIG_NAME)).read_text())
             return cls(**{**saved, **changes})
