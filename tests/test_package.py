@@ -24,7 +24,8 @@ EXTRAS = PROJECT["optional-dependencies"]
 # Code, docs and reports; `.ci/run` alone may know where the lab pair lies beside a clone. The subject of two tests is
 # such paths.
 PATTERNS = """
-*.md *.toml *.txt *.cff Makefile docs/**/*.md docs/*.py skills/**/*.md osd_hf/**/*.py osd_hf/**/*.md tests/**/*.py
+*.md *.toml *.txt *.cff Makefile .github/**/*.md .github/**/*.yml
+docs/**/*.md docs/*.py skills/**/*.md osd_hf/**/*.py osd_hf/**/*.md tests/**/*.py
 recipes/**/*.py recipes/**/*.md recipes/**/*.json
 """.split()
 TEXTS = sorted(
