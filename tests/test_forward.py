@@ -18,8 +18,7 @@ from waiting import LONG
 from osd_hf import OnlineAssistant, OnlineConfig, Trace
 from osd_hf import assistant as assistant_module
 from osd_hf.decoding import static as forwards
-from osd_hf.decoding.fast_copy import LayerCode
-from osd_hf.decoding.static import SMALLEST_SIZE, StaticForward, static_draft, static_target
+from osd_hf.decoding.static import SMALLEST_SIZE, LayerCode, StaticForward, static_draft, static_target
 from osd_hf.learning import drafts as drafts_module
 
 COMPILABLE = ("llama", "gpt2")

@@ -1,24 +1,26 @@
-"""Run forwards over caches of a fixed size: captured as CUDA graphs on GPUs, compiled elsewhere."""
+"""Run forwards over caches of a fixed size: captured as CUDA graphs of fast copies on GPUs, compiled elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.checks import batch_hindrance, difference, log_once, unsupported
-from osd_hf.decoding.fast_copy import LayerCode, fast_copy
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
@@ -38,7 +40,6 @@ MAX_CAPTURE_FAILURES = 3  # in a row: other threads may break a capture
 MAX_CODES = 64  # versions of a compiled layer: numbers of tokens and rows, kinds of layers
 MAX_GRAPHS = 64  # of one cache and model; the oldest are dropped
 
-LAYER_CODE = LayerCode()  # models of one architecture share compiled layers
 Tensors = tuple[Tensor, ...]
 
 
@@ -72,14 +73,7 @@ class StaticCache(Ragged):
         super().__init__(model, rows, size)
         self.graphs: WeakKeyDictionary[Any, tuple[Any, dict[Any, Replay]]] = WeakKeyDictionary()
         self.key: Any = None  # of caches that can stand in for this one
-        self.step: Any = None  # the compiled forward
-        self.is_checked = False  # whether the compiled forward is known to fit the model in this request
-
-    def graphs_of(self, model: PreTrainedModel, signature: Any) -> dict[Any, Replay]:
-        """Return the graphs of a model; those of another signature are dropped."""
-        if model not in self.graphs or self.graphs[model][0] != signature:
-            self.graphs[model] = signature, {}
-        return self.graphs[model][1]
+        self.steps: Any = None  # the compiled forwards for one token, and for several
 
 
 class StaticForward:
@@ -87,8 +81,8 @@ class StaticForward:
     Run few tokens of a model, or its copies, over caches of a fixed size.
 
     On CUDA devices a forward is captured as a graph, for each copy of the model, cache, and number of tokens. Its
-    layers are compiled before, where that is possible ([`~osd_hf.decoding.fast_copy.fast_copy`]). The first replay of
-    a target's graph is compared with the eager forward. Weights that change in place keep the graphs; other changes of
+    layers are compiled before, where that is possible ([`fast_copy`]). The first replay of a target's graph is
+    compared with the eager forward. Weights that change in place keep the graphs; other changes of
     the model drop them. Elsewhere forwards are compiled, for each size. What cannot be captured or compiled runs
     eagerly, and the log says why, once.
     """
@@ -172,8 +166,8 @@ class StaticForward:
                 self._steps[*key, head] = self._compile(cache)
         if self.is_captured:
             return cache
-        cache.step, cache.is_checked = self._steps[*key, head], self.role == "draft"
-        return None if cache.step is None else cache
+        cache.steps = self._steps[*key, head]
+        return None if cache.steps is None else cache
 
     def release(self, cache: StaticCache) -> None:
         """Take a cache back."""
@@ -223,7 +217,7 @@ class StaticForward:
             last = at + (count - 1) if last is None else _padded(last, cache.capacity, 1)
             given = _padded(ids, cache.capacity, least)
             if self.is_captured:
-                logits = self.run(cache, ("step", least), functools.partial(_step_of, cache), (given, at, last))[0]
+                logits = self.run(cache, ("step", least), lambda *args: (_step(cache, *args),), (given, at, last))[0]
             else:
                 logits = self._compiled_step(cache, given, at, last)
         return logits[:rows, :count]
@@ -231,7 +225,9 @@ class StaticForward:
     def run(self, cache: StaticCache, key: Any, run: Callable[..., Tensors], inputs: Tensors) -> Tensors:
         """Run a function of a model and tensors over a cache by its graph; at first eagerly, and capture it then."""
         model = cache.model
-        graphs = cache.graphs_of(model, self._signatures[model])
+        if model not in cache.graphs or cache.graphs[model][0] != self._signatures[model]:
+            cache.graphs[model] = self._signatures[model], {}
+        graphs = cache.graphs[model][1]
         if key in graphs:
             return graphs[key](*inputs)
         with usual_tensors():
@@ -299,29 +295,23 @@ class StaticForward:
     def _compiled_step(self, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Tensor:
         # No views, nor tensors of inference mode.
         ids, starts, last = (each.clone(memory_format=torch.contiguous_format) for each in (ids, starts, last))
-        with self._running, contextlib.nullcontext() if cache.is_checked else self._checking():
-            if ids.shape[1] > 1 and not cache.is_checked:
+        with self._running, contextlib.nullcontext() if self.role == "draft" else _guarding_hooks():
+            if self.role == "target":
                 torch._dynamo.maybe_mark_dynamic(ids, 1)
             try:
-                logits: Tensor = cache.step(cache.model, cache, ids, starts, last)
+                logits: Tensor = cache.steps[ids.shape[1] > 1](cache, cache.model, ids, starts, last)
             except Exception as error:
-                if cache.step is _step:
+                if cache.steps is EAGER_STEPS:
                     raise
-                cache.step = _step
+                cache.steps = EAGER_STEPS
                 with self._lock:
                     self._steps = dict.fromkeys(self._steps)
                 self._warn_failed(error)
-                logits = _step(cache.model, cache, ids, starts, last)
+                logits = _step(cache, cache.model, ids, starts, last)
         return logits
 
-    @contextlib.contextmanager
-    def _checking(self) -> Iterator[None]:
-        # Hooks change what a target's forward does.
-        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, automatic_dynamic_shapes=False):
-            yield
-
     def _compile(self, cache: StaticCache) -> Any:
-        """Compile the forward for one token, and for any number of several; return it, or `None`."""
+        """Compile the forward for one token of a draft, and for any number of several; return both, or `None`."""
         if cache.size > LARGEST_COMPILED_SIZE:
             self._warn(f"a sequence is longer than {LARGEST_COMPILED_SIZE} tokens, the largest static cache")
             return None
@@ -329,59 +319,41 @@ class StaticForward:
         what = f"the {self.role}'s forward for up to {cache.size} tokens"
         logger.info("Compiling %s.", what)
         options: dict[str, Any] = {"freezing": False}  # weights change
-        num_versions, is_draft = 0, self.role == "draft"  # of the checked code
-
-        def count(guards: Sequence[Any]) -> list[bool]:
-            nonlocal num_versions
-            num_versions += 1
-            return [True] * len(guards)
-
-        def compiled(guard_filter: Any) -> Any:
-            # The compiler caches by code object, and each size needs its own code.
-            own = types.FunctionType(_step.__code__.replace(), globals())
-            return torch.compile(own, fullgraph=True, options=options | {"guard_filter_fn": guard_filter})
-
-        # Of a draft, only weights change. A target is the user's: the first round of each request checks whether
-        # the code still fits, and compiles again if not. Then it is not known which code fits, so checks go on.
-        unchecked = torch.compiler.skip_all_guards_unsafe
-        steps: dict[str, Any] = {}
-
-        def step(model: PreTrainedModel, cache: StaticCache, ids: Tensor, *where: Tensor) -> Any:
-            if cache.is_checked:
-                return steps["one" if is_draft and ids.shape[1] == 1 else "several"](model, cache, ids, *where)
-            logits = steps["checked"](model, cache, ids, *where)
-            cache.is_checked = num_versions == 1
-            return logits
-
+        mark_dynamic, counts = torch._dynamo.maybe_mark_dynamic, (3, 3, 3, 3)
+        if self.role == "draft":  # of which only weights change, so that its code is not checked at each call
+            options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+            mark_dynamic, counts = torch._dynamo.mark_dynamic, (1, 3, 3, 3)
         try:
-            for name, guard_filter in {"one": unchecked, "several": unchecked, "checked": count}.items():
-                steps[name] = compiled(guard_filter)
+            # The compiler caches by code object, and each size needs its own code.
+            own = [types.FunctionType(_step.__code__.replace(), globals()) for _ in range(2)]
+            steps = tuple(torch.compile(each, fullgraph=True, options=options) for each in own)
             _load_token(cache)
-            cache.is_checked = is_draft
             token = torch.ones(1, 1, dtype=torch.long, device=model.device)
-            with self._checking():
-                for number in (1, 3, 3, 3) if is_draft else (3, 3, 3, 3):
-                    ids = token.repeat(1, number)
-                    if number > 1:
-                        mark = torch._dynamo.maybe_mark_dynamic if not cache.is_checked else torch._dynamo.mark_dynamic
-                        mark(ids, 1)
-                    step(model, cache, ids, token, token + (number - 1))
-                if not is_draft:
-                    cache.is_checked = False
-                    _check(step, cache)
+            with _guarding_hooks():
+                for count in counts:
+                    ids = token.repeat(1, count)
+                    if count > 1:
+                        mark_dynamic(ids, 1)
+                    steps[count > 1](cache, model, ids, token, token + (count - 1))
+                if self.role == "target":
+                    _check(steps[1], cache)
         except Exception as error:  # noqa: BLE001 - whatever a compiler raises: the eager forward does the same
             self._warn_failed(error)
             return None
         logger.info("Compiled %s in %.1f s.", what, time.perf_counter() - started)
-        return step
+        return steps
 
 
-def _step(model: PreTrainedModel, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Any:
+def _guarding_hooks() -> Any:
+    """Compile again where a model has other hooks: they change what a target's forward does."""
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, automatic_dynamic_shapes=False)
+
+
+def _step(cache: StaticCache, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor) -> Tensor:
     return cache.forward(model, ids, starts, last, cache.size)
 
 
-def _step_of(cache: StaticCache, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor) -> Tensors:
-    return (_step(model, cache, ids, starts, last),)
+EAGER_STEPS = (_step, _step)
 
 
 def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -409,9 +381,9 @@ def _check(step: Any, cache: StaticCache) -> None:
         at = torch.tensor([[begins]], device=model.device)
         if ours:
             torch._dynamo.maybe_mark_dynamic(behind, 1)
-            compiled = step(model, cache, behind, at, at + count - 1)[0]
+            compiled = step(cache, model, behind, at, at + count - 1)[0]
         else:
-            eager = [_step(model, cache, behind[:, i : i + 1], at + i, at + i)[0, 0] for i in range(count)]
+            eager = [_step(cache, model, behind[:, i : i + 1], at + i, at + i)[0, 0] for i in range(count)]
     if why := difference(model, list(compiled), eager):
         raise UnsupportedModelError(f"compiled, {why}")
 
@@ -489,3 +461,142 @@ def capture(run: Callable[..., Tensors], inputs: Tensors) -> Replay:
     with shared.lock:
         graph, result = shared.capture(lambda: run(*read))
     return lambda *given: shared.replay(graph, result, read, given)
+
+
+# --- fast copies ----------------------------------------------------------------------------------------------------
+
+GROUPED = "osd_hf_grouped"  # the name of `grouped_attention` in configurations
+UNUSUAL = ("position_bias", "cache", "softcap", "s_aux")  # arguments that only `sdpa` knows or refuses
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """
+    Attend as transformers' `sdpa` does. The query heads of a group are rows of one product with their keys, so that
+    the keys of a long cache are not copied for each of them. That suits few tokens.
+
+    `query` is `(rows, heads, tokens, size)`, `key` and `value` are `(rows, key heads, width, size)`, and
+    `attention_mask` is `(rows or 1, 1, tokens, width)`. Returns `(rows, tokens, heads, size)`.
+    """
+    rows, heads, tokens, size = query.shape
+    num_keys = key.shape[1]
+    is_usual = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    if num_keys == heads or not is_usual or dropout or any(kwargs.get(name) is not None for name in UNUSUAL):
+        usual: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **kwargs
+        )
+        return usual
+    assert attention_mask is not None
+    groups = heads // num_keys
+    queries = query.reshape(rows * num_keys, groups * tokens, size)
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):  # rounded scores would be less exact
+        scores = torch.bmm(queries, keys.mT, out_dtype=torch.float32)
+    else:
+        scores = torch.bmm(queries, keys.mT)
+    scores = scores * (size**-0.5 if scaling is None else scaling)
+    hidden = ~attention_mask[:, :, None]
+    scores = scores.view(rows, num_keys, groups, tokens, -1).masked_fill(hidden, torch.finfo(scores.dtype).min)
+    shares = scores.softmax(-1).to(value.dtype).view(*queries.shape[:2], -1)
+    attended = torch.bmm(shares, values).view(rows, heads, tokens, values.shape[-1])
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+class LayerCode:
+    """Compile the forward of each class of layers once. `options` are those of `torch.compile`."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options, self._compiled = options, dict[type, Callable[..., Any]]()
+
+    def of(self, layer: nn.Module) -> Callable[..., Any]:
+        """Return a function of such a layer and its arguments, for any number of tokens and size of the cache."""
+        if type(layer) not in self._compiled:
+            # The compiler limits the versions of a code object.
+            own = types.FunctionType(_forward_of_class.__code__.replace(), globals())
+            self._compiled[type(layer)] = torch.compile(own, dynamic=True, fullgraph=True, **self._options)
+        return self._compiled[type(layer)]
+
+
+LAYER_CODE = LayerCode()  # models of one architecture share compiled layers
+
+
+def _forward_of_class(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def fast_copy(model: PreTrainedModel, code: LayerCode | None) -> PreTrainedModel:
+    """
+    Return a copy of a model whose modules share all parameters and buffers with it, also those that replace them.
+
+    `sdpa` attention becomes [`grouped_attention`]. With `code`, repeated layers are compiled. The copy takes caches of
+    [`~osd_hf.decoding.forward.RaggedLayer`].
+    """
+    modules, configs = dict[int, Any](), dict[int, Any]()
+
+    def config_of(config: Any) -> Any:
+        if id(config) not in configs:
+            configs[id(config)] = copied = copy.copy(config)
+            if getattr(config, "_attn_implementation_internal", None) == "sdpa":
+                copied._attn_implementation_internal = GROUPED
+        return configs[id(config)]
+
+    def copy_of(module: Any) -> Any:
+        if id(module) not in modules:
+            modules[id(module)] = copied = copy.copy(module)
+            children = {name: None if child is None else copy_of(child) for name, child in module._modules.items()}
+            vars(copied)["_modules"] = children
+            if "config" in vars(module):
+                vars(copied)["config"] = config_of(module.config)
+        return modules[id(module)]
+
+    copied: PreTrainedModel = copy_of(model)
+    if code is not None:
+        for layers in [module for module in copied.modules() if isinstance(module, nn.ModuleList)]:
+            _compile_layers(layers, code)
+    return copied
+
+
+class _OneLayer:
+    """A cache as a layer sees it, which is the same for all layers, so that they share their code."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.layer.update(key_states, value_states)
+        return found
+
+
+def _with_index(layer: nn.Module) -> list[nn.Module]:
+    return [module for module in layer.modules() if isinstance(vars(module).get("layer_idx"), int)]
+
+
+def _compile_layers(layers: nn.ModuleList, code: LayerCode) -> None:
+    """Compile layers if each uses one layer of the cache."""
+    indices: list[set[int]] = [{vars(m)["layer_idx"] for m in _with_index(layer)} for layer in layers]
+    if any(len(found) != 1 for found in indices):
+        return
+    for layer, (index,) in zip(layers, indices, strict=True):
+        for module in _with_index(layer):
+            vars(module)["layer_idx"] = 0
+
+        vars(layer)["forward"] = functools.partial(_run_layer, code.of(layer), layer, index)
+
+
+def _run_layer(run: Callable[..., Any], layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:
+    def seen(value: Any) -> Any:
+        return _OneLayer(value.layers[index]) if isinstance(value, Cache) else value
+
+    return run(layer, *map(seen, args), **{name: seen(value) for name, value in kwargs.items()})
