@@ -23,7 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from osd_hf.decoding import vocabulary
+from osd_hf import vocabulary
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.record import NO_WARPING, Rows, compress_rows, sampling_settings
 from osd_hf.decoding.sources import DraftForward

@@ -12,11 +12,10 @@ from saved_pair import save_pair
 from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, sampled_answers, small_pair
 from transformers import AutoTokenizer
 
-from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.decoding import vocabulary
-from osd_hf.decoding.vocabulary import RestrictedDraft
+from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace, vocabulary
 from osd_hf.recording import record_traces
 from osd_hf.trace import bare_trace
+from osd_hf.vocabulary import RestrictedDraft
 
 
 @pytest.fixture(autouse=True)

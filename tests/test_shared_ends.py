@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.decoding import vocabulary
+from osd_hf import OnlineAssistant, OnlineConfig, vocabulary
 from osd_hf.distillation.make_draft import copy_layers
 from osd_hf.learning.weights import ends_of
 

@@ -12,7 +12,6 @@ import numpy as np
 
 import osd_hf
 from osd_hf.cli.settings import AnswerSettings, CommandParser, Loading, PromptSettings, Reporting, flag, open_recorded
-from osd_hf.decoding.vocabulary import write_usual_tokens
 from osd_hf.distillation.make_draft import K, MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, plot_training, stats_interval, text_table
@@ -22,6 +21,7 @@ from osd_hf.recording import measured_costs
 from osd_hf.replay import replay
 from osd_hf.target_version import target_version
 from osd_hf.utils.report import make_folder, provenance, read_config, write_report
+from osd_hf.vocabulary import write_usual_tokens
 
 NUM_TRIAL_ANSWERS = 2000  # that layers are compared with
 LEARNING_RATE = 3e-3  # of Muon, at its highest

@@ -19,11 +19,11 @@ from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.draft_length import DraftLength, Pacer
 from osd_hf.decoding.rows import BatchDraftForward
 from osd_hf.decoding.static import StaticForward
-from osd_hf.decoding.vocabulary import RestrictedDraft
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL, WITHOUT_CONTEXT, RowProcessors, is_capturable, sample
 from osd_hf.models import has_soft_prompt, num_positions, unwrap
 from osd_hf.utils.context import to_device
+from osd_hf.vocabulary import RestrictedDraft
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from transformers.initialization import no_init_weights
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.static import compiles_draft
-from osd_hf.decoding.vocabulary import VOCABULARY_SETTING, write_usual_tokens
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.updater import Updater
@@ -44,6 +43,7 @@ from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
 from osd_hf.trace import Trace
 from osd_hf.utils.report import make_folder
+from osd_hf.vocabulary import VOCABULARY_SETTING, write_usual_tokens
 
 logger = logging.getLogger(__name__)
 

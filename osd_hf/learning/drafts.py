@@ -18,7 +18,6 @@ from osd_hf.config import OnlineConfig
 from osd_hf.decoding.draft_length import Pacer
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_draft
-from osd_hf.decoding.vocabulary import usual_tokens
 from osd_hf.errors import StateError
 from osd_hf.learning.gate import MIN_EFFORT
 from osd_hf.learning.requests import DraftRequests, ReadableTraces
@@ -40,6 +39,7 @@ from osd_hf.learning.weights import (
     write_snapshot,
 )
 from osd_hf.models import is_peft
+from osd_hf.vocabulary import usual_tokens
 
 logger = logging.getLogger(__name__)
 

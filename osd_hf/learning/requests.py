@@ -8,7 +8,7 @@ import threading
 import traceback
 import zlib
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.vocabulary import TrafficVocabulary
 from osd_hf.errors import is_out_of_memory
 from osd_hf.learning.gate import MIN_EFFORT, DraftChoice, Effort
 from osd_hf.trace import DraftRound, Trace, ids_dtype, misshapen
+from osd_hf.vocabulary import TrafficVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +46,21 @@ LOGIT_TOLERANCE = 1e-2  # of half-precision logits that should be at most 0
 # --- the replay buffer ----------------------------------------------------------------------------------------------
 
 
-class ReplayBuffer:
-    """Keep requests to replay, of all traffic with more of the recent: above the capacity, each new request replaces a
+class ReplayBuffer(list[Trace]):
+    """Requests to replay, of all traffic with more of the recent: above the capacity, each new request replaces a
     random one. The caller holds a lock."""
 
     def __init__(self, capacity: int, rng: np.random.Generator) -> None:
+        super().__init__()
         self.capacity = capacity
         self.rng = rng
-        self._kept: list[Trace] = []
 
     def append(self, trace: Trace) -> None:
         """Add a request."""
-        if len(self._kept) < self.capacity:
-            self._kept.append(trace)
+        if len(self) < self.capacity:
+            super().append(trace)
         else:
-            self._kept[int(self.rng.integers(self.capacity))] = trace
+            self[int(self.rng.integers(self.capacity))] = trace
 
     def extend(self, traces: Iterable[Trace]) -> None:
         """Add several requests in order."""
@@ -69,22 +69,8 @@ class ReplayBuffer:
 
     def sample(self, n: int) -> list[Trace]:
         """Draw `n` different requests uniformly, or all if there are fewer."""
-        n = min(n, len(self._kept))
-        return [self._kept[i] for i in self.rng.choice(len(self._kept), n, replace=False)] if n else []
-
-    def discard(self, traces: Container[Trace]) -> None:
-        """Remove the requests that are among these."""
-        self._kept = [trace for trace in self._kept if trace not in traces]
-
-    def clear(self) -> None:
-        """Remove all requests."""
-        self._kept.clear()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Trace]:
-        return iter(list(self._kept))
+        n = min(n, len(self))
+        return [self[i] for i in self.rng.choice(len(self), n, replace=False)] if n else []
 
 
 # --- requests that cannot be learned from ---------------------------------------------------------------------------
@@ -500,10 +486,9 @@ class DraftRequests:
             self._remove(self.set_aside)
 
     def _remove(self, traces: Container[Trace]) -> None:
-        for kept in (self.pending, self.held_back, self.arrived):
+        for kept in (self.pending, self.held_back, self.arrived, self.buffer):
             for trace in [trace for trace in kept if trace in traces]:
                 kept.remove(trace)
-        self.buffer.discard(traces)
 
     # --- saved state ------------------------------------------------------------------------------------------------
 
