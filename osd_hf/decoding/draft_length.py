@@ -125,9 +125,9 @@ class Costs:
         return min(self.plain.weight, self.verify.weight) >= MIN_KNOWN_ROUNDS
 
     @property
-    def token_seconds(self) -> float:
-        """Time of a token of the target alone by the fastest loop that was measured; `inf` before."""
-        return self.level * min((cost.mean for cost in (self.plain, self.alone) if cost.weight), default=math.inf)
+    def token(self) -> float:
+        """Cost of a token of the target alone by the fastest loop that was measured; `inf` before."""
+        return min((cost.mean for cost in (self.plain, self.alone) if cost.weight), default=math.inf)
 
     def verifying(self) -> tuple[float, float]:
         """Return the intercept and the slope of the cost of a round over its candidates, without the draft."""
@@ -204,10 +204,6 @@ class Acceptance:
             self._by_situation[situation] = Average(likely, PRIOR_WEIGHT, TEXT_MEMORY)
         return self._by_situation[situation]
 
-    def draft_changed(self) -> None:
-        """Reduce the weight of what is known of the draft, so that a new version is tried."""
-        self.alpha.weight = min(self.alpha.weight, CHANGED_WEIGHT)
-
 
 @dataclass(frozen=True)
 class DraftingPlan:
@@ -229,7 +225,6 @@ class Pacer:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.baseline_seconds = math.inf  # of a token, if a faster way to run the target alone was measured elsewhere
         self._answered, self._saved_seconds = (0.0, 0.0), 0.0
         self._costs: dict[int, Costs] = {}  # by the number of rows, rounded up to a power of two
         self._latest = (1, Costs())  # rows and costs of the last round
@@ -244,10 +239,9 @@ class Pacer:
             seconds, tokens = time.rounds * time.seconds, emitted / rows
             self._latest = rows, costs
         elif time.candidates and costs.are_known:
-            seconds += max(costs.level * costs.round(time.candidates, 0) - costs.token_seconds, 0.0)
-        fastest = min(math.inf if time.is_plain else costs.token_seconds, self.baseline_seconds)
-        saved = tokens * fastest - seconds if fastest < math.inf else 0.0
-        self._saved_seconds += min(saved, 0.0) if time.is_plain else saved
+            seconds += costs.level * max(costs.round(time.candidates, 0) - costs.token, 0.0)
+        if not time.is_plain and costs.token < math.inf:
+            self._saved_seconds += tokens * costs.level * costs.token - seconds
 
     def answered(self, tokens: int, seconds: float, recording_seconds: float = 0.0) -> None:
         """Take in the tokens and the time of a call, and the time of recording it, which the target alone saves."""
@@ -260,7 +254,7 @@ class Pacer:
         """Tokens and seconds of all calls, and the estimated seconds of the target alone, 0 if unknown."""
         with self.lock:
             tokens, seconds = self._answered
-            is_known = min(self._latest[1].token_seconds, self.baseline_seconds) < math.inf
+            is_known = self._latest[1].token < math.inf
             return tokens, seconds, seconds + self._saved_seconds if is_known else 0.0
 
     def reset_timed(self) -> None:
@@ -295,7 +289,7 @@ class Pacer:
         if not costs.are_known:
             return DraftingPlan(True, WARM_UP_TOKENS[0], alpha, 1.0, None, None, examined)
         plain, (rate, k) = costs.plain.mean, costs.best(alpha)
-        speculates = rate * (self.alone_cost(costs) if own is None else plain) > _min_speedup(rows)
+        speculates = rate * (costs.token if own is None else plain) > _min_speedup(rows)
         return DraftingPlan(
             speculates=speculates,
             k=k if speculates else 0,
@@ -305,10 +299,6 @@ class Pacer:
             plain_seconds=costs.level * plain,
             examined=examined,
         )
-
-    def alone_cost(self, costs: Costs) -> float:
-        """Return the cost of a token of the target alone by the fastest way that was measured. The lock is held."""
-        return min(costs.token_seconds, self.baseline_seconds) / costs.level
 
     def round_seconds(self, k: int) -> float | None:
         """Return the time of a round that drafts k tokens, per row of a batch; `None` until it is measured."""
@@ -323,7 +313,7 @@ class Pacer:
             rows, costs = self._latest
             if not costs.are_known:
                 return None
-            return costs.level / max(1 / self.alone_cost(costs), costs.best(alpha)[0]) / rows
+            return costs.level / max(1 / costs.token, costs.best(alpha)[0]) / rows
 
     def draft_changed(self, domain: Any = ...) -> None:
         """Reduce the weight of what is known of the draft's acceptance, for one domain or all: a new version serves.
@@ -331,7 +321,7 @@ class Pacer:
         with self.lock:
             for key, known in self._domains.items():
                 if domain is ... or key[0] == domain:
-                    known.draft_changed()
+                    known.alpha.weight = min(known.alpha.weight, CHANGED_WEIGHT)
 
 
 def _min_speedup(rows: int) -> float:
@@ -407,7 +397,7 @@ class DraftLength:
             self._rows = rows
             if self._fixed_k is not None:
                 return RoundPlan(self._fixed_k, threshold=self._threshold)
-            plan = self._plan = pacer.plan_for(domain, self._own, rows)
+            plan = pacer.plan_for(domain, self._own, rows)
             if not costs.are_known:
                 if costs.plain.weight < min(costs.verify.weight, MIN_KNOWN_ROUNDS):
                     return RoundPlan(0)
