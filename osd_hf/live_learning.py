@@ -27,7 +27,6 @@ from osd_hf.learning import session
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.learner import Learner
-from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import UpdateReport, log_update
 from osd_hf.router import RoutedPrompt, Router
 from osd_hf.store.store import CorrectionStore
@@ -108,9 +107,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
+        self._learning = threading.Lock()  # held by the thread that learns or saves
         self._requests = 0
-        self._waiting = 0  # threads that wait to learn or save
-        self._is_taken = False  # whether a thread learns or saves
         self.is_stepping = False  # whether the idle thread learns
 
     @contextlib.contextmanager
@@ -129,25 +127,20 @@ class Traffic:
 
     @contextlib.contextmanager
     def alone(self, *, wait: bool = True) -> Iterator[bool]:
-        """Let no other thread learn or save inside. Without `wait`, yields `False` if another thread does."""
-        with self.changed:
-            self._waiting += 1
+        """Let no other thread learn or save inside. Without `wait`, yields `False` if another thread does. A thread
+        that waits goes before idle learning, as a request does."""
+        with self.request() if wait else contextlib.nullcontext():
+            is_alone = self._learning.acquire(blocking=wait)
             try:
-                is_alone = self.changed.wait_for(lambda: not self._is_taken, None if wait else 0)
+                yield is_alone
             finally:
-                self._waiting -= 1
-            self._is_taken = True
-        try:
-            yield is_alone
-        finally:
-            with self.changed:
-                self._is_taken = self._is_taken and not is_alone
-                self.changed.notify_all()
+                if is_alone:
+                    self._learning.release()
 
     @property
     def is_idle(self) -> bool:
         """Whether no request runs, and no thread learns, saves, or waits to."""
-        return not (self._requests or self._waiting or self._is_taken)
+        return not self._requests
 
     def wake(self) -> None:
         """Let the idle thread look for work."""
@@ -440,12 +433,12 @@ class LiveLearning:
                 counts, learner = self.tally.state(), self.learner.state_dict()
             facts = {**counts, "config": self.config.to_dict()}
             router = None if self.router is None else self.router.state_dict()
-            save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
+            session.save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
 
     def load(self, directory: Path) -> None:
         """Load a saved session; raises StateError, with nothing changed, if that fails."""
         with self.traffic.alone(), self._taking_in:
-            facts = load_session(directory, self.learner, self.router)
+            facts = session.load_session(directory, self.learner, self.router)
             self.tally.load(facts)
             version = target_version(self.target)
             if not self.drafts.per_domain:

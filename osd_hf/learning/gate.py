@@ -152,7 +152,8 @@ class DraftChoice:
     def add(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:
         """Add the scores of both drafts on a request."""
         self.scores.append((original, learned))
-        self._choose()
+        alphas = self.alphas()
+        self.is_original = alphas is not None and alphas[0] > alphas[1]  # if nothing is known, the learned draft
 
     def alphas(self) -> tuple[float, float] | None:
         """Return the recent acceptance of the original and the learned draft; the weight of a request halves every
@@ -163,26 +164,20 @@ class DraftChoice:
         accepted, examined = np.tensordot(weights, counts, 1).T
         return None if not examined.all() else (float(accepted[0] / examined[0]), float(accepted[1] / examined[1]))
 
-    def _choose(self) -> None:
-        """Prefer the learned draft if nothing is known."""
-        alphas = self.alphas()
-        self.is_original = alphas is not None and alphas[0] > alphas[1]
-
     def state_dict(self) -> list[list[dict[str, Any]]]:
         """Return the scores, ready for JSON."""
         return [[stats.to_dict() for stats in pair] for pair in self.scores]
 
     def load_state_dict(self, state: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Load saved scores."""
-        self.scores.clear()
+        self.clear()
         for original, learned in state:
-            self.scores.append((AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned)))
-        self._choose()
+            self.add(AcceptanceStats.from_dict(original), AcceptanceStats.from_dict(learned))
 
     def clear(self) -> None:
         """Forget all scores."""
         self.scores.clear()
-        self._choose()
+        self.is_original = False
 
 
 # --- the effort -----------------------------------------------------------------------------------------------------
@@ -263,6 +258,5 @@ class Effort:
         self.restart()
         self.share = min(max(float(state["share"]), self.least), 1.0)
         self._cost = float(state["cost"])
-        if "served" in state:  # not in older sessions
-            self._gains.extend(state["gains"])
-            self._served.extend(state["served"])
+        self._gains.extend(state["gains"])
+        self._served.extend(state["served"])

@@ -80,19 +80,14 @@ class Learner:
         seconds = self.drafts.pacer.round_seconds(self._k)
         return None if seconds is None else seconds / expected_block_efficiency(alpha, self._k)
 
-    def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float | None:
-        """Estimate the seconds that the learned draft saved on a request: fewer rounds or, with `"auto"`, less time
-        per token, for the tokens that came from the draft."""
+    def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float:
+        """Estimate the seconds that the learned draft saved on the tokens of a request that came from the draft."""
         served = AcceptanceStats.from_trace(trace)
         if not served.drafted or original.examined == 0 or learned.examined == 0:
             return 0.0
-        if self.config.num_assistant_tokens == "auto":
-            before, after = self._token_seconds(original.alpha), self._token_seconds(learned.alpha)
-            share = served.accepted / max(served.accepted + served.text_accepted, 1)
-            return None if before is None or after is None else len(trace) * (before - after) * share
-        seconds = self.drafts.pacer.round_seconds(self._k)
-        more_rounds = original.target_forwards / learned.target_forwards - 1
-        return None if seconds is None else more_rounds * len(trace.rounds) * seconds
+        before, after = self._token_seconds(original.alpha), self._token_seconds(learned.alpha)
+        share = served.accepted / max(served.accepted + served.text_accepted, 1)
+        return 0.0 if before is None or after is None else len(trace) * (before - after) * share
 
     def observe(self, domain: str | None, trace: Trace, *, learn: bool = True) -> None:
         """Add a served request of a domain. A request that cannot be learned from is excluded. Without `learn`, the
@@ -222,14 +217,12 @@ class Learner:
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """Run an update in progress to its end, then an update of a domain's draft."""
-        began = self.seconds
-        if self._work is not None:
-            (in_progress, work, _), self._work = self._work, None
-            with self._at_work(in_progress):
-                finish(work)
-        with self._at_work(domain):
-            report = finish(self._update(domain, steps))
-        return replace(report, seconds=self.seconds - began)
+        while self._work is not None:
+            self.step()
+        self._work, report = (domain, self._update(domain, steps), self.seconds), None
+        while report is None:
+            report = self.step()
+        return report
 
     @contextmanager
     def _at_work(self, domain: str | None) -> Iterator[None]:
@@ -355,7 +348,7 @@ class Learner:
             if original is not None and learned is not None:
                 self.replayed.append((self.observed - len(arrived) + i, learned, original))
                 if trace.draft_version == version:
-                    self._saved_seconds += (self._saved_by(trace, original, learned) or 0.0) * num_requests
+                    self._saved_seconds += self._saved_by(trace, original, learned) * num_requests
                 requests.compare(trace, original, learned)
 
     def _watch(self, requests: DraftRequests) -> Parts[None]:

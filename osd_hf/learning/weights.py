@@ -222,17 +222,10 @@ def _adapted_weights(snapshot: Snapshot, template: PreTrainedModel, *, is_merged
     if is_merged:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        # Layers are merged in fp32 one by one; together they would need twice the memory of the draft.
         for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
-            base = layer.get_base_layer()
-            dtypes = {name: p.dtype for name, p in base.named_parameters() if p.is_floating_point()}
-            for name in dtypes:
-                parameter = base.get_parameter(name)
-                parameter.data = parameter.data.to(torch.float32, copy=True)
+            for parameter in layer.get_base_layer().parameters():
+                parameter.data = parameter.data.clone()  # shared with the template until now
             layer.merge()
-            for name, dtype in dtypes.items():
-                parameter = layer.get_base_layer().get_parameter(name)
-                parameter.data = parameter.data.to(dtype)
         model = model.unload()
     return {name: p.detach() for name, p in model.named_parameters()}
 
