@@ -20,14 +20,7 @@ import torch
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.checks import (
-    answered_alone,
-    check_request,
-    drop_adapter_hooks,
-    log_once,
-    needed_tokenizer,
-    setting,
-)
+from osd_hf.decoding import checks
 from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.hook import bind, warn_unused
 from osd_hf.decoding.sources import Drafting
@@ -204,7 +197,7 @@ class OnlineAssistant:
         target = unwrap(self.target)
         if isinstance(inputs, Mapping):  # what a tokenizer or processor returns
             inputs, generate_kwargs = None, {**inputs, **generate_kwargs}
-        check_request(target, self.config, inputs, generate_kwargs, num_assistant_tokens)
+        checks.check_request(target, self.config, inputs, generate_kwargs, num_assistant_tokens)
         device = input_device(target)
         inputs, *moved = (
             value.to(device) if isinstance(value, torch.Tensor) else value
@@ -212,10 +205,10 @@ class OnlineAssistant:
         )
         generate_kwargs = dict(zip(generate_kwargs, moved, strict=True))
         config = generate_kwargs.get("generation_config")
-        generate_kwargs |= needed_tokenizer(self.tokenizer, generate_kwargs, config, target.generation_config)
+        generate_kwargs |= checks.needed_tokenizer(self.tokenizer, generate_kwargs, config, target.generation_config)
         prompt = () if inputs is None else (inputs,)  # some models have another name for it
-        if why := answered_alone(self.target, generate_kwargs):
-            log_once(target, f"The target answers without a draft: {why}.")
+        if why := checks.answered_alone(self.target, generate_kwargs):
+            checks.log_once(target, f"The target answers without a draft: {why}.")
         else:
             generate_kwargs["assistant_model"] = self.drafts.base
         seen: list[Trace] | None = None if on_trace is None else []
@@ -226,12 +219,14 @@ class OnlineAssistant:
             try:
                 output = self.target.generate(*prompt, **generate_kwargs)
             except BaseException:
-                drop_adapter_hooks(target)
+                checks.drop_adapter_hooks(target)
                 raise
         self._live.take_in_finished()
         if on_trace is not None:
             if not seen:
-                log_once(target, "`on_trace` is not called for a prompt that does not consist of token ids alone.")
+                checks.log_once(
+                    target, "`on_trace` is not called for a prompt that does not consist of token ids alone."
+                )
             for trace in seen or ():
                 try:
                     on_trace(trace)
@@ -293,7 +288,7 @@ class OnlineAssistant:
         ids = prompt["input_ids"]
         config = generate_kwargs.get("generation_config")
         sources = (generate_kwargs, config, unwrap(self.target).generation_config)
-        if all(setting(sources, name) is None for name in LENGTHS):
+        if all(checks.setting(sources, name) is None for name in LENGTHS):
             if config is None:
                 generate_kwargs["max_new_tokens"] = CHAT_TOKENS
             else:  # transformers refuses settings in both places

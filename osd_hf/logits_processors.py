@@ -192,9 +192,6 @@ class RowProcessors:
         return logits
 
     def _by_length(self, processor: Any, logits: Tensor, rows: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        if len(self.tokens) == 1:
-            each = zip(lengths, logits, strict=True)
-            return torch.cat([processor(self.tokens[:, :length].clone(), row[None]).to(row) for length, row in each])
         for length in sorted(set(lengths)):
             here = [i for i, each in enumerate(lengths) if each == length]
             those = [rows[i] for i in here]

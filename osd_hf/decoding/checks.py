@@ -37,7 +37,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.forward import FULL, MASKED_ATTENTION, SLIDING, Ragged, TargetForward, read_padded
+from osd_hf.decoding.forward import FULL, LOOP_ARGUMENTS, MASKED_ATTENTION, SLIDING, Ragged, TargetForward, read_padded
 from osd_hf.errors import UnsupportedGenerationError, first_line
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, unwrap, vocab_size_of
@@ -111,14 +111,11 @@ _NEEDS_TOKENIZER = ("stop_strings", "token_healing")
 _KNOWN = SERVED | {name for name, _, _ in (*REFUSED, *UNDRAFTED)}
 # Arguments of the assisted loop that the plain one does not know.
 ASSISTED_ONLY = ("inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer")
-# Arguments of the loop for any request of token ids.
-KNOWN_ARGUMENTS = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "logits_processor",
-    "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor", "assistant_model",
-    "assistant_tokenizer", "tokenizer",
-}  # fmt: skip
 # Arguments of the loop that any request for text may have.
-COMMON_ARGUMENTS = KNOWN_ARGUMENTS | {"encoder_outputs", "decoder_attention_mask", "cache_position"}
+COMMON_ARGUMENTS = {
+    *LOOP_ARGUMENTS, "attention_mask", "decoder_attention_mask", "position_ids", "cache_position", "past_key_values",
+    "use_cache", "logits_to_keep", "encoder_outputs",
+}  # fmt: skip
 SOFT_PROMPT = "PEFT puts a soft prompt before the tokens (prompt, prefix, or P-tuning)"
 
 _logged: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # messages by model
@@ -175,23 +172,14 @@ def undrafted(model: PreTrainedModel, config: Any, processors: Iterable[Any]) ->
     return None
 
 
-def not_watched(why: str) -> UnsupportedGenerationError:
-    """Return the error of a request that cannot be captured, for a reason of [`undrafted`]."""
-    return UnsupportedGenerationError(
-        f"This request cannot be assisted: {why}. Otherwise leave it out, or call `generate` without "
-        "`assistant_model`."
-    )
-
-
 def needed_tokenizer(tokenizer: Any, *sources: Any) -> dict[str, Any]:
     """Return the argument `tokenizer` of `generate` if a setting needs one; raises UnsupportedGenerationError if there
     is none. The keywords' own comes first."""
-    keywords = sources[0]
     name = next((name for name in _NEEDS_TOKENIZER if setting(sources, name) not in (None, False)), None)
     if name is None:
         return {}
-    if keywords.get("tokenizer") is not None:
-        tokenizer = keywords["tokenizer"]
+    given = sources[0].get("tokenizer")
+    tokenizer = tokenizer if given is None else given
     if tokenizer is None:
         raise UnsupportedGenerationError(
             f"`{name}={setting(sources, name)!r}` needs a tokenizer, and none was found where the models came from. "
@@ -223,11 +211,20 @@ def _decodes_by_itself(kind: Any) -> bool:
         return True
 
 
-def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedGenerationError for prompts that are no tensors, or token ids of a wrong shape."""
+def check_request(
+    target: Any, config: OnlineConfig, inputs: Any, kwargs: dict[str, Any], num_assistant_tokens: Any
+) -> None:
+    """Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings,
+    prompts that are no tensors or token ids of a wrong shape, and a number of assistant tokens that `config` could not
+    have. Raises UnsupportedGenerationError or ConfigError."""
+    for name, reason in REFUSED_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
+    is_zero = type(num_assistant_tokens) is int and num_assistant_tokens == 0
+    if num_assistant_tokens is not None and not is_zero:
+        replace(config, num_assistant_tokens=num_assistant_tokens)  # checks the value
     main = target.main_input_name
-    given = {"inputs": inputs, **{name: kwargs.get(name) for name in (*_TENSORS, main)}}
-    for name, value in given.items():
+    for name, value in {"inputs": inputs, **{name: kwargs.get(name) for name in (*_TENSORS, main)}}.items():
         if value is None or isinstance(value, Mapping):
             continue
         if not isinstance(value, torch.Tensor):
@@ -247,21 +244,6 @@ def _check_inputs(target: Any, inputs: Any, kwargs: dict[str, Any]) -> None:
                 f"`{name}` must be token ids of shape (prompts, prompt tokens), got {value.dtype} of shape "
                 f"{tuple(value.shape)}. One prompt has the shape (1, tokens); embeddings go to `inputs_embeds`."
             )
-
-
-def check_request(
-    target: Any, config: OnlineConfig, inputs: Any, kwargs: dict[str, Any], num_assistant_tokens: Any
-) -> None:
-    """Refuse what an assistant's `generate` cannot be called with, before it does anything: arguments, settings, the
-    shape of the prompt, and a number of assistant tokens that `config` could not have. Raises
-    UnsupportedGenerationError or ConfigError."""
-    for name, reason in REFUSED_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            raise UnsupportedGenerationError(f"`{name}` cannot be used here: {reason}.")
-    is_zero = type(num_assistant_tokens) is int and num_assistant_tokens == 0
-    if num_assistant_tokens is not None and not is_zero:
-        replace(config, num_assistant_tokens=num_assistant_tokens)  # checks the value
-    _check_inputs(target, inputs, kwargs)
     check_generation(kwargs, kwargs.get("generation_config"), target.generation_config)
 
 
@@ -331,11 +313,6 @@ def log_once(model: PreTrainedModel, message: str) -> None:
     if message not in logged:
         logged.add(message)
         logger.warning("%s", message)
-
-
-def log_failed_draft(draft: Any, error: Exception) -> None:
-    """Log that a draft has failed, once for each draft and cause."""
-    log_once(draft, f"The draft failed; the answer continues without it: {first_line(error)}.")
 
 
 # --- where several tokens are verified exactly -----------------------------------------------------------------------
@@ -458,7 +435,7 @@ def _known_causes(model: PreTrainedModel) -> Iterator[Limits]:
         yield Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
     if has_own_cache:
         yield Limits("it keeps keys in a cache of its own", max_tokens=1)
-    if offsets := [offset for offset in _adapter_arguments(model).get("alora_offsets", ()) if offset is not None]:
+    if offsets := [offset for offset in adapter_arguments(model).get("alora_offsets", ()) if offset is not None]:
         # PEFT applies the adapter to the last tokens of every call.
         reason = f"its adapter (aLoRA) is applied to the last {min(offsets)} tokens of a call"
         yield Limits(reason, max_tokens=min(offsets), with_prompt=False)
@@ -500,8 +477,9 @@ def _adapter_layer(model: PreTrainedModel) -> Any:
     return next((module for module in model.modules() if hasattr(module, "adapter_layer_names")), None)
 
 
-def _adapter_arguments(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what PEFT passes to the layers of adapters in this call of `generate`."""
+def adapter_arguments(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what PEFT passes to the layers of adapters in this call of `generate`, such as an adapter for each row of
+    the batch (`adapter_names`, aLoRA)."""
     hooks = getattr(_adapter_layer(model), "_forward_pre_hooks", {})
     given = {name: value for hook in hooks.values() for name, value in getattr(hook, "keywords", {}).items()}
     return {name: value for name, value in given.items() if name in ADAPTER_ARGUMENTS and value is not None}
@@ -515,11 +493,6 @@ def drop_adapter_hooks(model: PreTrainedModel) -> None:
             if ADAPTER_ARGUMENTS & getattr(hook, "keywords", {}).keys():
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def has_adapter_per_row(model: PreTrainedModel) -> bool:
-    """Whether PEFT uses an adapter for each row of the batch in this call of `generate` (`adapter_names`, aLoRA)."""
-    return bool(_adapter_arguments(model))
 
 
 # --- all causes -----------------------------------------------------------------------------------------------------

@@ -28,20 +28,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from osd_hf.decoding.checks import (
-    ASSISTED_ONLY,
-    Limits,
-    batch_hindrance,
-    check_generation,
-    given_arguments,
-    has_adapter_per_row,
-    limits_of,
-    log_failed_draft,
-    log_once,
-    not_watched,
-    of_row,
-    undrafted,
-)
+from osd_hf.decoding import checks
 from osd_hf.decoding.draft_length import DraftLength, RoundTime
 from osd_hf.decoding.loop import Loop
 from osd_hf.decoding.record import (
@@ -55,7 +42,14 @@ from osd_hf.decoding.record import (
 )
 from osd_hf.decoding.rows import BatchTargetForward
 from osd_hf.decoding.sources import Drafting, DraftSource
-from osd_hf.errors import CaptureError, ConfigError, OSDError, UnsupportedModelError
+from osd_hf.errors import (
+    CaptureError,
+    ConfigError,
+    OSDError,
+    UnsupportedGenerationError,
+    UnsupportedModelError,
+    first_line,
+)
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import unwrap
 from osd_hf.target_version import target_version
@@ -106,7 +100,7 @@ def warn_unused(target: Any, binding: Binding, block: str) -> None:
     """Log, once for each target, that a block has seen no request."""
     if not binding.has_requests:
         text = f"{block} has seen no request. Those of other threads need `contextvars.copy_context().run`."
-        log_once(unwrap(target), text)
+        checks.log_once(unwrap(target), text)
 
 
 @contextlib.contextmanager
@@ -158,7 +152,9 @@ def _wrapped_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
         if answer is None and not (is_assisted or "custom_generate" in kwargs):
             for binding in _listening(self):
                 if binding.undrafted:
-                    log_once(self, f"A call of `generate` drafts nothing, and nothing is learned. {binding.undrafted}")
+                    checks.log_once(
+                        self, f"A call of `generate` drafts nothing, and nothing is learned. {binding.undrafted}"
+                    )
         # A model's own `generate` may call that of its parent.
         if answer is None or is_assisted or any(model is self for model in _answering.get()):
             return generate(self, *args, **kwargs)
@@ -189,7 +185,7 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
         bindings = _listening(self)
         if not bindings:
             return decode(self, input_ids, **kwargs)
-        check_generation(kwargs, kwargs["generation_config"])
+        checks.check_generation(kwargs, kwargs["generation_config"])
         prompt_tokens, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["logits_processor"] = LogitsProcessorList(
             p.begin(prompt_tokens) if type(p) is ReplayedProcessor else p for p in kwargs["logits_processor"]
@@ -201,7 +197,7 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
                 output = call.decode()
             finally:
                 call.close()
-        call.finish()
+        hand_over(call.requests)
         return output
 
     return _assisted_decoding
@@ -229,12 +225,18 @@ class Call:
         self.config, count = kwargs["generation_config"], len(input_ids)
         version = target_version(model) if stores_rows(bindings) else None
         self.requests = [
-            Request(model, input_ids[i : i + 1], of_row(kwargs, i, count) if count > 1 else kwargs, bindings, version)
+            Request(
+                model,
+                input_ids[i : i + 1],
+                checks.of_row(kwargs, i, count) if count > 1 else kwargs,
+                bindings,
+                version,
+            )
             for i in range(count)
         ]
         self.draftings: list[Drafting] = []  # of each row
         self.length: DraftLength | None = None
-        self.limits = Limits()
+        self.limits = checks.Limits()
         self.target: BatchTargetForward | None = None  # over a static cache
         self._undrafted: str | None = None  # why no draft may help
         self.clock: Callable[[], float] = time.perf_counter
@@ -256,20 +258,20 @@ class Call:
             yield
 
     def _find_limits(self) -> None:
-        why = self._undrafted = undrafted(self.model, self.config, self.kwargs["logits_processor"])
+        why = self._undrafted = checks.undrafted(self.model, self.config, self.kwargs["logits_processor"])
         if why and not self.is_served and len(self.requests) == 1:
-            raise not_watched(why)
-        self.limits = Limits(why, max_tokens=1) if why else limits_of(self.model, self.input_ids, self.kwargs)
-        if len(self.requests) == 1:
-            self._log_limits()
-
-    def _log_limits(self) -> None:
-        """Log, once for each model, why a request is answered without speculation, or with less of it."""
+            raise UnsupportedGenerationError(
+                f"This request cannot be assisted: {why}. Otherwise leave it out, or call `generate` without "
+                "`assistant_model`."
+            )
+        self.limits = (
+            checks.Limits(why, max_tokens=1) if why else checks.limits_of(self.model, self.input_ids, self.kwargs)
+        )
         limits, prompt_tokens = self.limits, self.input_ids.shape[1]
-        if not limits.reason or limits.allow_any(prompt_tokens, self.config.max_length - 1):
-            return
-        how = "without speculation" if limits.max_tokens < 2 else "without speculation where that is not exact"
-        log_once(self.model, f"{type(self.model).__name__} answers {how}: {limits.reason}.")
+        has_limits = limits.reason and not limits.allow_any(prompt_tokens, self.config.max_length - 1)
+        if has_limits and len(self.requests) == 1:
+            how = "without speculation" if limits.max_tokens < 2 else "without speculation where that is not exact"
+            checks.log_once(self.model, f"{type(self.model).__name__} answers {how}: {limits.reason}.")
 
     def _prepare(self, stack: contextlib.ExitStack) -> None:
         first, processors = self.requests[0], self.kwargs["logits_processor"]
@@ -293,7 +295,7 @@ class Call:
         why = self._hindrance() or (self._batch_hindrance() if is_batch else None)
         if why is not None:
             what = "Batches are decoded" if is_batch else "The target decodes"
-            log_once(self.model, f"{what} without a draft: {why}.")
+            checks.log_once(self.model, f"{what} without a draft: {why}.")
             return self.decode_alone(is_usual=False)
         assert self.length is not None
         self.target = self._static_target()
@@ -358,7 +360,7 @@ class Call:
             return why
         drafts = {id(drafting.draft): drafting.draft for drafting in self.draftings}
         for name, model in (("the target", self.model), *(("the draft", draft) for draft in drafts.values())):
-            if why := batch_hindrance(model):
+            if why := checks.batch_hindrance(model):
                 return f"{name} cannot hold rows that continue independently: {why}"
         return None
 
@@ -367,9 +369,9 @@ class Call:
         cache, limits, most = self.kwargs.get("past_key_values"), self.limits, self.config.max_length
         if self.kwargs.get("mm_encoder_outputs") is not None:
             return "a multimodal model numbers the positions of a batch by itself"
-        if others := list(given_arguments(self.kwargs)):
+        if others := list(checks.given_arguments(self.kwargs)):
             return f"`{others[0]}` was given"
-        if has_adapter_per_row(self.model):
+        if checks.adapter_arguments(self.model):
             return (
                 "PEFT uses an adapter for each row (`adapter_names`, or aLoRA), and rows leave the batch as they end"
             )
@@ -395,7 +397,7 @@ class Call:
             try:
                 source = self._draft_source(loop, drafting, rows)
             except Exception as error:  # noqa: BLE001 - of drafts of any kind
-                self._check_failure(drafting.draft, error)
+                self.draft_failed(rows, error)
                 continue
             sources += [] if source is None else [source]
         return sources
@@ -417,14 +419,12 @@ class Call:
             clock=self.clock,
         )
 
-    def draft_failed(self, source: DraftSource, error: Exception) -> None:
-        """Log the failure of a draft; raise the error again if the draft is the caller's own."""
-        self._check_failure(self.draftings[source.rows[0]].draft, error)
-
-    def _check_failure(self, draft: Any, error: Exception) -> None:
+    def draft_failed(self, rows: Sequence[int], error: Exception) -> None:
+        """Log the failure of the draft of these rows; raise the error again if the draft is the caller's own."""
         if isinstance(error, OSDError) or not self.is_served:
             raise error
-        log_failed_draft(draft, error)
+        draft = self.draftings[rows[0]].draft
+        checks.log_once(draft, f"The draft failed; the answer continues without it: {first_line(error)}.")
         logger.debug("The draft failed.", exc_info=error)
 
     # --- without a draft ---
@@ -433,16 +433,17 @@ class Call:
         """Let the target decode by transformers' own loop, and record its rows. Unusual calls are not timed."""
         times, requests = list[float](), self.requests
 
-        def record(scores: Tensor) -> None:
+        def record(_: Tensor, scores: Tensor) -> Tensor:
             times.append(self.clock())
             kept = scores.clone() if any(request.rows.parts for request in requests) else scores
             for i, request in enumerate(requests):
                 if request.rows.parts:
                     request.rows.add(kept[i : i + 1])
+            return scores
 
         criteria = _RecordedCriteria(self.kwargs["stopping_criteria"])
-        kwargs = {name: value for name, value in self.kwargs.items() if name not in ASSISTED_ONLY}
-        kwargs["logits_processor"] = _WatchedProcessors(self.kwargs["logits_processor"], record)
+        kwargs = {name: value for name, value in self.kwargs.items() if name not in checks.ASSISTED_ONLY}
+        kwargs["logits_processor"] = LogitsProcessorList([record, *self.kwargs["logits_processor"]])
         output = self.model._sample(self.input_ids, **{**kwargs, "stopping_criteria": criteria})
         sequences = output if isinstance(output, Tensor) else output.sequences
         begins = self.input_ids.shape[1]
@@ -469,29 +470,12 @@ class Call:
         if self.target is not None:
             self.target.close()
 
-    def finish(self) -> None:
-        """Deliver the traces to the listeners after the call has ended well."""
-        hand_over(self.requests)
-
 
 def takes_any_token(processor: Any) -> bool:
     """Whether a processor may be called behind tokens that it forbids: those of transformers, except
     `prefix_allowed_tokens_fn`, which calls a function of the user."""
     own = type(processor) is not PrefixConstrainedLogitsProcessor
     return own and type(processor).__module__ == LogitsProcessor.__module__
-
-
-class _WatchedProcessors(LogitsProcessorList):
-    """The target's logits processors, with a function that sees each raw row before they overwrite it in place."""
-
-    def __init__(self, processors: LogitsProcessorList, see: Callable[[Tensor], object]) -> None:
-        super().__init__(processors)
-        self.see = see
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        self.see(scores)
-        processed: Tensor = super().__call__(input_ids, scores, **kwargs)
-        return processed
 
 
 class _RecordedCriteria(StoppingCriteriaList):

@@ -175,7 +175,8 @@ class Loop:
             looked_up = self.clock() - began
             plan = self.length.begin(len(self.live), texts)
             candidates = self._propose(plan)
-            logits = self._verify(candidates)
+            logits = self.target.verify(candidates.tokens, candidates.is_proposed)
+            logits = logits.to(dtype=torch.float32, device=self.input_ids.device)
             scores = self._process(logits, candidates.tokens.shape[1] + 1)
             verdict = accept(candidates, scores, do_sample=self.do_sample)
             self._take(plan, candidates, logits, scores, verdict)
@@ -227,11 +228,6 @@ class Loop:
         device = self.input_ids.device
         if len(parts) == 1 and parts[0][0].rows == self.live and not guessed:
             return self._exact(parts[0][1])
-        if len(self.live) == 1 and not parts:
-            ids = to_device([[guess.token for guess in guessed.get(self.live[0], ())]], device)
-            if self.processors is not None:
-                self.processors.write(self.live, [self.rows[self.live[0]].length], ids)
-            return self._exact(Candidates(ids, torch.ones_like(ids, dtype=torch.bool)))
         k = max([part.tokens.shape[1] for _, part in parts] + [len(guesses) for guesses in guessed.values()] + [0])
         tokens = torch.zeros(len(self.live), k, dtype=torch.long, device=device)
         is_proposed, place = tokens.bool(), {number: i for i, number in enumerate(self.live)}
@@ -274,7 +270,7 @@ class Loop:
                     plan.threshold,
                 )
             except Exception as error:  # noqa: BLE001 - models of any kind: the answer continues without the draft
-                self.call.draft_failed(source, error)
+                self.call.draft_failed(source.rows, error)
                 self.length.stop_drafting()
                 source.times, source.has_failed = [], True
                 continue
@@ -294,11 +290,6 @@ class Loop:
         return candidates.cut(int(ends[0]) + 1) if len(ends) else candidates
 
     # --- verify ---
-
-    def _verify(self, candidates: Candidates) -> Tensor:
-        """Return the target's raw logits, float32, `(rows, k + 1, vocab)`."""
-        logits = self.target.verify(candidates.tokens, candidates.is_proposed)
-        return logits.to(dtype=torch.float32, device=self.input_ids.device)
 
     def _process(self, logits: Tensor, count: int) -> Tensor:
         """Return the logits after the target's processors."""
@@ -324,7 +315,9 @@ class Loop:
             if row.end is None:
                 accepted = min(num_accepted, len(drafted), len(emitted))
                 if not is_text:
-                    self._count(row, accepted, min(accepted + 1, len(drafted), len(emitted)))
+                    self.judged.append((accepted, min(accepted + 1, len(drafted), len(emitted))))
+                    row.accepted += self.judged[-1][0]
+                    row.examined += self.judged[-1][1]
                 self._record(i, row, drafted, emitted, logits[i], verdict, is_text)
             if row.text is not None:
                 self._check_guesses(row, emitted, len(drafted) if is_text else 1)
@@ -370,12 +363,6 @@ class Loop:
             if guess.token != token:
                 break
         row.text.settled(emitted)
-
-    def _count(self, row: Row, accepted: int, examined: int) -> None:
-        """Count a row's drafted tokens in the statistics."""
-        row.accepted += accepted
-        row.examined += examined
-        self.judged.append((accepted, examined))
 
     def _record(
         self,

@@ -115,18 +115,14 @@ class BatchDraftForward:
         count = self._unread(texts)
         if not self._forward.is_loaded or count > min(self._known):
             logits = self._prefill(texts)
-        else:
-            logits = self._feed_last(texts, count)
+        else:  # rows that have read more get some tokens again, at the same positions
+            ids = to_device([list(text[-count:]) for text in texts], self.device)
+            logits = self._feed(ids, [known - count for known in self._known])
         self._read = list(self._known)
         return logits
 
     def _unread(self, texts: Sequence[Sequence[int]]) -> int:
         return max(1, *(len(text) - read for text, read in zip(texts, self._read, strict=True)))
-
-    def _feed_last(self, texts: Sequence[Sequence[int]], count: int) -> Tensor:
-        """Feed the last tokens of each row. Rows that have read more get some again, at the same positions."""
-        ids = to_device([list(text[-count:]) for text in texts], self.device)
-        return self._feed(ids, [known - count for known in self._known])
 
     def _prefill(self, texts: Sequence[Sequence[int]]) -> Tensor:
         width = max(self._known)

@@ -266,7 +266,11 @@ class StaticForward:
         """Capture a function; return why this cannot be done from such copies of the model."""
         is_ready = False
         try:
-            fast = self._copy(model, code)
+            kind = self._signatures[model], code
+            known, fast = self._copies.get(model, (None, None))
+            if fast is None or known != kind:
+                fast = fast_copy(model, code)
+                self._copies[model] = kind, fast
             with torch._dynamo.config.patch(recompile_limit=MAX_CODES):
                 run(fast, *inputs)  # compilers and libraries choose their kernels here
             is_ready = True
@@ -281,14 +285,6 @@ class StaticForward:
             del graphs[next(iter(graphs))]
         graphs[key] = replay
         return None
-
-    def _copy(self, model: PreTrainedModel, code: LayerCode | None) -> PreTrainedModel:
-        kind = self._signatures[model], code
-        known, copied = self._copies.get(model, (None, None))
-        if copied is None or known != kind:
-            copied = fast_copy(model, code)
-            self._copies[model] = kind, copied
-        return copied
 
     # --- compiled forwards ------------------------------------------------------------------------------------------
 

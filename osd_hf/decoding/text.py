@@ -9,8 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["EarlierText", "Guess", "RequestText", "TextIndex"]
-
 ORDERS = (1, 2, 4, 8)  # numbers of last tokens that are looked up
 MAX_MATCH_TOKENS = 32
 MAX_PLACES = 32  # newest places that are compared
