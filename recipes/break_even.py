@@ -1,15 +1,17 @@
 """Measure when learning has paid: live, at full load, with everything included.
 
-    OSD_HF_DATA=... python recipes/break_even.py                                           # 4 x 600 requests
+    OSD_HF_DATA=... python recipes/break_even.py                                           # 5 x 600 requests
     OSD_HF_DATA=... python recipes/break_even.py --requests 2000 --datasets spider finance_alpaca
     OSD_HF_DATA=... python recipes/break_even.py --rules default "not learning"
     OSD_HF_DATA=... python recipes/break_even.py --requests 12 --datasets gsm8k --no-compile              # smoke
 
-Each prompt is answered by `target.generate` and by an assistant of each rule, in changing order. The time of an
-assistant includes learning after the answer. Draft and target are compiled before the first request. The report has,
-for each assistant, the requests after which its total stays below the target's, the ratio of the totals (with an
-interval over blocks of 50 requests) and of the last fifth, the share of learning, latencies, and how many answers
-equal the target's or differ at a tie.
+Everyday chats (`alpaca`) are sampled with temperature 0.7 and top-p 0.9; other data sets are answered greedily. Each
+prompt is answered by `target.generate` and by an assistant of each rule, in changing order. Sampled answers differ in
+length, so the time of serving one is scaled to the tokens of the target's answer. The time of an assistant includes
+learning after the answer. Draft and target are compiled before the first request. The report has, for each assistant,
+the requests after which its total stays below the target's, the ratio of the totals (with an interval over blocks of
+50 requests) and of the last fifth, the share of learning, latencies, and how many greedy answers equal the target's or
+differ at a tie.
 
 The same run is also evaluated in a model (not a measurement) of an 8B target with a 0.6B draft on one H100, k = 5:
 bf16 weights are read once per forward at 3.35 TB/s, arithmetic runs at 400 TFLOP/s, and a learning step reads and
@@ -28,9 +30,11 @@ import numpy as np
 import torch
 from common import (
     MAX_NEW_TOKENS,
+    SAMPLING,
     TEMPLATES,
     K,
     drawing,
+    encoded,
     greedy,
     last_share,
     load_pair,
@@ -38,6 +42,7 @@ from common import (
     parting,
     prompts,
     run_facts,
+    texts_of,
     write_report,
 )
 from numpy.typing import NDArray
@@ -55,6 +60,7 @@ RULES: dict[str, dict[str, Any]] = {
     "draft alone": {"candidates": "draft"},
     "not learning": {"update_strategy": "manual"},
 }
+CHATS = "alpaca"
 BLOCK = 50  # requests resampled together
 BANDWIDTH, FLOPS, TARGET, DRAFT = 3.35e12, 4e14, 8e9, 0.6e9  # bytes/s and FLOP/s of the model, parameters
 Array = NDArray[np.float64]
@@ -82,6 +88,10 @@ class Served:
         self.learning.append(self.assistant.learning_seconds - before)
         self.effort.append(self.assistant.effort)
         return answer
+
+    def scale_last(self, factor: float) -> None:
+        """Scale the time of serving the last request, without learning."""
+        self.seconds[-1] = (self.seconds[-1] - self.learning[-1]) * factor + self.learning[-1]
 
 
 def paid_after(alone: Array, served: Array) -> int | None:
@@ -189,14 +199,17 @@ def report_on(
 
 def main() -> None:
     parser = make_parser(__doc__, "break_even", traces=False)
-    parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--datasets", nargs="+", default=[CHATS, *TEMPLATES])
+    parser.add_argument("--requests", type=int, default=600, help="of each data set; at most 400 chats")
     parser.add_argument("--rules", nargs="+", default=["default"], choices=list(RULES))
     parser.add_argument("--no-compile", action="store_true", help="draft and verify eagerly")
     args = parser.parse_args()
     pair, started, rows, starts = load_pair(), time.time(), [], {}
     for name in args.datasets:
-        asked = prompts(name, pair.tokenizer, args.requests, args.seed)
+        if name == CHATS:
+            asked = encoded(texts_of(name)[: args.requests], pair.tokenizer)
+        else:
+            asked = prompts(name, pair.tokenizer, args.requests, args.seed)
         ways = [Served(pair, rule, args.seed, not args.no_compile) for rule in args.rules]
         for way in ways:  # what only a first request pays, of both sizes of caches
             begun = time.perf_counter()
@@ -209,8 +222,11 @@ def main() -> None:
         alone: list[float] = []
         for i, prompt in enumerate(tqdm(asked, desc=name, leave=False)):
             ids, settings = greedy(prompt, MAX_NEW_TOKENS)
+            if name == CHATS:
+                settings |= {"do_sample": True, "top_k": 0, **SAMPLING}
             answers: dict[int, torch.Tensor] = {}
             for place in np.roll(np.arange(-1, len(ways)), i).tolist():
+                torch.manual_seed(i)
                 if place < 0:
                     begun = time.perf_counter()
                     answers[place] = pair.target.generate(ids, **settings)
@@ -218,6 +234,9 @@ def main() -> None:
                 else:
                     answers[place] = ways[place].answer(ids, settings)
             for place, way in enumerate(ways):
+                if name == CHATS:
+                    way.scale_last((answers[-1].shape[1] - len(prompt)) / (answers[place].shape[1] - len(prompt)))
+                    continue
                 both = [answers[which][0, len(prompt) :].tolist() for which in (-1, place)]
                 outcome = compare_outputs(pair.target, prompt, *both)
                 way.outcomes[outcome] += 1

@@ -42,6 +42,8 @@ TEMPLATES = {
 }
 RESULTS = Path(os.environ.get("OSD_HF_RESULTS", Path(__file__).parent / "results"))
 MAX_NEW_TOKENS = 96
+SAMPLING = {"temperature": 0.7, "top_p": 0.9}  # of everyday chats
+HELD_OUT_ROWS = 400  # the last rows of `alpaca`, which no draft is trained on
 K = 5  # drafted tokens per round, in all figures that are compared
 
 
@@ -99,6 +101,48 @@ def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
     template = TEMPLATES[name]
     turns = [[{"role": "user", "content": template.format(**row)}] for row in chosen(name, n, seed)]
     return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
+
+
+def alpaca_prompts() -> list[str]:
+    """Return the everyday instructions with their inputs."""
+    return [row["instruction"] + ("\n" + row["input"] if row["input"] else "") for row in rows("alpaca")]
+
+
+def texts_of(name: str) -> list[str]:
+    """Return all prompts of a data set as texts: held-out rows of `alpaca`, first turns of `mt_bench`."""
+    if name == "alpaca":
+        return alpaca_prompts()[-HELD_OUT_ROWS:]
+    if name == "mt_bench":
+        return [row["turns"][0] for row in rows(name)]
+    return [TEMPLATES[name].format(**row) for row in rows(name)]
+
+
+def encoded(texts: Sequence[str], tokenizer: Any, max_prompt_tokens: int = 400) -> list[list[int]]:
+    """Return the token ids of user turns, without very long ones."""
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    found = [tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
+    return [ids for ids in found if len(ids) <= max_prompt_tokens]
+
+
+def kept_answers(folder: Path, target: Any, tokenizer: Any, count: int = 40) -> dict[str, list[Trace]]:
+    """Return the target's answers to prompts that no draft is trained on, recorded once: sampled for `alpaca` and
+    `mt_bench`, greedy for four data sets."""
+    found = {}
+    for name in ("alpaca", "mt_bench", "gsm8k", "finance_alpaca", "code_search_net_python"):
+        texts = texts_of(name)
+        asked = sorted(encoded(random.Random(1).sample(texts, min(count, len(texts))), tokenizer), key=len)
+        for how, sampling in (("sampled", SAMPLING), ("greedy", None)):
+            if how == "greedy" and name == "alpaca" or how == "sampled" and name not in ("alpaca", "mt_bench"):
+                continue
+            store = CorrectionStore(folder / f"{name}-{how}-{count}")
+            if len(store) == 0:
+                for trace in list(
+                    record_traces(target, asked, sampling=sampling, seed=7, max_new_tokens=MAX_NEW_TOKENS, domain=name)
+                ):
+                    store.append(trace)
+                store.close()
+            found[f"{name}, {how}"] = list(CorrectionStore(folder / f"{name}-{how}-{count}"))
+    return found
 
 
 def recorded(

@@ -60,6 +60,21 @@ def test_every_system_gives_the_targets_own_tokens(report):
         assert figures["tokens"] == figures["emitted"] == 6 * TOKENS
 
 
+def test_some_data_sets_are_sampled_with_one_seed_for_each_request(models, prompts):
+    target, draft = models
+    systems = [System("alone", "alone"), System("lookup", "prompt_lookup"), System("lean", "lean", draft, 3)]
+    how = {"max_new_tokens": TOKENS, "sampling": {"one": {"temperature": 5.0, "top_k": 0}}}
+    first, second = (benchmark(target, systems, prompts, **how) for _ in range(2))
+    parts = first.to_dict()["by_dataset"]
+    assert parts["one"]["lean"]["outputs"] == {"identical": 0, "tied": 0, "differing": 0}
+    assert parts["two"]["lean"]["outputs"] == {"identical": 3, "tied": 0, "differing": 0}
+    # The draft and the hot target agree less often than two greedy models.
+    assert parts["one"]["lean"]["alpha"] != parts["two"]["lean"]["alpha"]
+    assert [first.stats_of(s.name) for s in systems] == [second.stats_of(s.name) for s in systems]
+    with pytest.raises(ConfigError, match="unknown data sets: three"):
+        benchmark(target, systems, prompts, max_new_tokens=TOKENS, sampling={"three": {}})
+
+
 def test_data_sets_add_up_to_all_of_them(report):
     data = report.to_dict()["by_dataset"]
     assert list(data) == ["one", "two", "all"]
@@ -208,7 +223,7 @@ def test_the_command_times_static_and_learned_drafts(pair, rows, tmp_path, capsy
     assert main(served(pair, rows, folder, "--json", str(tmp_path / "report.json"))) == 0
     report = json.loads((folder / "report.json").read_text())
     assert report == json.loads((tmp_path / "report.json").read_text())
-    assert list(report["by_dataset"]) == ["questions", "all"]
+    assert list(report["by_dataset"]) == ["all, sampled", "questions", "all"]
     names = [
         "target alone", "prompt lookup", "stock static", "lean static", "lean learned",
         *(f"auto, {source}" for source in ("draft only", "text only", "both")),
@@ -219,7 +234,7 @@ def test_the_command_times_static_and_learned_drafts(pair, rows, tmp_path, capsy
     assert (folder / "speedups.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     first_cells = [line.split("  ")[0] for line in out.splitlines()]
-    assert [first_cells.count(name) for name in names] == [2] * len(names)
+    assert [first_cells.count(name) for name in names] == [3] * len(names)
 
 
 def test_bundled_prompts_are_answered_by_any_pair(pair, tmp_path):
@@ -227,7 +242,7 @@ def test_bundled_prompts_are_answered_by_any_pair(pair, tmp_path):
     sizes = ["--num-requests", "1", "--learn-requests", "0", "--max-new-tokens", "4", "--threads", "1"]
     assert main(["bench", *models, *sizes, "--output-dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert list(report["by_dataset"]) == ["sql", "math", "python", "finance", "all"]
+    assert list(report["by_dataset"]) == ["all, sampled", "sql", "math", "python", "finance", "all"]
     assert "auto, both" in report["by_dataset"]["all"]
     assert "lean learned" not in report["by_dataset"]["all"]
 

@@ -26,8 +26,20 @@ from osd_hf import CorrectionStore
 RECIPES = Path(__file__).parent.parent / "recipes"
 ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
 SMOKES = {
-    "frontier": [
-        *("--requests", "10", "--rules", "default", "steps / 2", "--datasets", "gsm8k", "--traces", "{traces}")
+    "chats": [
+        *(
+            "--target",
+            "{data}/lab/target",
+            "--draft",
+            "{data}/lab/draft",
+            "--requests",
+            "4",
+            "--held-out",
+            "2",
+            "--timed",
+            "1",
+        ),
+        *("--kinds", "alpaca", "mixed", "--max-new-tokens", "4"),
     ],
     "break_even": ["--requests", "9", "--datasets", "spider", "--no-compile"],
     "batches": [*("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4")],
@@ -51,6 +63,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = ROWS[name]
         rows = [json.dumps(row(f"what is {i} and {i + 1}?")) for i in range(640 if name == "finance_alpaca" else 40)]
         (folder / f"data/{name}.jsonl").write_text("\n".join(rows))
+    chats = [{"instruction": f"what is {i}?", "input": "" if i % 2 else f"{i}", "turns": [f"{i}?"]} for i in range(9)]
+    for name in ("alpaca", "mt_bench"):
+        (folder / f"data/{name}.jsonl").write_text("\n".join(map(json.dumps, chats)))
     return folder
 
 
@@ -83,7 +98,7 @@ def test_a_recipe_runs_its_smallest_form(
     name: str, folder: Path, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
-    flags = [flag.format(traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
+    flags = [flag.format(data=folder, traces=folder / "traces", engine=engine) for flag in SMOKES[name]]
     report = run(name, flags, tmp_path, monkeypatch)
     if name == "rollouts":
         [row] = report["live"]["compared"]

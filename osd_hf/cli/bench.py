@@ -37,9 +37,10 @@ EncodedSets = dict[str, list[list[int]]]  # data set -> token ids of each prompt
 MEBI = 1 << 20
 SOURCES: dict[Any, str] = {"draft": "draft only", "text": "text only", "both": "both"}
 NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in all
+SAMPLED = "all, sampled"  # name of the data set with requests of all others
 
 # Flags without an effect with --compare, and with --store.
-NOT_COMPARED = "pair draft learn_requests seed threads chat_template chat_template_kwargs"
+NOT_COMPARED = "pair draft learn_requests seed threads temperature top_p chat_template chat_template_kwargs"
 NOT_STORED = "target prompts revision quantization max_new_tokens output_dir"
 
 
@@ -58,6 +59,8 @@ class BenchSettings(RowSettings, PairSettings, Reporting):
         "requests per data set that the learned draft learns from; 0 = no such draft", 50, minimum=0, metavar="N"
     )
     max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
+    temperature: float = flag("temperature of the sampled answers; 0 = none are sampled", 0.7, minimum=0)
+    top_p: float = flag("top-p of the sampled answers", 0.9)
     seed: int = flag("seed of prompts and learning", 0, minimum=0)
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     compare: list[str] | None = flag(
@@ -97,7 +100,7 @@ def bench_command(settings: BenchSettings) -> int:
     make_folder(folder)
     report, facts = _measure(settings)
     data = {**facts, **report.to_dict(), "total_seconds": round(time.perf_counter() - started, 1)}
-    datasets = [*report.answers, *(["all"] if len(report.answers) > 1 else [])]
+    datasets = [*report.answers, *(["all"] if len(report.answers) > 2 else [])]
     settings.say("\n".join(speed_tables(data, datasets)))
     bars = {
         dataset: {
@@ -159,6 +162,11 @@ def _measure(settings: BenchSettings) -> tuple[BenchmarkReport, dict[str, Any]]:
         drafts["learned"] = assistant.draft
     systems = _systems(target, drafts, settings, list(earlier))
     how: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "measure_costs": True, "show_progress": True}
+    if settings.temperature > 0:  # the first requests of all data sets, as chats are sampled
+        count = -(-len(next(iter(prompts.values()))) // len(prompts))
+        mixed = [ids for group in prompts.values() for ids in group[:count]]
+        prompts = {SAMPLED: mixed, **prompts}
+        how["sampling"] = {SAMPLED: {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}}
     report = benchmark(target, systems, prompts, tokenizer=tokenizer, **how)
     origin = provenance(seed=settings.seed, threads=threads)
     return report, {"provenance": origin, "learned_from_requests": len(stream), "thread_seconds": thread_seconds}
@@ -219,7 +227,7 @@ ROUND_COLUMNS: dict[str, Callable[[Any], str]] = {
     "ms": lambda part: figure(part["round_seconds"] and part["round_seconds"] * 1e3, 2),
     "drafted": lambda part: figure(part["drafted_per_round"], 1),
     "c": lambda part: figure(part["predicted"] and part["predicted"]["c"]),
-    "identical": lambda part: f"{part['outputs']['identical']}/{part['requests']}",
+    "identical": lambda part: f"{part['outputs']['identical']}/{sum(part['outputs'].values())}",
     "weights MiB": lambda part: f"{part['weights_bytes'] / MEBI:.0f}",
     "peak MiB": lambda part: "-" if part["peak_bytes"] is None else f"{part['peak_bytes'] / MEBI:.0f}",
 }

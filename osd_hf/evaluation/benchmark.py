@@ -95,7 +95,7 @@ class TimedAnswer:
     seconds: float
     first_token_seconds: float
     stats: AcceptanceStats
-    outcome: str  # see `compare_outputs`
+    outcome: str  # see `compare_outputs`; "sampled" answers are not compared
     peak_bytes: int | None  # additional device memory; `None` on a CPU
 
 
@@ -201,12 +201,13 @@ def benchmark(
     prompts: Mapping[str, Sequence[Sequence[int]]],
     *,
     max_new_tokens: int,
+    sampling: Mapping[str, Mapping[str, Any]] | None = None,
     measure_costs: bool = False,
     tokenizer: Any = None,
     show_progress: bool = False,
 ) -> BenchmarkReport:
     """
-    Let systems answer the same requests greedily, one request after the other in all systems, after a warm-up.
+    Let systems answer the same requests, one request after the other in all systems, after a warm-up.
 
     Args:
         target (`PreTrainedModel`), tokenizer (`PreTrainedTokenizerBase`, *optional*):
@@ -214,12 +215,17 @@ def benchmark(
         systems (`Sequence[System]`): Exactly one of them is the eager target alone; see [`alone_systems`].
         prompts (`Mapping[str, Sequence[Sequence[int]]]`): Data set -> token ids of each prompt.
         max_new_tokens (`int`): Maximum tokens of an answer.
+        sampling (`Mapping[str, Mapping[str, Any]]`, *optional*):
+            Data set -> arguments of `generate`, such as `{"temperature": 0.7}`, with which it is sampled. Answers to
+            others are greedy, and compared with the target's. Sampled answers of two systems differ in length, so
+            speeds are compared per token.
         measure_costs (`bool`, *optional*, defaults to `False`):
             Whether to time eager forwards of target and drafts for the cost model.
         show_progress (`bool`, *optional*, defaults to `False`): Whether to show progress bars.
 
     Raises:
-        ConfigError: Duplicate names, no or several systems that are the target alone, or no prompts.
+        ConfigError: Duplicate names, no or several systems that are the target alone, no prompts, or sampling for
+            unknown data sets.
         UnsupportedModelError: An encoder-decoder.
     """
     names = [system.name for system in systems]
@@ -229,14 +235,22 @@ def benchmark(
         )
     if not prompts or ALL in prompts or not all(prompts.values()):
         raise ConfigError(f'Each data set needs prompts and a name other than "{ALL}", got {", ".join(prompts)}.')
+    sampling = sampling or {}
+    if unknown := sampling.keys() - prompts:
+        raise ConfigError(f"`sampling` names unknown data sets: {', '.join(sorted(unknown))}.")
     if unwrap(target).config.is_encoder_decoder:
         raise UnsupportedModelError("The benchmark needs a decoder-only target, got an encoder-decoder.")
-    requests = [_TimedRequest(name, tuple(ids)) for name, group in prompts.items() for ids in group]
+    requests = [
+        _TimedRequest(name, tuple(ids), seed, sampling.get(name))
+        for name, group in prompts.items()
+        for seed, ids in enumerate(group)
+    ]
     # Compilation repeats for each doubling of the length, so warm up one request of each length.
     device = unwrap(target).device
     compiles = device.type != "cpu" or any(s.compile_draft is True or s.compile_target for s in systems)
-    lengths = {r: (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0 for r in requests}
-    first = {(r.dataset, lengths[r]): r for r in reversed(requests)}
+    first = {
+        (r.dataset, (len(r.ids) + max_new_tokens - 1).bit_length() if compiles else 0): r for r in reversed(requests)
+    }
     ways = [_Way(target, system, tokenizer, max_new_tokens) for system in systems]
 
     def turns(chosen: Sequence[_TimedRequest], what: str) -> Iterator[tuple[Any, ...]]:
@@ -254,7 +268,8 @@ def benchmark(
         for request, given in zip(requests, turns(requests, "in turns"), strict=True):
             reference, _ = given[alone]
             for name, (tokens, answer) in zip(names, given, strict=True):
-                outcome = compare_outputs(target, request.ids, reference, tokens)
+                is_greedy = request.sampling is None
+                outcome = compare_outputs(target, request.ids, reference, tokens) if is_greedy else "sampled"
                 answers[request.dataset][name].append(replace(answer, outcome=outcome))
     own = unwrap(target).get_memory_footprint()
     weights = {w.system.name: own + (0 if w.draft is None else w.draft.get_memory_footprint()) for w in ways}
@@ -326,6 +341,8 @@ def pad_setting(model: Any) -> dict[str, int]:
 class _TimedRequest(NamedTuple):
     dataset: str
     ids: tuple[int, ...]
+    seed: int
+    sampling: Mapping[str, Any] | None  # `None` for a greedy answer
 
 
 class _Notes(BaseStreamer):
@@ -404,6 +421,9 @@ class _Way:
     def _generate(self, request: _TimedRequest, notes: _Notes) -> list[int]:
         ids = torch.tensor([request.ids], device=self.model.device)
         kwargs = {**self.kwargs, "attention_mask": torch.ones_like(ids), "streamer": notes}
+        if request.sampling is not None:
+            kwargs |= {"do_sample": True, **request.sampling}
+            torch.manual_seed(request.seed)
         if self.assistant is not None:  # a hook would recompile a compiled target
             self.assistant.reset_stats()
             output = self.assistant.generate(ids, domain=request.dataset, learn=False, **kwargs)
