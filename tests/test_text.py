@@ -63,7 +63,7 @@ def test_a_guess_is_what_follows_the_longest_match_most_often(texts: list[list[i
     index, text = TextIndex(4096), list[int]()
     for i, part in enumerate(texts):
         if i:
-            index.separate()
+            index.extend([SEPARATOR])
             text.append(SEPARATOR)
         index.extend(part)
         text += part

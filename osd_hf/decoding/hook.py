@@ -31,15 +31,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from osd_hf.decoding import checks
 from osd_hf.decoding.draft_length import DraftLength, RoundTime
 from osd_hf.decoding.loop import Loop
-from osd_hf.decoding.record import (
-    Binding,
-    Lease,
-    Request,
-    Round,
-    Sink,
-    hand_over,
-    stores_rows,
-)
+from osd_hf.decoding.record import Binding, Lease, Request, Round, Sink, hand_over, stores_rows
 from osd_hf.decoding.rows import BatchTargetForward
 from osd_hf.decoding.sources import Drafting, DraftSource
 from osd_hf.errors import (

@@ -294,8 +294,9 @@ class DraftSource:
         began, drafted = self.clock(), None
         if self._graph_key is not None and not threshold:
             assert isinstance(self.forward, BatchDraftForward)
-            choose = self._choose_by_noise
-            drafted = self.forward.draft_tokens(texts, k, self._graph_key, choose)
+            drafted = self.forward.draft_tokens(
+                texts, k, self._graph_key, lambda raw, noise: self._choose(raw, [], noise=noise)
+            )
         if drafted is None:
             return self._draft(k, texts, lengths, rooms, threshold)
         self.times = [(self.clock() - began) / k] * k
@@ -363,9 +364,6 @@ class DraftSource:
         if self.ends_with:
             is_last = is_last | torch.isin(tokens, to_device(sorted(self.ends_with), tokens.device))
         return (is_open & ~torch.nn.functional.pad(is_last[:, :-1], (1, 0))).cumprod(1).bool()
-
-    def _choose_by_noise(self, raw: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
-        return self._choose(raw, [], noise=noise)
 
     def _choose(
         self, raw: Tensor, lengths: Sequence[int], *, reads_confidence: bool = False, noise: Tensor | None = None

@@ -51,7 +51,7 @@ class TextIndex:
     def __init__(self, capacity: int, kind: int = OWN) -> None:
         self.kind = kind
         self._capacity = 1 << (max(capacity, 1).bit_length() - 1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._clear(min(256, self._capacity))
 
     def _clear(self, size: int) -> None:
@@ -72,24 +72,16 @@ class TextIndex:
         return self._size * BYTES_PER_TOKEN
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens that follow those before."""
+        """Add tokens that follow those before. A `SEPARATOR` ends a text: later tokens do not follow it."""
         with self._lock:
-            self._extend(tokens)
-
-    def separate(self) -> None:
-        """End a text: tokens added later do not follow it."""
-        with self._lock:
-            self._extend([SEPARATOR])
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        if self._count >= MAX_INDEXED_TOKENS:
-            self._clear(self._size)
-        if self._count + len(tokens) > self._size < self._capacity:
-            held, needed = self._tokens[: self._count], self._count + len(tokens)
-            self._clear(min(1 << (needed - 1).bit_length(), self._capacity))
-            self._extend(held)
-        for token in tokens:
-            self._append(token)
+            if self._count >= MAX_INDEXED_TOKENS:
+                self._clear(self._size)
+            if self._count + len(tokens) > self._size < self._capacity:
+                held, needed = self._tokens[: self._count], self._count + len(tokens)
+                self._clear(min(1 << (needed - 1).bit_length(), self._capacity))
+                self.extend(held)
+            for token in tokens:
+                self._append(token)
 
     def _append(self, token: int) -> None:
         place, mask, last = self._count, self._size - 1, self._last
@@ -172,8 +164,7 @@ class RequestText:
     ) -> None:
         self._own = TextIndex(2 * (len(source) + max_length) + 2)
         if source:
-            self._own.extend(source)
-            self._own.separate()
+            self._own.extend([*source, SEPARATOR])
         self._own.extend(context)
         self._indexes = (self._own, *earlier)
         self._tokens = list(context)
@@ -246,10 +237,7 @@ class EarlierText:
                 if index is None:
                     index = self._indexes[key] = TextIndex(self.max_bytes // BYTES_PER_TOKEN, key[0])
                 self._indexes.move_to_end(key)
-            if key[0] == OWNER:
-                index.extend(prompt)
-            index.extend(answer)
-            index.separate()
+            index.extend([*(prompt if key[0] == OWNER else ()), *answer, SEPARATOR])
         with self._lock:
             while len(self._indexes) > 1 and sum(i.nbytes for i in self._indexes.values()) > self.max_bytes:
                 self._indexes.popitem(last=False)

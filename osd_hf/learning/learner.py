@@ -78,7 +78,7 @@ class Learner:
         if self.config.num_assistant_tokens == "auto":
             return self.drafts.pacer.token_seconds(alpha)
         seconds = self.drafts.pacer.round_seconds(self._k)
-        return None if seconds is None else seconds / expected_block_efficiency(alpha, self._k)
+        return None if seconds is None else seconds / expected_block_efficiency(min(alpha, 1.0), self._k)
 
     def _saved_by(self, trace: Trace, original: AcceptanceStats, learned: AcceptanceStats) -> float:
         """Estimate the seconds that the learned draft saved on the tokens of a request that came from the draft."""
