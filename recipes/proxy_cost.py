@@ -41,8 +41,7 @@ from osd_hf import CorrectionStore
 from osd_hf.engines.completions import ResponseReader
 from osd_hf.models import load_config
 from osd_hf.proxy.app import METRICS_PATH, Proxy, Upstream
-from osd_hf.proxy.extra_fields import add_fields
-from osd_hf.proxy.recorder import ProxyCounts, Recorder
+from osd_hf.proxy.recorder import ProxyCounts, Recorder, add_fields
 from osd_hf.server.app import Listener
 
 NUM_LOGPROBS = 64

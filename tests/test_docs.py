@@ -26,7 +26,7 @@ import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, parse
 from osd_hf.models import Pair
-from osd_hf.proxy.extra_fields import add_fields
+from osd_hf.proxy.recorder import add_fields
 from osd_hf.server.app import Service, make_app
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it

@@ -36,8 +36,7 @@ from osd_hf.errors import StoreError
 from osd_hf.proxy import app as proxy_app
 from osd_hf.proxy import recorder
 from osd_hf.proxy.app import METRICS_PATH, Proxy, Upstream
-from osd_hf.proxy.extra_fields import remove_fields, split_events
-from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
+from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording, remove_fields, split_events
 
 KEPT = 8
 READER = ResponseReader(VOCAB, KEPT)

@@ -28,10 +28,9 @@ from processes import run_python
 from waiting import LONG, Clock, full
 
 from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.store import arrow as tables
 from osd_hf.store import folder as folder_module
 from osd_hf.store import store as module
-from osd_hf.store.arrow import table_to_traces, traces_to_table
+from osd_hf.store.folder import table_to_traces, traces_to_table
 from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import DraftRound, Trace, ids_dtype
 
@@ -123,7 +122,7 @@ def all_traces(draw: st.DrawFn) -> Trace:
 @given(st.lists(all_traces(), max_size=4), st.integers(0, 3))
 def test_a_table_keeps_every_bit(traces: list[Trace], start: int) -> None:
     table = traces_to_table(traces)
-    assert table.schema.equals(tables.SCHEMA)
+    assert table.schema.equals(folder_module.SCHEMA)
     table.validate(full=True)
     assert bits(tuple(table_to_traces(table))) == bits(tuple(traces))
     assert bits(tuple(table_to_traces(table.slice(start)))) == bits(tuple(traces[start:]))

@@ -35,20 +35,14 @@ class DistillSettings(AnswerSettings, RowSettings, Loading, Reporting):
 
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
     draft: str = flag("Hub id or folder of the draft, which learns in float32", metavar="ID|PATH")
-    lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, minimum=1, metavar="R")
-    prompts: str | None = flag(
-        "data set or file with `prompt`, maybe `completion`, or `messages`", None, excludes="store", metavar="ID|FILE"
-    )
+    lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, minimum=1)
+    prompts: str | None = flag("data set or file to train on", None, excludes="store", metavar="ID|FILE")
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
-    num_requests: int | None = flag("first N requests; by default all", None, minimum=1, metavar="N")
-    eval_prompts: str | None = flag(
-        "held-out prompts, read like --prompts", None, excludes="eval_store num_held_out", metavar="ID|FILE"
-    )
+    num_requests: int | None = flag("first N requests; by default all", None, minimum=1)
+    eval_prompts: str | None = flag("held-out prompts", None, excludes="eval_store num_held_out", metavar="ID|FILE")
     eval_split: str = flag("split of the data set of --eval-prompts", "test", needs="eval_prompts")
-    eval_store: str | None = flag(
-        "held-out captured requests, in place of --eval-prompts", None, excludes="num_held_out", metavar="DIR"
-    )
-    num_held_out: int = flag("hold out the last N requests of the data", 0, minimum=0, metavar="N")
+    eval_store: str | None = flag("held-out captured requests", None, excludes="num_held_out", metavar="DIR")
+    num_held_out: int = flag("hold out the last N requests of the data", 0, minimum=0)
 
     def check(self) -> None:
         if self.prompts is None and self.store is None:

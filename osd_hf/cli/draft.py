@@ -33,11 +33,11 @@ class DraftSettings(AnswerSettings, PromptSettings, Loading, Reporting):
     """Flags of `osd-hf draft`."""
 
     target: str = flag("Hub id or folder of the target", positional=True, metavar="TARGET")
-    output_dir: Path = flag("new or empty folder of the draft", positional=True, metavar="DIR")
+    output_dir: Path = flag("new or empty folder of the draft", positional=True)
     store: str | None = flag(
         "recordings to train on", None, excludes="prompts chat_template chat_template_kwargs", metavar="DIR"
     )
-    epochs: float = flag("passes over the answers", 3.0, needs="answers", metavar="X")
+    epochs: float = flag("passes over the answers", 3.0, needs="answers")
     report_to: str = flag("tracker of the training on answers, such as tensorboard", "none", needs="answers")
 
     def check(self) -> None:

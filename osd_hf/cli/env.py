@@ -41,23 +41,15 @@ HAVE_EFFECT |= {"optimizer", "weight_average", "gate"}
 class EnvSettings(Loading, Reporting):
     """Flags of `osd-hf env`."""
 
-    models: list[str] | None = flag(
-        "target and draft of a memory plan", None, positional=True, nargs="*", metavar="MODEL"
-    )
+    models: list[str] | None = flag("models of a memory plan", None, positional=True, nargs="*", metavar="MODEL")
     target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto", needs="models")
     draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto", needs="models")
-    target_bits: int | None = flag(
-        "quantize the target with bitsandbytes", None, needs="models", choices=sorted(QUANTIZATIONS)
-    )
-    lora_rank: int | None = flag(
-        "train adapters of this rank instead of the whole draft", None, minimum=1, needs="models", metavar="R"
-    )
-    device_memory: str | None = flag(
-        "memory of the device, such as 24GB or 80GiB, to see what fits", None, needs="models", metavar="SIZE"
-    )
-    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, needs="models", metavar="N")
-    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, needs="models", metavar="N")
-    rows: int = flag("prompts per request", 1, minimum=1, needs="models", metavar="N")
+    target_bits: int | None = flag("quantize the target", None, needs="models", choices=sorted(QUANTIZATIONS))
+    lora_rank: int | None = flag("train adapters of this rank only", None, minimum=1, needs="models")
+    device_memory: str | None = flag("memory of the device, such as 24GB", None, needs="models", metavar="SIZE")
+    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, needs="models")
+    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, needs="models")
+    rows: int = flag("prompts per request", 1, minimum=1, needs="models")
     paper: bool = flag(PAPER, False, needs="models")
 
 

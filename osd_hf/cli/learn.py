@@ -65,16 +65,10 @@ CLOSE_SECONDS = 10.0  # to wait for a deployment when the command ends
 class StoreSettings(PairSettings, Reporting):
     """A store of an engine's answers, and the target that the engine serves."""
 
-    target: str | None = flag(
-        "model that the engine serves, for its vocabulary; by default the bundled one", None, metavar="ID|PATH"
-    )
-    target_version: str | None = flag(
-        "name of the target's weights; by default the model's name in the responses", None, metavar="NAME"
-    )
-    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, needs="url", metavar="N")
-    max_bytes: int | None = flag(
-        "maximum size of the store; the oldest requests are deleted", None, minimum=1, needs="url", metavar="N"
-    )
+    target: str | None = flag("model that the engine serves; by default the bundled one", None, metavar="ID|PATH")
+    target_version: str | None = flag("version of the target; by default from responses", None, metavar="NAME")
+    flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, needs="url")
+    max_bytes: int | None = flag("maximum size of the store", None, minimum=1, needs="url")
     max_age_days: float | None = flag("days after which requests are deleted", None, needs="url", metavar="DAYS")
 
     def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, ResponseReader]:
@@ -100,21 +94,19 @@ class CollectSettings(PromptSettings):
     url: str | None = flag("first ask this OpenAI-compatible server, and store its answers", None)
     model: str | None = flag("name of the served model; by default the only one", None, needs="url", metavar="NAME")
     api_key: str | None = flag(
-        "key, which other users of this machine can see; by default OSD_HF_API_KEY of the environment",
+        "key, which others on this machine can see; or OSD_HF_API_KEY",
         None,
         needs="url",
         excludes="api_key_file",
     )
     api_key_file: Path | None = flag("file with the key", None, needs="url", metavar="FILE")
     allow_plain_http: bool = flag("send a key to another machine over plain HTTP", False, needs="url")
-    concurrency: int = flag("requests at once", 4, minimum=1, needs="url", metavar="N")
-    patience_seconds: float = flag(
-        "seconds to retry a server that is away or too busy", 30.0, minimum=0, needs="url", metavar="S"
-    )
-    max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, needs="url", metavar="N")
-    temperature: float = flag("temperature of sampling; 0 = greedy", 0.0, minimum=0, needs="url", metavar="X")
-    top_p: float | None = flag("probability mass to sample from", None, needs="temperature", metavar="X")
-    top_k: int | None = flag("number of tokens to sample from", None, needs="temperature", metavar="N")
+    concurrency: int = flag("requests at once", 4, minimum=1, needs="url")
+    patience_seconds: float = flag("seconds to retry a server that is away or busy", 30.0, minimum=0, needs="url")
+    max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, needs="url")
+    temperature: float = flag("temperature of sampling; 0 = greedy", 0.0, minimum=0, needs="url")
+    top_p: float | None = flag("probability mass to sample from", None, needs="temperature")
+    top_k: int | None = flag("number of tokens to sample from", None, needs="temperature")
     resume: bool = flag("leave out prompts whose answers are stored already", False, needs="url")
 
     @property
@@ -145,22 +137,18 @@ OF_LEARNING += " ".join(f.name for f in fields(OnlineConfig) if f.name not in ("
 class LearnSettings(CollectSettings, StoreSettings):
     """Flags of `osd-hf learn`."""
 
-    store: list[Path] = flag("stores of collected answers", metavar="DIR")
-    output_dir: Path | None = flag("folder of the versions; DIR/latest is the newest", None, metavar="DIR")
+    store: list[Path] = flag("stores of collected answers")
+    output_dir: Path | None = flag("folder of the versions; DIR/latest is the newest", None)
     paper: bool = flag(PAPER, False)
-    lora_rank: int | None = flag(
-        "train adapters of this rank, merged in published versions", None, minimum=1, metavar="R"
-    )
-    threads: int | None = flag("number of torch threads", None, minimum=1, metavar="N")
+    lora_rank: int | None = flag("train adapters of this rank, merged in versions", None, minimum=1)
+    threads: int | None = flag("number of torch threads", None, minimum=1)
     by_domain: bool = flag("train a draft for each label, published to OUTPUT_DIR/LABEL", False)
     collect_only: bool = flag("end when the answers are stored", False, needs="url", excludes=OF_LEARNING)
     once: bool = flag("end when everything in the stores is learned", False)
-    poll_seconds: float = flag("seconds between two looks at stores and engines", 2.0, minimum=0, metavar="S")
-    state_dir: Path | None = flag(
-        "saved state to resume from, with tokens of requests; by default OUTPUT_DIR-state", None, metavar="DIR"
-    )
-    keep: int = flag("newest versions to keep", 5, metavar="N")
-    publish_seconds: float = flag("minimum seconds between two versions", 30.0, minimum=0, metavar="S")
+    poll_seconds: float = flag("seconds between two looks at stores and engines", 2.0, minimum=0)
+    state_dir: Path | None = flag("saved state, with tokens of requests; by default OUTPUT_DIR-state", None)
+    keep: int = flag("newest versions to keep", 5)
+    publish_seconds: float = flag("minimum seconds between two versions", 30.0, minimum=0)
     repo_id: str | None = flag("also push each version to this Hub repository", None, metavar="USER/NAME")
     public: bool = flag("let everybody read --repo-id; by default it is private", False, needs="repo_id")
     token: str | None = flag("token of the Hub; by default this machine's login", None, needs="repo_id")
@@ -170,11 +158,9 @@ class LearnSettings(CollectSettings, StoreSettings):
     report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
     deploy: list[str] | None = flag("engines: [LABEL:]reload=URL or 'restart=URL COMMAND'", None, metavar="WAY=URL")
     watch_requests: int = flag(
-        "requests before a version is judged", 200, minimum=MIN_WATCHED_REQUESTS, needs="deploy", metavar="N"
+        "requests before a version is judged", 200, minimum=MIN_WATCHED_REQUESTS, needs="deploy"
     )
-    deploy_seconds: float = flag(
-        "maximum seconds to load a version into an engine", 600.0, minimum=1, needs="deploy", metavar="S"
-    )
+    deploy_seconds: float = flag("maximum seconds to load a version", 600.0, minimum=1, needs="deploy")
 
     def check(self) -> None:
         if self.url and len(self.store) > 1:

@@ -33,24 +33,20 @@ class ProxySettings(StoreSettings):
     """Flags of `osd-hf proxy`."""
 
     url: list[str] = flag("addresses of OpenAI-compatible servers; the least busy one answers", metavar="URL")
-    store: Path = flag("store of the answers", metavar="DIR")
-    num_logprobs: int = flag("log-probs stored per position", 64, minimum=1, metavar="K")
-    share: float = flag("share of the requests that are stored; log-probs cost the engine time", 0.2, metavar="X")
+    store: Path = flag("store of the answers")
+    num_logprobs: int = flag("log-probs stored per position", 64, minimum=1)
+    share: float = flag("share of the requests that are stored; log-probs cost the engine time", 0.2)
     domain: str | None = flag("label of requests without the header x-osd-domain", None, metavar="NAME")
     route: list[str] | None = flag("engine of the requests with a label", None, metavar="DOMAIN=URL")
     host: str = flag("address to listen at", "127.0.0.1")
     port: int = flag("port to listen at", 8080, minimum=0)
-    max_body_bytes: int = flag("maximum size of a request body", 64 << 20, minimum=1, metavar="N")
+    max_body_bytes: int = flag("maximum size of a request body", 64 << 20, minimum=1)
     allow_development: bool = flag("forward requests to vLLM's development endpoints, which control it", False)
-    shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, minimum=0, metavar="S")
+    shutdown_seconds: float = flag("seconds for running answers after a signal", 60.0, minimum=0)
     learn: bool = flag("also run osd-hf learn on the store, in a separate process", False)
-    draft: str | None = flag(
-        "the draft to start from; by default the bundled one", None, needs="learn", metavar="ID|PATH"
-    )
-    output_dir: Path | None = flag("folder of the versions", None, needs="learn", metavar="DIR")
-    learn_config: Path | None = flag(
-        "YAML or JSON file with more flags of osd-hf learn", None, needs="learn", metavar="FILE"
-    )
+    draft: str | None = flag("first draft; by default the bundled one", None, needs="learn", metavar="ID|PATH")
+    output_dir: Path | None = flag("folder of the versions", None, needs="learn")
+    learn_config: Path | None = flag("file with more flags of osd-hf learn", None, needs="learn", metavar="FILE")
 
     def check(self) -> None:
         if not 0 < self.share <= 1:

@@ -35,31 +35,21 @@ class PushSettings(RowSettings, Loading, Reporting):
     draft: str = flag("folder of the learned draft", metavar="PATH")
     target: str | None = flag("its target; by default the one on the draft's model card", None, metavar="ID|PATH")
     pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes="target revision before before_revision")
-    export: Path | None = flag(
-        "only write the draft for vLLM to this new folder", None, excludes=NOT_EXPORTED, metavar="DIR"
-    )
-    before: str | None = flag(
-        "the draft before it learned; by default the one on its model card", None, metavar="ID|PATH"
-    )
+    export: Path | None = flag("only write it for vLLM to this new folder", None, excludes=NOT_EXPORTED)
+    before: str | None = flag("the draft before it learned; by default from its card", None, metavar="ID|PATH")
     before_revision: str | None = flag("branch, tag or commit of that draft on the Hub", None, metavar="NAME")
     split: str = flag("split of a data set", "test", needs="prompts")
-    prompts: str | None = flag(
-        "public data set or file of prompts for the evaluation; by default generated ones", None, metavar="ID|FILE"
-    )
-    num_requests: int = flag("number of prompts", 64, minimum=1, metavar="N")
-    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
-    timed_requests: int = flag("prompts that are also timed live", 12, minimum=0, metavar="N")
-    num_assistant_tokens: int | None = flag(
-        "tokens drafted per round (k); by default tuned, or 5 to export", None, minimum=1, metavar="N"
-    )
+    prompts: str | None = flag("public prompts for the evaluation; by default generated", None, metavar="ID|FILE")
+    num_requests: int = flag("number of prompts", 64, minimum=1)
+    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1)
+    timed_requests: int = flag("prompts that are also timed live", 12, minimum=0)
+    num_assistant_tokens: int | None = flag("tokens drafted per round (k); by default tuned", None, minimum=1)
     domain: list[str] | None = flag("domains that the draft learned, for the card", None, metavar="NAME")
     license: str | None = flag("license of the draft's base, for the card", None, metavar="NAME")
-    private: bool = flag(
-        "push to a private repository, as by default; a public one is refused", False, excludes="public"
-    )
+    private: bool = flag("refuse a public repository, as by default", False, excludes="public")
     public: bool = flag("let everybody read it; a draft may have memorized answers", False)
     token: str | None = flag("token of the Hub; by default HF_TOKEN, or this machine's login", None)
-    output_dir: Path | None = flag("folder that keeps what is pushed", None, metavar="DIR")
+    output_dir: Path | None = flag("folder that keeps what is pushed", None)
     dry_run: bool = flag("write --output-dir and push nothing", False)
 
     def check(self) -> None:

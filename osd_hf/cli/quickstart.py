@@ -38,20 +38,14 @@ COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the
 class QuickstartSettings(PairSettings, Reporting):
     """Flags of `osd-hf quickstart`."""
 
-    learn_requests: int = flag("requests per domain to serve and learn from", 100, minimum=2, metavar="N")
-    later_requests: int = flag(
-        "later requests per domain for measuring alpha, never learned from", 20, minimum=2, metavar="N"
-    )
-    timed_requests: int = flag(
-        "later requests per domain that are also answered live in each way", 12, minimum=1, metavar="N"
-    )
-    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=2, metavar="N")
+    learn_requests: int = flag("requests per domain to serve and learn from", 100, minimum=2)
+    later_requests: int = flag("later requests per domain, never learned from", 20, minimum=2)
+    timed_requests: int = flag("later requests per domain that are also timed", 12, minimum=1)
+    max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=2)
     seed: int = flag("seed of the prompts and of learning", 0)
-    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
+    threads: int | None = flag(THREADS, None, minimum=1)
     compile_target: bool = flag("also time it with the target compiled, which needs a C++ compiler", True)
-    output_dir: Path = flag(
-        "folder of report and plots, which are overwritten", Path("osd_hf_quickstart"), metavar="DIR"
-    )
+    output_dir: Path = flag("folder of report and plots", Path("osd_hf_quickstart"))
 
     def check(self) -> None:
         if self.timed_requests > self.later_requests:

@@ -56,22 +56,18 @@ SAVE_SECONDS = 60.0
 class RunSettings(PromptSettings, PairSettings, Reporting):
     """Flags of `osd-hf run`."""
 
-    max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1, metavar="N")
+    max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1)
     do_sample: bool = flag("sample answers, reproducible by --seed; otherwise they are greedy", False)
-    temperature: float | None = flag("temperature of sampling", None, needs="do_sample", metavar="X")
-    top_p: float | None = flag("probability mass to sample from", None, needs="do_sample", metavar="X")
-    top_k: int | None = flag("number of tokens to sample from", None, needs="do_sample", minimum=0, metavar="N")
+    temperature: float | None = flag("temperature of sampling", None, needs="do_sample")
+    top_p: float | None = flag("probability mass to sample from", None, needs="do_sample")
+    top_k: int | None = flag("number of tokens to sample from", None, needs="do_sample", minimum=0)
     learn: bool = flag("let the draft learn", True)
     paper: bool = flag(PAPER, False)
-    output_dir: Path = flag("folder of report, plot, journal, draft and state", Path("osd_hf_run"), metavar="DIR")
+    output_dir: Path = flag("folder of report, plot, journal, draft and state", Path("osd_hf_run"))
     resume: bool = flag("resume the run in the output folder, with its settings", False)
-    save_every: int | None = flag(
-        "updates between two saves; by default one save per minute", None, minimum=1, metavar="N"
-    )
+    save_every: int | None = flag("updates between two saves; by default one minute", None, minimum=1)
     keep_text: bool = flag("keep prompts and answers in the journal", False)
-    store: str | None = flag(
-        "also store the captured requests; a resumed run may store some twice", None, metavar="DIR"
-    )
+    store: str | None = flag("also store the captured requests", None, metavar="DIR")
     report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
 
     @property

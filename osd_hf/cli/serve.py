@@ -43,23 +43,19 @@ CANCEL_SECONDS = 2.0  # to tell clients that their requests are cut off
 class ServeSettings(PairSettings):
     """Flags of `osd-hf serve`."""
 
-    threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
+    threads: int | None = flag(THREADS, None, minimum=1)
     host: str = flag("address to listen at; any other one lets other machines in", "127.0.0.1")
     port: int = flag("port to listen at; 0 = a free one", 8000, minimum=0)
     served_model_name: str | None = flag("name of the model for clients; by default --target", None, metavar="NAME")
-    api_key: str | None = flag(
-        "bearer token that clients must send; other users of this machine can see it", None, excludes="api_key_file"
-    )
+    api_key: str | None = flag("token of clients; users of this machine can see it", None, excludes="api_key_file")
     api_key_file: Path | None = flag("file with that token", None, metavar="FILE")
-    max_queue: int = flag("requests that may wait; further ones get status 503", 64, minimum=0, metavar="N")
-    shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, minimum=0, metavar="S")
-    max_new_tokens: int = flag("maximum tokens of an answer, unless the request sets it", 1024, minimum=1, metavar="N")
-    chat_template_kwargs: str | None = flag(
-        "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, metavar="JSON"
-    )
+    max_queue: int = flag("requests that may wait; further ones get status 503", 64, minimum=0)
+    shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, minimum=0)
+    max_new_tokens: int = flag("maximum tokens of an answer, unless the request sets it", 1024, minimum=1)
+    chat_template_kwargs: str | None = flag("JSON object of arguments of the chat template", None, metavar="JSON")
     learn: bool = flag("let the draft learn", True)
     paper: bool = flag(PAPER, False)
-    state_dir: Path | None = flag("state to resume from and to save, with tokens of requests", None, metavar="DIR")
+    state_dir: Path | None = flag("state to resume from and to save, with tokens of requests", None)
 
     @property
     def name(self) -> str:

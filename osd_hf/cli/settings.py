@@ -109,7 +109,11 @@ class CommandParser(HfArgumentParser):
         kinds = typing.get_args(field.type)
         plain = [kind for kind in kinds if kind is not types.NoneType]
         is_optional = len(plain) == 1 and len(kinds) == 2
-        is_list = typing.get_origin(plain[0] if is_optional else field.type) is list
+        kind = plain[0] if is_optional else field.type
+        is_list = typing.get_origin(kind) is list
+        shown = {int: "N", float: "X", Path: "DIR"}.get(typing.get_args(kind)[0] if is_list else kind)
+        if shown is not None and not how.get("choices"):
+            how.setdefault("metavar", shown)
         if how.pop("positional", False):
             default = None if field.default is MISSING else field.default
             parser.add_argument(field.name, type=Path if field.type is Path else str, default=default, **how)
@@ -265,20 +269,14 @@ PLACEMENT = ("dtype", "device", "attn_implementation", "device_map", "quantizati
 class Loading(Settings):
     """How models are loaded, and where."""
 
-    revision: str | None = flag(
-        "branch, tag or commit of the target on the Hub", None, needs="target draft models compare", metavar="NAME"
-    )
-    draft_revision: str | None = flag(
-        "branch, tag or commit of the draft on the Hub", None, needs="draft models compare", metavar="NAME"
-    )
+    revision: str | None = flag("revision of the target on the Hub", None, needs="target draft models compare")
+    draft_revision: str | None = flag("revision of the draft on the Hub", None, needs="draft models compare")
     trust_remote_code: bool = flag("run code from the model repositories", False, needs="target draft models compare")
     dtype: Dtype = flag("dtype of the weights; auto = each checkpoint's own; only float32 is exact", "auto")
     device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
     attn_implementation: str | None = flag("attention kernels, such as sdpa or eager", None, metavar="NAME")
     device_map: str | None = flag("placement of the target's layers, such as auto", None, metavar="MAP")
-    quantization: Quantization | None = flag(
-        "quantization of the target: 4bit, 8bit (bitsandbytes) or int8 (torchao)", None
-    )
+    quantization: Quantization | None = flag("quantize the target by bitsandbytes or torchao", None)
 
     @property
     def fetching(self) -> dict[str, Any]:
@@ -337,17 +335,10 @@ class RowSettings(Settings):
     split: str = flag("split of a data set", "train", needs=SOURCES)
     subset: str | None = flag("configuration of a data set", None, needs=SOURCES, metavar="NAME", aliases=CONFIG)
     column: str | None = flag("column of the prompt, if the format is not detected", None, needs=SOURCES)
-    template: str | None = flag(
-        "text with columns in braces, in place of a column, such as 'db: {db_id} {question}'",
-        None,
-        needs=SOURCES,
-        metavar="FORMAT",
-    )
+    template: str | None = flag("text with columns, such as '{db} {question}'", None, needs=SOURCES, metavar="FORMAT")
     domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
     chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True, needs="url")
-    chat_template_kwargs: str | None = flag(
-        "arguments of the chat template, such as '{\"enable_thinking\": false}'", None, needs="url", metavar="JSON"
-    )
+    chat_template_kwargs: str | None = flag("arguments of the chat template", None, needs="url", metavar="JSON")
 
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
@@ -397,12 +388,8 @@ class PromptSettings(RowSettings):
     """Prompts to serve. Without `--prompts`, prompts of the bundled domains."""
 
     prompts: str | None = flag("Hub id, folder or file of prompts", None, needs="url", metavar="ID|FILE", aliases=NAME)
-    domain: list[str] | None = flag(
-        "label of all prompts; of bundled prompts, the domains to serve", None, metavar="NAME"
-    )
-    num_requests: int | None = flag(
-        f"first N prompts; by default all, or {NUM_BUNDLED_REQUESTS} bundled ones", None, minimum=1, metavar="N"
-    )
+    domain: list[str] | None = flag("label of all prompts; of bundled ones, the domains", None, metavar="NAME")
+    num_requests: int | None = flag("first N prompts; by default all, or 200 bundled ones", None, minimum=1)
 
     def encode_prompts(
         self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int | None, *, seed: int = 0
@@ -431,12 +418,9 @@ class PromptSettings(RowSettings):
 class AnswerSettings(Settings):
     """How a target answers the prompts that a draft is trained on for a long time."""
 
-    answers: Path | None = flag(
-        "folder for sampled answers to train on for long, resumable; checkpoints are in DIR-training", None,
-        excludes="store", metavar="DIR",
-    )  # fmt: skip
-    answer_tokens: int = flag("tokens of answers in all", 1_000_000, minimum=1, needs="answers", metavar="N")
-    answer_batch_size: int = flag("prompts answered together", 32, minimum=1, needs="answers", metavar="N")
+    answers: Path | None = flag("folder of sampled answers to train on for long", None, excludes="store")
+    answer_tokens: int = flag("tokens of answers in all", 1_000_000, minimum=1, needs="answers")
+    answer_batch_size: int = flag("prompts answered together", 32, minimum=1, needs="answers")
     answer_temperature: float | None = flag("of the answers; by default the target's", None, needs="answers")
     answer_top_p: float | None = flag("of the answers; by default the target's", None, needs="answers")
     answer_top_k: int | None = flag("of the answers; by default the target's", None, needs="answers")

@@ -18,7 +18,7 @@ import torch
 from osd_hf.errors import StateError
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.weights import learning_context
-from osd_hf.store.arrow import table_to_traces, traces_to_table
+from osd_hf.store.folder import table_to_traces, traces_to_table
 from osd_hf.utils.disk import make_private_folder, new_file, sync_folder, wait_for_lock
 
 FORMAT = 10

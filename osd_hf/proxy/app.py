@@ -18,15 +18,17 @@ import httpx2
 
 from osd_hf.engines.completions import error_message, parse_address
 from osd_hf.errors import ConfigError, first_line
-from osd_hf.proxy.extra_fields import (
+from osd_hf.proxy.recorder import (
     COMPLETION_PATHS,
+    ProxyCounts,
+    Recorder,
+    Recording,
     add_fields,
     reason_not_to_record,
     remove_fields,
     remove_fields_of_event,
     split_events,
 )
-from osd_hf.proxy.recorder import ProxyCounts, Recorder, Recording
 
 METRICS_PATH = "/osd-hf/metrics"  # `/metrics` is the engine's
 # Endpoints that vLLM opens with VLLM_SERVER_DEV_MODE=1. Who reaches them controls the engine.

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 
 from osd_hf.errors import ConfigError, DataError, StoreError
-from osd_hf.store.arrow import traces_to_table
-from osd_hf.store.folder import Folder, Row
+from osd_hf.store.folder import Folder, Row, traces_to_table
 from osd_hf.trace import Trace, misshapen
 
 if TYPE_CHECKING:
