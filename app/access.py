@@ -1,16 +1,25 @@
-"""A middleware that decides which HTTP requests are accepted, by address, origin, path, size, and rate."""
+"""Limits of requests: by address, origin, path, size, and rate; and of Gradio's queue and log, by its internals."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
+import gradio as gr
+from gradio import queueing, routes
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from osd_hf_app.sharing import Quota, RateLimit, visitor_id
+from osd_hf_app.sharing import Quota, RateLimit, may_take, visitor_id
 
 API = "/gradio_api/"
 MAX_BODY_BYTES = 512 * 1024  # a prompt of 20,000 escaped characters and the settings
@@ -27,6 +36,17 @@ API_READS = set("queue/data queue/status call heartbeat info openapi.json startu
 PAGES = {"", *"config theme.css favicon.ico robots.txt manifest.json pwa_icon".split()}
 STATIC_FOLDERS = ("assets", "static", "svelte")
 
+MAX_EVENTS = 150  # waiting or running events of untrusted visitors
+MAX_UNREAD = 512  # messages to all pages
+MAX_UNREAD_OF_PAGE = 64  # messages to one page; a page that reads has hardly any
+MIN_UNREAD = 4  # messages to one page that are always allowed
+UNREAD_SECONDS = 45.0  # after which unread messages are deleted
+MAX_NAME_CHARACTERS = 64  # of a page session
+QUEUE_FULL = "Too many requests at the moment. Try again in a few seconds."
+
+FAILURE_RATE = (30, 60.0)  # logged failures, and seconds
+LOGGERS = ("uvicorn.error", "asyncio", "osd_hf_app.sessions")
+
 
 def is_loopback(netloc: str) -> bool:
     """Return whether a name or an address, with or without a port, means this machine."""
@@ -38,12 +58,9 @@ def is_loopback(netloc: str) -> bool:
 
 
 class AccessMiddleware:
-    """An ASGI middleware in front of Gradio's app.
-
-    With `is_public`, requests of untrusted visitors are limited for each, and other sites may call. Otherwise, unless
-    there is a login, only requests to names of this machine are accepted: a page of another site could point its own
-    name to this machine.
-    """
+    """An ASGI middleware in front of Gradio's app. With `is_public`, requests of untrusted visitors are limited for
+    each, and other sites may call. Otherwise, unless there is a login, only requests to names of this machine are
+    accepted: a page of another site could point its own name to this machine."""
 
     def __init__(self, app: ASGIApp, *, is_public: bool, has_login: bool = False) -> None:
         self._app = app
@@ -113,10 +130,8 @@ def _is_open_path(path: str, is_read: bool) -> bool:
 
 
 def _is_same_site(scope: Scope, headers: Headers, netloc: str) -> bool:
-    """Return whether no page of another site sent this request.
-
-    Reads count as well: Gradio lets pages of any site read its responses.
-    """
+    """Return whether no page of another site sent this request. Reads count as well: Gradio lets pages of any site
+    read its responses."""
     if scope["method"] == "OPTIONS":  # only pages of other sites ask; without permission, they cannot set headers
         return False
     site = headers.get("sec-fetch-site")
@@ -125,3 +140,74 @@ def _is_same_site(scope: Scope, headers: Headers, netloc: str) -> bool:
         return site in ("none", "same-origin") or (is_link and scope["path"].strip("/") in PAGES)
     origin = headers.get("origin")  # for older browsers
     return origin is None or origin.lower().partition("://")[2] == netloc
+
+
+def _visitor(request: Any) -> str:
+    return visitor_id(request.client and request.client.host)
+
+
+def limit_queue(page: gr.Blocks, clock: Callable[[], float] = time.monotonic) -> None:
+    """Limit the events of each visitor in the queue of a page, and the unread messages. Call it before the launch."""
+    queue = page._queue
+    push, send_message = queue.push, queue.send_message
+    last_read: dict[str, float] = {}  # by page session
+    visitors: dict[str, str] = {}  # by page session
+
+    def unread(session: str) -> int:
+        messages = queue.pending_messages_per_session.get(session)
+        return 0 if messages is None else messages.qsize()
+
+    def delete_unread() -> None:
+        for session in list(last_read):
+            is_awaited = any(i in queue.event_ids_to_events for i in queue.pending_event_ids_session.get(session, ()))
+            if clock() - last_read[session] > UNREAD_SECONDS and not is_awaited:
+                queue.pending_messages_per_session.pop(session, None)
+                queue.pending_event_ids_session.pop(session, None)
+                del last_read[session], visitors[session]
+
+    def reads(visitor: str) -> bool:
+        """Return whether a visitor has at most a fair share of all unread messages."""
+        held: Counter[str | None] = Counter()
+        for session, owner in visitors.items():
+            held[owner] += unread(session)
+        return may_take(held, visitor, MAX_UNREAD)
+
+    async def limited_push(body: Any, request: Any, username: str | None) -> Any:
+        delete_unread()
+        visitor = _visitor(request)
+        events = Counter[str | None](_visitor(event.request) for event in queue.event_ids_to_events.values())
+        has_place = may_take(events, visitor, MAX_EVENTS) and reads(visitor)
+        if not has_place or len(body.session_hash or "") > MAX_NAME_CHARACTERS:
+            return False, QUEUE_FULL, "queue_full"
+        result = await push(body=body, request=request, username=username)
+        if result[0]:
+            last_read[body.session_hash] = clock()
+            visitors[body.session_hash] = visitor
+        return result
+
+    def limited_send(event: Any, event_message: Any) -> None:
+        session, count = event.session_hash, unread(event.session_hash)
+        is_gone = session not in queue.pending_messages_per_session or count >= MAX_UNREAD_OF_PAGE
+        if is_gone or (count >= MIN_UNREAD and not reads(visitors.get(session, ""))):
+            event.alive = False  # Gradio's mark for closed pages
+            return
+        if session in last_read and not count:
+            last_read[session] = clock()
+        send_message(event, event_message)
+
+    queue.push = limited_push  # type: ignore[method-assign]
+    queue.send_message = limited_send  # type: ignore[method-assign]
+
+
+def limit_log() -> None:
+    """Log a few failures per minute only, because visitors can cause any number of them."""
+    rate = RateLimit(*FAILURE_RATE)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(lambda record: rate.acquire(None))
+
+    def print_exc() -> None:
+        if rate.acquire(None):
+            traceback.print_exc()
+
+    for module in (queueing, routes):
+        module.traceback = SimpleNamespace(print_exc=print_exc)

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import torch
 from starlette.middleware import Middleware
 
-from osd_hf_app.access import AccessMiddleware, is_loopback
-from osd_hf_app.limits import limit_log, limit_queue
+from osd_hf_app.access import AccessMiddleware, is_loopback, limit_log, limit_queue
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
@@ -90,8 +88,6 @@ def launch(args: Any) -> int:
     login = (USER, password or secrets.token_urlsafe(12)) if args.login else None
     if ignored := remove_variables(os.environ):
         say(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)")
-    if args.threads:  # before a draft is made, because its speed is measured
-        torch.set_num_threads(args.threads)
     smollm2 = smollm2_pair(device=args.device or "cpu") if args.pair == "smollm2" else None
     pair = ServedPair(args.target, args.draft, smollm2=smollm2, **args.loading)
     service = Service(pair, state=args.state_dir, threads=args.threads, is_public=is_public)

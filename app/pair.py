@@ -59,10 +59,8 @@ class ServedPair:
         self.is_exact = self.target.dtype == torch.float32  # half precision may break ties differently
 
     def encode(self, prompt: str, max_new_tokens: int, history: Sequence[tuple[str, str]] = ()) -> torch.Tensor:
-        """Return the int64 ids of shape `(1, tokens)` of earlier turns and a prompt.
-
-        The oldest turns are left out if they do not fit. Raises ConfigError if the prompt itself does not fit.
-        """
+        """Return the int64 ids of shape `(1, tokens)` of earlier turns and a prompt. The oldest turns are left out if
+        they do not fit. Raises ConfigError if the prompt itself does not fit."""
         room = prompt_room(self.target.config, self.draft.config, max_new_tokens)
         history = history[-MAX_TURNS:]
         for first in range(len(history) + 1):
@@ -106,10 +104,8 @@ def _word_counts() -> dict[str, Counter[str]]:
 
 
 def find_domain(prompt: str) -> str:
-    """Return the bundled domain of a prompt, by naive Bayes over its words.
-
-    Returns `GENERAL` if most words are unknown, or if two domains are about equally likely.
-    """
+    """Return the bundled domain of a prompt, by naive Bayes over its words. Returns `GENERAL` if most words are
+    unknown, or if two domains are about equally likely."""
     counts = _word_counts()
     vocabulary = set().union(*counts.values())
     words = _words(prompt)

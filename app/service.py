@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import unicodedata
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,24 @@ from transformers import StoppingCriteriaList
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
 from osd_hf.errors import ConfigError, OSDError
-from osd_hf.replay import emitted_tokens, padded, redraft
+from osd_hf.replay import EmittedToken, emitted_tokens, padded, redraft
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
 from osd_hf_app.pair import NO_DOMAIN, ServedPair, find_domain
-from osd_hf_app.sessions import AUTOMATIC, Answer, Batch, Session, Sessions, Settings, ShownToken, Side
+from osd_hf_app.sessions import (
+    AUTOMATIC,
+    SIDES,
+    Answer,
+    Batch,
+    Record,
+    Session,
+    Sessions,
+    Settings,
+    ShownToken,
+    Side,
+    Workspace,
+)
 from osd_hf_app.sharing import FairQueue, Slot
-from osd_hf_app.workspace import SIDES, Record, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +53,8 @@ BUNDLED_CONFIG = {"update_interval": 2, "steps_per_update": 16, "weight_average"
 
 
 class Service:
-    """Answer the prompts of all visitors. One answer is generated at a time.
-
-    `state` is a saved session that the shared workspace continues. `config` replaces settings of the app.
-    """
+    """Answer the prompts of all visitors. One answer is generated at a time. `state` is a saved session that the
+    shared workspace continues. `config` replaces settings of the app."""
 
     def __init__(
         self,
@@ -71,16 +80,12 @@ class Service:
         except BaseException:
             shared.close()
             raise
-        # Newest seconds and tokens of the target alone.
-        self.target_timings = deque([(seconds, len(tokens))], maxlen=20)
+        self.seconds_per_token = seconds / len(tokens)  # of the target alone, last measured
 
     def ask(self, session: Session, prompt: str, settings: Settings, *, wants_private: bool = False) -> Answer:
-        """Start to answer a prompt.
-
-        With `wants_private`, the prompt is refused if the visitor's private draft was removed, so that no other draft
-        learns from it. Raises ConfigError then, and for an empty or too long prompt, an unknown domain, a chat that is
-        still being answered, or too many waiting prompts.
-        """
+        """Start to answer a prompt. With `wants_private`, the prompt is refused if the visitor's private draft was
+        removed, so that no other draft learns from it. Raises ConfigError then, and for an empty or too long prompt,
+        an unknown domain, a chat that is still being answered, or too many waiting prompts."""
         if len(prompt) > MAX_CHARACTERS:
             raise ConfigError(f"The prompt has {len(prompt):,} characters; the maximum is {MAX_CHARACTERS:,}.")
         if self.is_public and settings.max_new_tokens > MAX_PUBLIC_NEW_TOKENS:
@@ -106,10 +111,8 @@ class Service:
     def send(
         self, session: Session, domain: str, count: int, settings: Settings, *, wants_private: bool = False
     ) -> Batch:
-        """Start to answer sample prompts of a domain one after the other.
-
-        Between two prompts, the draft learns while no other visitor asks. Raises ConfigError as `ask` does.
-        """
+        """Start to answer sample prompts of a domain one after the other. Between two prompts, the draft learns while
+        no other visitor asks. Raises ConfigError as `ask` does."""
         if domain not in (self.pair.domains or (NO_DOMAIN,)):
             known = ", ".join(self.pair.domains) or "no particular domain"
             raise ConfigError(f"There are sample prompts of {known}, got {domain!r}.")
@@ -228,7 +231,7 @@ class Service:
 
     def _score(self, session: Session, answer: Answer, trace: Trace) -> None:
         """Find the origin of each token, and count what both drafts would have had accepted."""
-        workspace, tokenizer = session.workspace, self.pair.tokenizer
+        workspace = session.workspace
         with workspace.assistant.drafts.lease(answer.domain) as serving:
             emitted = emitted_tokens(trace, serving.model)
             if trace.is_sampled:
@@ -236,12 +239,7 @@ class Service:
             else:
                 answer.trace, answer.sides = trace, self._sides(workspace, answer.domain, trace)
                 frozen, learning = (answer.sides[side].stats for side in SIDES)
-        pieces = Pieces(tokenizer)
-        pieces.push(token.id for token in emitted)
-        drafted = [None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]) for token in emitted]
-        origins = ["text" if (t.origin, t.source) == ("accepted", "text") else t.origin for t in emitted]
-        probabilities = [token.drafted_prob for token in emitted]
-        answer.tokens = list(map(ShownToken, pieces.texts, origins, drafted, probabilities))
+        answer.tokens = _shown(self.pair.tokenizer, emitted)
         answer.stats = AcceptanceStats.from_trace(trace)
         answer.version = serving.version
         workspace.add(Record(answer.domain, learning, frozen, serving.version))
@@ -256,9 +254,7 @@ class Service:
             ]
         sides = {}
         for name, (redrafted, version) in zip(SIDES, found, strict=True):
-            pieces, emitted = Pieces(self.pair.tokenizer), emitted_tokens(redrafted)
-            pieces.push(token.id for token in emitted)
-            tokens = list(map(ShownToken, pieces.texts, [token.origin for token in emitted]))
+            tokens = _shown(self.pair.tokenizer, emitted_tokens(redrafted))
             sides[name] = Side(tokens, AcceptanceStats.from_trace(redrafted), version)
         return sides
 
@@ -273,13 +269,19 @@ class Service:
                 self.pair, ids, streamer=streamer, stopping_criteria=stopping, **settings.generate_kwargs
             )
             if not answer.stop.is_set():
-                self.target_timings.append((seconds - slot.waited_seconds, len(alone)))
+                self.seconds_per_token = (seconds - slot.waited_seconds) / len(alone)
                 answer.is_measured = True
                 if not settings.do_sample and self.pair.is_exact:
                     answer.is_identical = alone == trace.completion_ids.tolist()
-        timings = list(self.target_timings)[-1:] if answer.is_measured else self.target_timings
-        total_seconds, total_tokens = (sum(column) for column in zip(*timings, strict=True))
-        answer.alone_seconds = total_seconds / total_tokens * len(trace)
+        answer.alone_seconds = self.seconds_per_token * len(trace)
+
+
+def _shown(tokenizer: Any, emitted: Sequence[EmittedToken]) -> list[ShownToken]:
+    pieces = Pieces(tokenizer)
+    pieces.push(token.id for token in emitted)
+    drafted = [None if token.drafted_id is None else text_of(tokenizer, [token.drafted_id]) for token in emitted]
+    origins = ["text" if (t.origin, t.source) == ("accepted", "text") else t.origin for t in emitted]
+    return list(map(ShownToken, pieces.texts, origins, drafted, [token.drafted_prob for token in emitted]))
 
 
 def _time_target(pair: ServedPair, tokens: int) -> tuple[float, list[int]]:

@@ -1,4 +1,4 @@
-"""The chats of all visitors, their private drafts, and the limits of untrusted visitors."""
+"""The chats of all visitors, the drafts that they share or own, and the limits of untrusted visitors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from osd_hf import AcceptanceStats, Trace
+from osd_hf import AcceptanceStats, LabelRouter, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS
-from osd_hf.errors import ConfigError, OSDError
-from osd_hf_app.pair import GENERAL, NO_DOMAIN
+from osd_hf.errors import ConfigError, LearnerError, OSDError, without_credentials
+from osd_hf_app.pair import GENERAL, NO_DOMAIN, ServedPair
 from osd_hf_app.sharing import Quota, RateLimit
-from osd_hf_app.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,111 @@ MAX_JOBS = 32  # waiting or running at the same time
 PRIVATE_RATE = (8, 60.0)  # private workspaces that untrusted visitors may create, and seconds
 ACTIVE_SECONDS = 600.0  # after its last use, a chat or private draft may be removed for another visitor
 PRIVATE_REMOVED = "Your private draft was removed to make room for other visitors. You now use the shared draft."
+
+SHARED = "shared"  # folder of a draft that all domains share
+SIDES = ("frozen", "learning")
+MAX_RECORDS = 500  # newest requests in the curves and tables
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The counts of one request, without text. Both drafts are replayed on the same answer with the same k."""
+
+    domain: str
+    learning: AcceptanceStats
+    frozen: AcceptanceStats
+    version: int
+
+
+class Workspace:
+    """One assistant with a draft per domain, or one draft, as the pair requires. The pair's draft stays frozen."""
+
+    def __init__(self, pair: ServedPair, config: OnlineConfig, *, is_private: bool = False) -> None:
+        self.pair = pair
+        self.config = config
+        self.is_private = is_private
+        self._start()
+
+    def _start(self) -> None:
+        pair, router = self.pair, LabelRouter() if self.pair.domains else None
+        self.assistant = OnlineAssistant(pair.target, pair.draft, pair.tokenizer, self.config, router=router)
+        self.records: list[Record] = []
+        self.shown: Any = None  # an answer that the app asked for, shown before a visitor asks
+        self.count = 0
+
+    def add(self, record: Record) -> None:
+        """Record a finished request."""
+        self.count += 1
+        self.records = [*self.records, record][-MAX_RECORDS:]  # a new list, because pages may be reading the old one
+
+    def reset(self) -> None:
+        """Discard what was learned and recorded. Call it only while no request of this workspace runs."""
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """Stop learning. A failure of the learner was logged before."""
+        with contextlib.suppress(LearnerError):
+            self.assistant.close()
+
+    @property
+    def failure(self) -> str | None:
+        """Why learning failed, if it has not succeeded since."""
+        error = self.assistant.learning_error
+        return None if error is None else without_credentials(f"Learning failed and will be retried ({error!r}).")
+
+    @property
+    def state(self) -> str:
+        """What the learner does now: `"learning"`, `"idle"`, or `"failed"`."""
+        if self.failure is not None:
+            return "failed"
+        return "learning" if self.assistant.is_learning else "idle"
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts and acceptance of all requests for JSON, without any text."""
+        decisions = [
+            {key: value for key, value in decision.to_dict().items() if key != "reason"}
+            for decision in self.assistant.decisions[-20:]
+        ]
+        return {
+            "pair": self.pair.name,
+            "requests": self.count,
+            "state": self.state,
+            "overall": compare_drafts(self.records),
+            "by_domain": {domain: compare_drafts(part) for domain, part in by_domain(self.records).items()},
+            "learning_seconds": self.assistant.learning_seconds,
+            "saved_seconds": self.assistant.saved_seconds,
+            "decisions": decisions,
+        }
+
+    def save(self, folder: Path) -> list[Path]:
+        """Save the session, and each draft that has learned as a model folder; return the folders."""
+        self.assistant.save_state(folder / "session")
+        saved = [folder / "session"]
+        for domain in self.assistant.drafts.domains:
+            if self.assistant.drafts.serving_version(domain):
+                # Quoted, because a loaded session may have domains with any name.
+                name = SHARED if domain is None else quote(domain, safe="").replace(".", "%2E")
+                saved.append(folder / "drafts" / name)
+                self.assistant.save_pretrained(saved[-1], domain=domain)
+        return saved
+
+
+def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Group records by domain, without those of a pair that has no domains."""
+    domains = dict.fromkeys(record.domain for record in records if record.domain)
+    return {domain: [record for record in records if record.domain == domain] for domain in domains}
+
+
+def compare_drafts(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the number of records, and tokens per pass of the target and alpha of both drafts over the newest twenty,
+    `None` if nothing was drafted."""
+    found: dict[str, Any] = {"requests": len(records)}
+    for side in SIDES:
+        stats = sum((getattr(record, side) for record in records[-20:]), AcceptanceStats())
+        found[f"{side}_tokens_per_target_pass"] = stats.block_efficiency if stats.target_forwards else None
+        found[f"{side}_alpha"] = stats.alpha if stats.examined else None
+    return found
 
 
 @dataclass(frozen=True)
@@ -72,11 +179,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
-    """A token of an answer, as the page shows it.
-
-    `origin` is that of `EmittedToken`, or `"text"` if the token was accepted from earlier text, or `"target"` until
-    the origin is known. A correction has what the draft proposed (`drafted`) and its probability.
-    """
+    """A token of an answer, as the page shows it. `origin` is that of `EmittedToken`, or `"text"` if the token was
+    accepted from earlier text, or `"target"` until the origin is known. A correction has what the draft proposed
+    (`drafted`) and its probability."""
 
     text: str
     origin: str
@@ -280,10 +385,8 @@ class Sessions:
         threading.Thread(target=run, name="osd_hf-answer", daemon=True).start()
 
     def set_private(self, session: Session, is_private: bool) -> None:
-        """Give a chat a private workspace, or discard it and share again.
-
-        Raises ConfigError during an answer, if no place is free, and if the visitor has created too many recently.
-        """
+        """Give a chat a private workspace, or discard it and share again. Raises ConfigError during an answer, if no
+        place is free, and if the visitor has created too many recently."""
         with self._lock:
             if is_private == session.workspace.is_private:
                 return
@@ -343,12 +446,10 @@ def _check_idle(session: Session) -> None:
 
 
 def _to_remove(kept: list[Session], capacity: int, visitor: str | None) -> Session | None:
-    """Return the session that must be removed so that a visitor can have another, if any.
-
-    A trusted visitor replaces the least recently used. An untrusted visitor may hold no more than there are free
-    places, and then replaces own ones, empty chats first. If no place is free, one that was not used for some time is
-    removed. Raises ConfigError if none can be removed.
-    """
+    """Return the session that must be removed so that a visitor can have another, if any. A trusted visitor replaces
+    the least recently used. An untrusted visitor may hold no more than there are free places, and then replaces own
+    ones, empty chats first. If no place is free, one that was not used for some time is removed. Raises ConfigError if
+    none can be removed."""
     free = capacity - len(kept)
     held = sum(session.visitor == visitor for session in kept)
     if free > 0 and (visitor is None or held < free):

@@ -16,11 +16,9 @@ LOOK_SECONDS = 0.25  # between two checks whether a waiting visitor has left
 
 
 def visitor_id(host: str | None) -> str:
-    """Return the id of a visitor in all limits: the IPv4 address, or the /64 network of an IPv6 address.
-
-    One visitor usually owns all IPv6 addresses of such a network. Names of chats and page sessions do not count,
-    because visitors choose them.
-    """
+    """Return the id of a visitor in all limits: the IPv4 address, or the /64 network of an IPv6 address. One visitor
+    usually owns all IPv6 addresses of such a network. Names of chats and page sessions do not count, because visitors
+    choose them."""
     try:
         address = ipaddress.ip_address((host or "").split("%")[0])
     except ValueError:
@@ -30,11 +28,9 @@ def visitor_id(host: str | None) -> str:
 
 
 def may_take(held: Counter[str | None], visitor: str | None, capacity: int) -> bool:
-    """Return whether a visitor may take another place.
-
-    A visitor may hold no more places than are free, so a single visitor leaves half of them. A first place is
-    available until twice the capacity is taken. `None` is a trusted visitor, limited by the capacity only.
-    """
+    """Return whether a visitor may take another place. A visitor may hold no more places than are free, so a single
+    visitor leaves half of them. A first place is available until twice the capacity is taken. `None` is a trusted
+    visitor, limited by the capacity only."""
     total = held.total()
     if visitor is None:
         return total < capacity
@@ -92,13 +88,10 @@ class Slot:
 
 
 class FairQueue:
-    """Give visitors equal shares of the models, even within an answer. One slot runs at a time.
-
-    The visitor with the least used time runs first. Time used while no other visitor waits is free. Equal visitors,
-    and trusted ones (`None`), run in the order of arrival. This is start-time fair queueing (Goyal, Vin and Cheng,
-    SIGCOMM 1996). At most `max_started` slots have started. `work` returns the seconds that the calling thread has
-    worked.
-    """
+    """Give visitors equal shares of the models, even within an answer. One slot runs at a time. The visitor with the
+    least used time runs first. Time used while no other visitor waits is free. Equal visitors, and trusted ones
+    (`None`), run in the order of arrival. This is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996). At
+    most `max_started` slots have started. `work` returns the seconds that the calling thread has worked."""
 
     def __init__(self, max_started: int, work: Callable[[], float] = time.thread_time) -> None:
         self.max_started = max_started
@@ -114,9 +107,7 @@ class FairQueue:
         self, keep_waiting: Callable[[int], bool] = lambda position: True, *, visitor: str | None = None
     ) -> Iterator[Slot | None]:
         """Wait for the models and hold them inside the `with` block. Yields `None` if the visitor has left.
-
-        `keep_waiting` is called with the number of slots ahead, again and again, until it returns `False`.
-        """
+        `keep_waiting` is called with the number of slots ahead, again and again, until it returns `False`."""
         slot = Slot(visitor)
         with self._changed:
             if visitor is not None:

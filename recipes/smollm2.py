@@ -22,7 +22,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,9 @@ from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_t
 from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
-from osd_hf_app.smollm2 import MAKE_SECONDS, NAME, SAMPLING, everyday_prompts, kept_draft, smollm2
+from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts, smollm2
 
+MAKE_SECONDS = 300.0
 SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")
 ALONE, COMPILED, STOCK, OURS = "target alone", "target compiled", "stock as made", "ours learned"
 KERNELS, LOOKUP = "our kernels, no drafting", "prompt lookup, our kernels"
@@ -54,6 +55,16 @@ SMOKE: dict[str, Any] = {
 
 
 # --- the pair, and what it is asked ---------------------------------------------------------------------------------
+
+
+def kept_draft(place: Path, tokenizer: Any, make: Callable[[], Any], device: str) -> Any:
+    """Return the draft in a folder. If there is none, make and save it first."""
+    if not place.is_dir():
+        unfinished = place.with_name(f"{place.name}.unfinished")
+        for part in (make(), tokenizer):
+            part.save_pretrained(unfinished)
+        unfinished.rename(place)
+    return load_model(str(place), dtype="float32", device=device)
 
 
 def made(args: argparse.Namespace) -> tuple[Pair, dict[str, Any]]:

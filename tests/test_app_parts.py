@@ -24,10 +24,9 @@ from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError
 from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
 from osd_hf_app.pair import GENERAL, find_domain
-from osd_hf_app.sessions import Settings
+from osd_hf_app.sessions import Record, Settings
 from osd_hf_app.sharing import FairQueue, Quota, RateLimit, visitor_id
 from osd_hf_app.view import WINDOW, curves, points
-from osd_hf_app.workspace import Record
 
 # --- domains --------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from waiting import LONG
 
 from osd_hf.cli.app import app_command
 from osd_hf.errors import ConfigError
+from osd_hf.models import load_model
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
@@ -29,11 +30,15 @@ SHORT = Settings(max_new_tokens=8, remember=True)
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As it is once the model was fetched and its draft made."""
+    """As it is once the model was fetched, with its draft."""
     folder = save_pair(tmp_path_factory.mktemp("cache"))
     (folder / "target").rename(folder / NAME)
-    (folder / "draft").rename(folder / f"{NAME}-draft")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def small_draft(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("osd_hf_app.smollm2.load_layers", lambda *_: load_model(str(cache / "draft"), dtype="float32"))
 
 
 @pytest.fixture

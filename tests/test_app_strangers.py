@@ -30,19 +30,22 @@ from osd_hf.cli.app import AppSettings, make_parser
 from osd_hf.errors import ConfigError
 from osd_hf_app import access as access_module
 from osd_hf_app import launch as launch_module
-from osd_hf_app.access import API, CALL_RATE, MAX_BODY_BYTES, AccessMiddleware
-from osd_hf_app.launch import exposure
-from osd_hf_app.limits import (
+from osd_hf_app.access import (
+    API,
+    CALL_RATE,
     FAILURE_RATE,
     LOGGERS,
+    MAX_BODY_BYTES,
     MAX_EVENTS,
     MAX_NAME_CHARACTERS,
     MAX_UNREAD,
     MAX_UNREAD_OF_PAGE,
     UNREAD_SECONDS,
+    AccessMiddleware,
     limit_log,
     limit_queue,
 )
+from osd_hf_app.launch import exposure
 from osd_hf_app.page import build
 from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from osd_hf import AcceptanceStats
 from osd_hf.learning.gate import GateDecision
 from osd_hf_app import view
-from osd_hf_app.sessions import Answer, Batch, Session, Settings, ShownToken, Side
-from osd_hf_app.workspace import Record
+from osd_hf_app.sessions import Answer, Batch, Record, Session, Settings, ShownToken, Side
 
 # What view.py writes: tags, and their attributes.
 MARKUP = {

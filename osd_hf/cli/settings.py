@@ -111,7 +111,8 @@ class CommandParser(HfArgumentParser):
         is_optional = len(plain) == 1 and len(kinds) == 2
         kind = plain[0] if is_optional else field.type
         is_list = typing.get_origin(kind) is list
-        shown = {int: "N", float: "X", Path: "DIR"}.get(typing.get_args(kind)[0] if is_list else kind)
+        metavars: dict[Any, str] = {int: "N", float: "X", Path: "DIR"}
+        shown = metavars.get(typing.get_args(kind)[0] if is_list else kind)
         if shown is not None and not how.get("choices"):
             how.setdefault("metavar", shown)
         if how.pop("positional", False):
