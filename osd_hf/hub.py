@@ -278,10 +278,8 @@ def check_written(folder: Path, draft: PreTrainedModel) -> None:
     error = float((expected - found).abs().max())
     tolerance = TOLERANCE if again.dtype == torch.float32 else HALF_TOLERANCE
     if not error <= tolerance:
-        raise StateError(
-            f"The draft in {folder} differs from the original by {error:.2g} in log-probabilities (at most "
-            f"{tolerance:g} is expected). Do not serve it; export again, in float32."
-        )
+        found = f"The draft in {folder} differs from the original by {error:.2g} in log-probabilities"
+        raise StateError(f"{found} (at most {tolerance:g} is expected). Export again, in float32.")
 
 
 # --- the Hub --------------------------------------------------------------------------------------------------------
@@ -333,7 +331,5 @@ def check_push(repo_id: str, token: str | None = None, private: bool | None = Fa
 def refuse_public(api: HfApi, repo_id: str) -> None:
     """Refuse a repo that is not known to be private; raises ConfigError, and the Hub's errors."""
     if api.repo_info(repo_id).private is not True:
-        raise ConfigError(
-            f"{repo_id!r} is open to everybody, and a draft may have memorized answers. Make it private or choose "
-            "another name; to push there anyway, set `private=False` (--public)."
-        )
+        hint = "Make it private, choose another name, or set `private=False` (--public)."
+        raise ConfigError(f"{repo_id!r} is open to everybody, and a draft may have memorized answers. {hint}")

@@ -110,16 +110,10 @@ def report_skipped(name: str, num_used: int, skipped: Mapping[str, Sequence[int]
 
 
 def read_prompts(source: PromptSource) -> Iterator[Prompt]:
-    """
-    Read the prompts of a source in the order of its rows. A row that cannot be used becomes a prompt with a `problem`.
-
-    The call opens the source and checks the columns. Only the columns that are needed are read.
-
-    Raises:
-        ConfigError: a template without a column.
-        DataError: a missing or unreadable file, an unknown data set or split, a missing column, no rows, no known
-            format.
-    """
+    """Read the prompts of a source in the order of its rows. A row that cannot be used becomes a prompt with a
+    `problem`. The call opens the source and checks the columns. Only the columns that are needed are read. Raises
+    ConfigError for a template without a column, and DataError for a missing or unreadable file, an unknown data set or
+    split, a missing column, no rows, and no known format."""
     known, read = open_rows(source)
     text_of: Callable[[Mapping[str, Any]], Any]
     if source.template is None:
@@ -131,9 +125,8 @@ def read_prompts(source: PromptSource) -> Iterator[Prompt]:
         columns, text_of = [column for column, _ in fields.values()], lambda row: _filled(template, fields, row)
     wanted = dict.fromkeys(columns if source.domain_column is None else [*columns, source.domain_column])
     if missing := [name for name in wanted if name not in known]:
-        raise DataError(
-            f"{source.location} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(known)}."
-        )
+        names = ", ".join(map(repr, missing))
+        raise DataError(f"{source.location} has no column {names}; its columns are {', '.join(known)}.")
     return _prompts(read(wanted), source, text_of)
 
 
@@ -147,10 +140,9 @@ def _detected(source: PromptSource, known: Collection[str]) -> list[str]:
         return [column, *(name for name in more if name in names)]
     if len(names) == 1:
         return names
-    raise DataError(
-        f"{source.location} has {'several columns' if texts else 'no column'} that may be the prompt; its columns are "
-        f"{', '.join(known)}. Name one by `column`, or combine several in a `template`."
-    )
+    found = f"{source.location} has {'several columns' if texts else 'no column'} that may be the prompt"
+    hint = "Name one by `column`, or combine several in a `template`."
+    raise DataError(f"{found}; its columns are {', '.join(known)}. {hint}")
 
 
 def _prompt_of(row: Mapping[str, Any], column: str, *more: str) -> str | dict[str, Any]:

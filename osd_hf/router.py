@@ -185,13 +185,9 @@ class TopicRouter(Router):
         try:
             weight = unwrap(target).get_input_embeddings().weight.detach()
         except (AttributeError, NotImplementedError) as error:
-            raise UnsupportedModelError(
-                f"{type(target).__name__} has no input embeddings to find topics by."
-            ) from error
+            raise UnsupportedModelError(f"{type(target).__name__} has no input embeddings.") from error
         if weight.is_meta or not weight.is_floating_point():
-            raise UnsupportedModelError(
-                f"Input embeddings must be loaded floats, got {weight.dtype} on {weight.device}."
-            )
+            raise UnsupportedModelError(f"Embeddings must be loaded floats, got {weight.dtype} on {weight.device}.")
         self._weight: torch.Tensor = weight
         self._mean, self._common = _shared_part(self._weight)
         self._lock = threading.Lock()

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from osd_hf import CorrectionStore, Trace
-from osd_hf.engines.collect import CollectionReport
-from osd_hf.engines.completions import ResponseReader
+from osd_hf.engines.completions import CollectionReport, ResponseReader
 from osd_hf.errors import DataError
 from osd_hf.models import load_config, load_eos_ids
 

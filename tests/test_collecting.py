@@ -24,8 +24,7 @@ from waiting import LONG, full
 from osd_hf import CorrectionStore, Trace
 from osd_hf.cli.main import main
 from osd_hf.engines import completions as module
-from osd_hf.engines.collect import CollectionReport, collect
-from osd_hf.engines.completions import CompletionClient, ResponseReader
+from osd_hf.engines.completions import CollectionReport, CompletionClient, ResponseReader, collect
 from osd_hf.errors import ConfigError, ServerError, StoreError
 from osd_hf.prompts import Prompt, encode_turn
 from osd_hf.recording import record_traces

@@ -76,7 +76,13 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
         made = train_draft(target, tokenizer, config, **requests)
     else:
         made, history = train_long(settings, config, target, tokenizer, requests["prompts"])
-    facts = facts_of(target, target, domains, _card_facts(made))
+    training = {
+        "Copied layers of the target": ", ".join(map(str, made.layers)),
+        "Training": f"{made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
+        f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
+        "Speed on the machine of the training": made.verdict,
+    }
+    facts = facts_of(target, target, domains, training)
     facts = replace(facts, command=provenance()["command"], target_version=version)
     save_draft(settings.output_dir, made.draft, tokenizer, facts=facts)
     if history:
@@ -140,13 +146,3 @@ def train_long(
 def _alphas(made: MadeDraft) -> str:
     sides = [f"{figure(stats.alpha)} {stats_interval(stats)}" for stats in (made.before, made.after)]
     return f"{sides[0]} before, {sides[1]} after"
-
-
-def _card_facts(made: MadeDraft) -> dict[str, Any]:
-    """Return the rows of the model card about the training."""
-    facts: dict[str, Any] = {"Copied layers of the target": ", ".join(map(str, made.layers))}
-    return facts | {
-        "Training": f"{made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
-        f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
-        "Speed on the machine of the training": made.verdict,
-    }

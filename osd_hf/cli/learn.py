@@ -34,8 +34,7 @@ from osd_hf.cli.settings import (
     stop_on_signal,
 )
 from osd_hf.config import OnlineConfig
-from osd_hf.engines.collect import CollectionReport, collect
-from osd_hf.engines.completions import CompletionClient, ResponseReader, parse_address
+from osd_hf.engines.completions import CollectionReport, CompletionClient, ResponseReader, collect, parse_address
 from osd_hf.engines.deploy import MIN_WATCHED_REQUESTS, Deployer, DeployMethod
 from osd_hf.engines.learn import StoreLearner
 from osd_hf.engines.versions import PLOT, VersionFolder, folder_name
@@ -52,7 +51,6 @@ from osd_hf.models import (
     load_tokenizer,
     prompt_room,
 )
-from osd_hf.prompts import EncodedPrompts
 from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
 from osd_hf.store.store import CorrectionStore
@@ -71,15 +69,17 @@ class StoreSettings(PairSettings, Reporting):
     max_bytes: int | None = flag("maximum size of the store", None, minimum=1, needs="url")
     max_age_days: float | None = flag("days after which requests are deleted", None, needs="url", metavar="DAYS")
 
-    def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, ResponseReader]:
-        """Return the target's configuration and the reader of its answers."""
+    def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, Any, ResponseReader]:
+        """Return the target's configuration, its tokenizer, and the reader of its answers."""
         if self.target:
-            config, ends = load_config(self.target, **self.fetching), load_eos_ids(self.target, **self.fetching)
+            config, ends, tokenizer = (
+                load(self.target, **self.fetching) for load in (load_config, load_eos_ids, load_tokenizer)
+            )
         else:
-            target = self.load_pair().target
+            target, _, tokenizer = self.load_pair()
             config, ends = target.config, eos_ids(target.generation_config)
         size = int(config.get_text_config().vocab_size)
-        return config, ResponseReader(size, min(num_logprobs, size), ends, self.target_version)
+        return config, tokenizer, ResponseReader(size, min(num_logprobs, size), ends, self.target_version)
 
     def open_store(self, folder: Path) -> CorrectionStore:
         """Open the store for writing; raises StoreError."""
@@ -251,8 +251,13 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     """Collect into the store until everything is there, and report; returns the exit code."""
     folder = settings.store[0].expanduser()
     key = settings.key()
-    target_config, reader = settings.read_target(config.num_logprobs or sys.maxsize)
-    encoded = _encode(settings, folder, target_config, config.seed)
+    target_config, tokenizer, reader = settings.read_target(config.num_logprobs or sys.maxsize)
+    room = prompt_room(target_config, target_config, settings.max_new_tokens)
+    encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
+    if settings.resume and folder.exists():
+        known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(folder)}
+        rest = [(p, ids) for p, ids in encoded.prompts if np.array(ids, np.int32).tobytes() not in known]
+        encoded = replace(encoded, prompts=tuple(rest))
     store, report = settings.open_store(folder), CollectionReport()
     bytes_before = store.nbytes
     failed: StoreError | ServerError | DataError | None = None
@@ -285,30 +290,7 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
             )
     except (StoreError, ServerError, DataError) as error:  # the report comes first
         failed = error
-    _report_collection(settings, report, folder, store.nbytes - bytes_before)
-    if failed is not None:
-        print(f"osd-hf: error: {failed}", file=sys.stderr)
-    elif report.unanswered:
-        print(f"osd-hf: interrupted: go on with --resume, {report.unanswered} prompts are left", file=sys.stderr)
-        return INTERRUPTED
-    return FAILED if failed is not None or (report.skipped and not report.requests) else 0
-
-
-def _encode(settings: LearnSettings, folder: Path, target_config: PreTrainedConfig, seed: int) -> EncodedPrompts:
-    """Return the prompts to ask; with `--resume` only those without a stored answer."""
-    tokenizer = (
-        load_tokenizer(settings.target, **settings.fetching) if settings.target else settings.load_pair().tokenizer
-    )
-    room = prompt_room(target_config, target_config, settings.max_new_tokens)
-    encoded = settings.encode_prompts(tokenizer, room, seed=seed)
-    if not settings.resume or not folder.exists():
-        return encoded
-    known = {trace.prompt_ids.tobytes() for trace in CorrectionStore(folder)}
-    rest = [(p, ids) for p, ids in encoded.prompts if np.array(ids, np.int32).tobytes() not in known]
-    return replace(encoded, prompts=tuple(rest))
-
-
-def _report_collection(settings: LearnSettings, report: CollectionReport, folder: Path, written: int) -> None:
+    written = store.nbytes - bytes_before
     per_token = written / report.tokens if report.tokens else None
     shown = "" if per_token is None else f" ({per_token:.1f} per token)"
     settings.say(
@@ -320,6 +302,12 @@ def _report_collection(settings: LearnSettings, report: CollectionReport, folder
     if settings.collect_only:
         found = {name: getattr(report, name) for name in ("requests", "tokens", "seconds", "skipped")}
         settings.write_json({"provenance": provenance(), "bytes": written, "bytes_per_token": per_token, **found})
+    if failed is not None:
+        print(f"osd-hf: error: {failed}", file=sys.stderr)
+    elif report.unanswered:
+        print(f"osd-hf: interrupted: go on with --resume, {report.unanswered} prompts are left", file=sys.stderr)
+        return INTERRUPTED
+    return FAILED if failed is not None or (report.skipped and not report.requests) else 0
 
 
 # --- learning -------------------------------------------------------------------------------------------------------

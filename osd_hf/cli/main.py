@@ -34,15 +34,8 @@ EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Run a command.
-
-    Args:
-        argv (`Sequence[str]`, *optional*): Arguments; those of the process by default.
-
-    Returns:
-        `int`: The exit code, see `osd-hf --help`. Bad usage exits, as `argparse` does.
-    """
+    """Run a command with these arguments, by default those of the process; returns the exit code, see `osd-hf --help`.
+    Bad usage exits, as `argparse` does."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         command, settings = parse(argv)

@@ -20,7 +20,6 @@ from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, answer_traced, benchmark
 from osd_hf.evaluation.display import figure, ratio_text, text_table
-from osd_hf.models import Pair
 from osd_hf.prompts import encode_turn
 from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each
@@ -92,7 +91,15 @@ def quickstart_command(settings: QuickstartSettings) -> int:
         frozen, static = (replay_each(pair.draft, traces, K) for traces in (served, answered))
         learned = replay_each(assistant.draft, answered, K)
         timed_prompts = {d: [ids for name, ids in asked if name == d][: settings.timed_requests] for d in DOMAINS}
-        ways = _systems(pair, assistant.draft, served, compile_target=settings.compile_target)
+        alone, lookup, static_draft, ours, compiled = WAYS
+        ways = [
+            System(alone, "alone"),
+            System(lookup, "prompt_lookup", num_assistant_tokens=K),
+            System(static_draft, "stock", pair.draft, K),
+            System(ours, "lean", assistant.draft, "auto", earlier=served),
+        ]
+        if settings.compile_target:
+            ways.append(System(compiled, "lean", assistant.draft, "auto", earlier=served, compile_target=True))
         how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "tokenizer": pair.tokenizer, "show_progress": True}
         timed = benchmark(pair.target, ways, timed_prompts, **how)
     while_serving = {"frozen": frozen, "learned": [AcceptanceStats.from_trace(t) for t in served]}
@@ -157,20 +164,6 @@ def serve_stream(
             traces.append(trace)
             advance(AcceptanceStats.from_trace(trace), version=assistant.version)
     return traces
-
-
-def _systems(pair: Pair, learned: Any, earlier: Sequence[Trace], *, compile_target: bool) -> list[System]:
-    """Return the target alone, prompt lookup, the original draft, and the learned draft with earlier text."""
-    alone, lookup, static, ours, compiled = WAYS
-    systems = [
-        System(alone, "alone"),
-        System(lookup, "prompt_lookup", num_assistant_tokens=K),
-        System(static, "stock", pair.draft, K),
-        System(ours, "lean", learned, "auto", earlier=earlier),
-    ]
-    if compile_target:
-        systems.append(System(compiled, "lean", learned, "auto", earlier=earlier, compile_target=True))
-    return systems
 
 
 def _domain_report(name: str, part: Comparison, timed: BenchmarkReport) -> dict[str, Any]:

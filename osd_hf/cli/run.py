@@ -98,15 +98,14 @@ class RunSettings(PromptSettings, PairSettings, Reporting):
 
     def identity(self, config: OnlineConfig, encoded: EncodedPrompts) -> dict[str, Any]:
         """Return what must stay the same for a run to be resumed, ready for JSON."""
+        own = ("quantization", "revision", "draft_revision", "learn", "keep_text")
         return {
             **{name: self.place(name) or self.pair for name in SOURCES},
             "requests": len(encoded.prompts),
             "prompts_fingerprint": prompts_digest(encoded.prompts),
             "dtype": "float32" if self.pair else self.dtype,
-            **{n: v for n in ("quantization", "revision", "draft_revision") if (v := getattr(self, n)) is not None},
+            **{name: value for name in own if (value := getattr(self, name)) is not None},
             **self.generate_kwargs,
-            "learn": self.learn,
-            "keep_text": self.keep_text,
             **{f"config.{name}": value for name, value in config.to_dict().items()},
         }
 
@@ -231,9 +230,7 @@ def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) ->
     differing = [name for name in {**earlier, **current} if earlier.get(name) != current.get(name)]
     if differing:
         shown = "; ".join(f"{name} was {earlier.get(name)!r}, is {current.get(name)!r}" for name in differing)
-        raise StateError(
-            f"The run in {folder} has other settings: {shown}. Leave these flags out to resume it, or start a new run."
-        )
+        raise StateError(f"The run in {folder} has other settings: {shown}. Leave these out, or start a new run.")
 
 
 def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -245,18 +242,11 @@ def open_folder(folder: Path, settings: Mapping[str, Any]) -> None:
 def serve(
     settings: RunSettings, assistant: OnlineAssistant, frozen: PreTrainedModel, prompts: EncodedPrompts
 ) -> list[Served]:
-    """
-    Serve the prompts that the run in this folder has not served yet.
-
-    The saved state decides where a run resumes: later journal lines are dropped and their requests are served again,
-    from the same draft and, if sampled with a fixed k, with the same tokens. A resumed run therefore ends as an
-    uninterrupted one. Only the store may hold a request twice. Without learning, the journal alone decides. SIGINT and
-    SIGTERM drop the answer in progress, or wait for the update in progress, save, and raise KeyboardInterrupt with the
-    number of saved requests.
-
-    The assistant is new and has the strategy `"manual"`. `frozen` is the original draft. Raises ConfigError,
-    StateError and LearnerError.
-    """
+    """Serve the prompts that the run in this folder has not served yet, with a new assistant with the strategy
+    `"manual"`. The saved state decides where a run resumes: later journal lines are dropped and their requests are
+    served again, from the same draft, so that a resumed run ends as an uninterrupted one. Without learning, the
+    journal alone decides. SIGINT and SIGTERM drop the answer in progress, save, and raise KeyboardInterrupt with the
+    number of saved requests. `frozen` is the original draft. Raises ConfigError, StateError and LearnerError."""
     folder, learn = settings.output_dir, settings.learn
     generate_kwargs = settings.generate_kwargs | pad_setting(assistant.target)
     lock = hold_lock(folder / LOCK, f"Another process serves into {folder}. Choose another output folder.")
@@ -346,10 +336,8 @@ def _update(assistant: OnlineAssistant, requests: int) -> dict[str, Any]:
         return assistant.update().to_dict()
     except Exception as error:
         cause = error.__cause__ if isinstance(error, LearnerError) and error.__cause__ else error
-        raise LearnerError(
-            f"Learning failed after request {requests}: {first_line(cause)}. The last saved state is intact; fix the "
-            "cause, then go on with --resume."
-        ) from error
+        hint = "The last saved state is intact; fix the cause, then go on with --resume."
+        raise LearnerError(f"Learning failed after request {requests}: {first_line(cause)}. {hint}") from error
 
 
 def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Served]:
@@ -374,9 +362,6 @@ def _resume(assistant: OnlineAssistant, folder: Path, learn: bool) -> list[Serve
     if len(served) < len(lines):
         write_whole(journal, "".join(lines[: len(served)]).encode())
     return served
-
-
-# --- the report -----------------------------------------------------------------------------------------------------
 
 
 def report_on(served: Sequence[Served]) -> dict[str, Any]:

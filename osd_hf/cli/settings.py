@@ -479,9 +479,6 @@ def lora_config(rank: int | None) -> Any:
     return None if rank is None else LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
-# --- files and signals ----------------------------------------------------------------------------------------------
-
-
 def open_recorded(folder: str | Path) -> CorrectionStore:
     """Open a store of captured requests; raises StoreError if there is none."""
     if not Path(folder).is_dir():

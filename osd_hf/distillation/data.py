@@ -54,9 +54,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     is_encoder_decoder = draft.config.is_encoder_decoder
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
     if is_encoder_decoder and start is None:
-        raise UnsupportedModelError(
-            "The draft is an encoder-decoder without a `decoder_start_token_id`. Set it on `draft.generation_config`."
-        )
+        raise UnsupportedModelError("The draft needs a `decoder_start_token_id` in its generation config.")
     positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
 
     def read(data: Any, *, needs_rows: bool, may_answer: bool) -> list[Trace]:
@@ -106,11 +104,9 @@ def _check_answers(target: Any) -> None:
     """Raise ConfigError for a target whose answers would depend on logits processors, which its rows do not show."""
     settings = sampling_settings(unwrap(target).generation_config)
     if asked := sorted(settings.keys() - {"do_sample", "eos_token_id", *NO_WARPING}):
-        raise ConfigError(
-            f"The target must answer prompts, but its generation config sets {', '.join(asked)}, which changes its "
-            f"distributions. Set {asked[0]} to its neutral value on `target.generation_config`, or pass completions "
-            "or recorded requests."
-        )
+        hint = f"Set {asked[0]} to its neutral value there, or pass completions or recorded requests."
+        what = f"its generation config sets {', '.join(asked)}, which changes its distributions"
+        raise ConfigError(f"The target must answer prompts, but {what}. {hint}")
 
 
 def check_room(positions: int | None, new_tokens: int, trace: Trace, *, may_answer: bool) -> None:
@@ -134,9 +130,8 @@ def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows:
     if any(t.is_encoder_decoder != model.config.is_encoder_decoder for t in traces):
         raise DataError("The draft or the target of the recordings is an encoder-decoder, the other one is not.")
     if foreign := {t.vocab_size for t in traces} - {vocab_size}:
-        raise VocabularyMismatchError(
-            f"The recordings have a vocabulary of {min(foreign)} tokens, the draft {vocab_size}; see `align_vocab`."
-        )
+        sizes = f"a vocabulary of {min(foreign)} tokens, the draft {vocab_size}"
+        raise VocabularyMismatchError(f"The recordings have {sizes}; see `align_vocab`.")
     if not needs_rows:
         return traces
     known = [t for t in traces if t.num_kept]
@@ -147,16 +142,11 @@ def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows:
         traces = known
     widths = sorted({t.top_ids.shape[1] for t in traces})
     if len(widths) > 1:
-        raise StateError(
-            f"The recordings keep {' and '.join(str(w or 'all') for w in widths)} entries per position. Distill from "
-            "each part by itself."
-        )
+        kept = " and ".join(str(width or "all") for width in widths)
+        raise StateError(f"The recordings keep {kept} entries per position. Distill from each part by itself.")
     versions = sorted({t.target for t in traces if t.target is not None})
     if len(versions) > 1:
-        raise DataError(
-            f"The recordings hold rows of {len(versions)} versions of the target ({', '.join(versions)}). Leave out "
-            "the others."
-        )
+        raise DataError(f"The recordings are of several versions of the target ({', '.join(versions)}). Take one.")
     return traces
 
 

@@ -128,10 +128,8 @@ class DistillConfig(GKDConfig):
 
 @dataclass(frozen=True)
 class DistillResult:
-    """
-    The result of [`distill`]. The draft is in evaluation mode, with adapters merged. Under FSDP, only the
-    main process gets the trained weights.
-    """
+    """The result of [`distill`]. The draft is in evaluation mode, with adapters merged. Under FSDP, only the main
+    process gets the trained weights."""
 
     draft: PreTrainedModel
     state: TrainerState
@@ -179,7 +177,11 @@ def distill(
     """
     target, draft = (uncompiled(model) for model in load_named(target, draft))
     args, checkpoint = _own_copy(config), last_checkpoint(config)
-    _check_adapters(draft, peft_config)
+    if is_peft(draft) and peft_config is not None:
+        raise ConfigError("The draft is a `PeftModel` already. Leave `peft_config` out, or merge its adapter first.")
+    adapters = draft.active_peft_config if is_peft(draft) else peft_config
+    if adapters is not None and not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(adapters.peft_type), "merge_and_unload"):
+        raise ConfigError(f"A {type(adapters).__name__} cannot be merged into the draft. Use another, such as LoRA.")
     check_pair(target, draft)
     tokenizer = common_tokenizer(tokenizer, target, draft)
     if tokenizer is None and not draft.config.is_encoder_decoder:
@@ -223,15 +225,6 @@ def learner_of(draft: Any, peft_config: Any) -> Any:
     if peft_config is None:
         trainable_parameters(learner.float())
     return learner
-
-
-def _check_adapters(draft: Any, peft_config: Any) -> None:
-    """Raise ConfigError for adapters that cannot be merged at the end."""
-    if is_peft(draft) and peft_config is not None:
-        raise ConfigError("The draft is a `PeftModel` already. Leave `peft_config` out, or merge its adapter first.")
-    config = draft.active_peft_config if is_peft(draft) else peft_config
-    if config is not None and not hasattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "merge_and_unload"):
-        raise ConfigError(f"A {type(config).__name__} cannot be merged into the draft. Use another, such as LoRA.")
 
 
 # --- trainer --------------------------------------------------------------------------------------------------------
@@ -429,10 +422,8 @@ def _with_adapters(learner: Any, config: Any, peft_config: Any) -> Any:
     if is_peft(learner):
         head = learner.get_output_embeddings()
         if isinstance(head, BaseTunerLayer) and head.weight is learner.get_input_embeddings().weight:
-            raise ConfigError(
-                "The draft ties its output head to its input embeddings; an adapter of the head would change both. "
-                "Leave the head out of the adapter's `target_modules`."
-            )
+            hint = "Leave the head out of the adapter's `target_modules`."
+            raise ConfigError(f"The draft ties its output head to its input embeddings. {hint}")
         if config.gradient_checkpointing:
             learner.enable_input_require_grads()  # https://github.com/huggingface/transformers/issues/42489
     return learner

@@ -1,4 +1,4 @@
-"""Completions of OpenAI-compatible servers: a client that sends token ids, and a reader of responses as traces."""
+"""Completions of OpenAI-compatible servers: ask with token ids, read responses as traces, and store them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import math
 import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import httpx2
 import numpy as np
 
 from osd_hf.errors import ConfigError, DataError, ServerError, first_line, shown_address, without_credentials
+from osd_hf.prompts import Prompt
+from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace, ids_dtype
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 600.0
@@ -47,10 +50,16 @@ WARPERS = (
     ("top_p", "TopPLogitsWarper", (1,)),
     ("min_p", "MinPLogitsWarper", (0,)),
 )
+MAX_FAILURES = 8  # requests that fail in a row before the collection ends
+MAX_REASONS = 256  # counted separately, because servers may give a different reason each time
+POLL_SECONDS = 0.2  # between two checks of `stop`
+GRACE_SECONDS = 5.0  # for requests under way when a collection ends early
 # A line of vLLM's `/metrics`.
 _VALUE = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|Inf|NaN)"
 _SAMPLE = re.compile(rf"vllm:(?P<name>\w+?)(?:_total)?(?:\{{(?P<labels>.*)\}})?\s+(?P<value>{_VALUE})(?:\s+\d+)?")
 _POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+
+T = TypeVar("T")
 
 
 def vllm_counters(metrics: str) -> defaultdict[str, float]:
@@ -61,9 +70,6 @@ def vllm_counters(metrics: str) -> defaultdict[str, float]:
         position = _POSITION.search(line["labels"] or "")
         found[line["name"] + (f"@{position[1]}" if position else "")] += float(line["value"])
     return found
-
-
-# --- addresses and keys ---------------------------------------------------------------------------------------------
 
 
 def parse_address(url: str) -> tuple[httpx2.URL, str, str]:
@@ -97,15 +103,12 @@ class RequestRefusedError(ServerError):
 
 
 class CompletionClient:
-    """
-    A client of `/v1/completions` that sends token ids.
-
-    The address, such as `http://localhost:8000`, may contain `user:password@`, percent-encoded. Requests to this
-    machine use no proxy, and redirects are not followed. The model is by default the server's only one. With
-    `allow_plain_http`, a key or a password may be sent to another machine over plain HTTP, where others can read it.
-    While the server cannot be reached or is busy, requests are repeated for `patience_seconds`. Raises ConfigError if
-    a key or a password would be sent over plain HTTP, or both are given, and ServerError.
-    """
+    """A client of `/v1/completions` that sends token ids. The address, such as `http://localhost:8000`, may contain
+    `user:password@`, percent-encoded. Requests to this machine use no proxy, and redirects are not followed. The model
+    is by default the server's only one. With `allow_plain_http`, a key or a password may be sent to another machine
+    over plain HTTP, where others can read it. While the server cannot be reached or is busy, requests are repeated for
+    `patience_seconds`. Raises ConfigError if a key or a password would be sent over plain HTTP, or both are given, and
+    ServerError."""
 
     def __init__(
         self,
@@ -131,10 +134,8 @@ class CompletionClient:
         self._remove_secrets = remove_secrets
         is_here = _is_this_machine(address.host)
         if (key or user or password) and address.scheme != "https" and not (is_here or allow_plain_http):
-            raise ConfigError(
-                f"A key or a password would go to {self.url} over plain HTTP, where others can read it. Take "
-                "an https address or a tunnel, or accept it with `allow_plain_http=True` (--allow-plain-http)."
-            )
+            hint = "Take an https address or a tunnel, or accept it with `allow_plain_http=True` (--allow-plain-http)."
+            raise ConfigError(f"A key or a password would go to {self.url} over plain HTTP. {hint}")
         try:
             self._http = httpx2.Client(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -298,10 +299,8 @@ class ResponseReader:
             row[token] >= top[0][1] - TOLERANCE for row, top, token in zip(rows, ordered, emitted, strict=True)
         )
         if request.get("temperature") == 0 and not is_greedy:
-            raise DataError(
-                "a greedy answer has tokens that are not the most probable ones; the server reshapes its rows (vLLM: "
-                "serve with --generation-config vllm --logprobs-mode raw_logprobs)"
-            )
+            hint = "vLLM: serve with --generation-config vllm --logprobs-mode raw_logprobs"
+            raise DataError(f"a greedy answer has tokens that are not the most probable ones ({hint})")
         name, now = response.get("model"), self.clock()
         created: Any = response.get("created")
         if type(created) not in (int, float) or not 0 < created <= now + MAX_AHEAD_SECONDS:
@@ -334,9 +333,8 @@ class ResponseReader:
         for token, logprob, top in _positions(found):
             row = dict(top)
             if len(row) < self.num_logprobs:
-                raise DataError(
-                    f"a position has {len(row)} log-probs, {self.num_logprobs} are kept; ask for more, or keep fewer"
-                )
+                few = f"a position has {len(row)} log-probs, {self.num_logprobs} are kept"
+                raise DataError(f"{few}; ask for more, or keep fewer")
             row.setdefault(token, logprob)  # a sampled token may not be among the top ones
             if not all(math.isfinite(v) and v <= TOLERANCE for v in row.values()):
                 raise DataError("a position has log-probs that are none")
@@ -417,3 +415,113 @@ def _id(entry: Mapping[str, Any]) -> int:
     if isinstance(token, str) and token.startswith(ID_PREFIX):
         return int(token.removeprefix(ID_PREFIX))
     raise DataError("the log-probs name tokens by their text; ask with `return_tokens_as_token_ids=true`")
+
+
+# --- collecting -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CollectionReport:
+    """The result of a collection: stored traces and their tokens, and answers that cannot be learned from."""
+
+    requests: int = 0
+    tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason
+    unanswered: int = 0  # prompts without an answer when the collection ended
+    seconds: float = 0.0
+    _reasons: dict[str, str] = field(default_factory=dict, repr=False)  # reason without numbers -> first such reason
+
+    def skip(self, reason: str) -> None:
+        """Count an answer that cannot be learned from."""
+        reason = without_credentials(reason)
+        kind = re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", reason)
+        if kind not in self._reasons and len(self._reasons) >= MAX_REASONS:
+            kind = reason = "other reasons"
+        self.skipped[self._reasons.setdefault(kind, reason)] += 1
+
+
+def collect(
+    prompts: Sequence[tuple[Prompt, list[int]]],
+    client: CompletionClient,
+    reader: ResponseReader,
+    store: CorrectionStore,
+    *,
+    max_new_tokens: int,
+    concurrency: int = 4,
+    report: CollectionReport | None = None,
+    on_request: Callable[[Trace], object] | None = None,
+    stop: threading.Event | None = None,
+    **settings: Any,
+) -> CollectionReport:
+    """Send prompts with their token ids to a server, `concurrency` at a time, and store the answers. `settings` are
+    passed to [`~CompletionClient.complete`]. `report` is filled with counts, also if an error ends the collection. A
+    prompt with an answer that is refused or cannot be learned from is counted and left out. The collection ends with
+    the reason if that happens eight times in a row, or to all prompts, and when `stop` is set. Raises ServerError,
+    DataError and StoreError if the server, its answers, or the store fail. Earlier answers are stored."""
+    report = report or CollectionReport()
+    waiting, running = deque(prompts), set[Future[list[Trace]]]()
+    failures: list[RequestRefusedError | DataError] = []  # since the last stored answer
+    start = time.perf_counter()
+
+    def ask(prompt: Prompt, ids: list[int]) -> list[Trace]:
+        num_logprobs = reader.num_logprobs
+        request, response = client.complete(ids, max_new_tokens=max_new_tokens, num_logprobs=num_logprobs, **settings)
+        return reader.traces(response, request, domain=prompt.domain)
+
+    def keep(done: set[Future[list[Trace]]]) -> ServerError | DataError | None:
+        """Store answers; returns the error that should end the collection."""
+        fatal: ServerError | DataError | None = None
+        for future in done:
+            running.remove(future)
+            try:
+                traces = future.result()
+            except (RequestRefusedError, DataError) as error:
+                report.skip(str(error))
+                failures.append(error)
+                if len(failures) >= MAX_FAILURES:
+                    fatal = error
+            except ServerError as error:
+                report.unanswered += 1
+                fatal = error
+            else:
+                failures.clear()
+                for trace in traces:
+                    store.append(trace)
+                    report.requests += 1
+                    report.tokens += len(trace)
+                    if on_request is not None:
+                        on_request(trace)
+        return fatal
+
+    fatal: ServerError | DataError | None = None
+    try:
+        while fatal is None and not (stop is not None and stop.is_set()):
+            while waiting and len(running) < concurrency:
+                running.add(_run_in_daemon(ask, *waiting.popleft()))
+            if not running:
+                break
+            fatal = keep(wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done)
+        keep(wait(running, timeout=GRACE_SECONDS).done)
+    finally:
+        report.unanswered += len(waiting) + len(running)
+        report.seconds += time.perf_counter() - start
+        store.flush()
+    if failures and not report.requests:
+        fatal = fatal or failures[-1]
+    if fatal is not None:
+        raise fatal
+    return report
+
+
+def _run_in_daemon(call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Run a call in a thread that, unlike those of an executor, does not delay the end of the program."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001  # raised where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="osd_hf-collect", daemon=True).start()
+    return future

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -155,41 +155,35 @@ class DeployMethod:
         return cls(url, command, domain)
 
 
+@dataclass(eq=False)
 class Engine:
     """An engine that versions are loaded into: what it serves, and what it counts. It starts with version 0."""
 
-    def __init__(
-        self,
-        method: DeployMethod,
-        start: PublishedVersion,
-        watch_requests: int,
-        load_seconds: float,
-        stop: threading.Event,
-        clock: Callable[[], float],
-    ) -> None:
-        self.method = method
-        self.name = method.engine_name
-        self.digest = start.digest  # of the version that it got last
-        self.has_loaded = False  # a version was loaded since the engine's start
-        self.windows: dict[str, list[DraftCounts]] = {}  # the newest, by digest
-        self.counts_drafts: bool | None = None  # unknown before the first answer
-        self.is_away = False  # the last attempt to read the counters failed
-        self.failed_digest: str | None = None  # of the version that could not be loaded
-        self.num_failures = 0  # in a row
-        self._watch_requests = watch_requests
-        self._load_seconds = load_seconds
-        self._stop = stop
-        self._clock = clock
-        _, user, password = parse_address(method.url)
+    method: DeployMethod
+    digest: str  # of the version that it got last
+    watch_requests: int
+    load_seconds: float
+    stop: threading.Event
+    clock: Callable[[], float]
+    has_loaded: bool = False  # a version was loaded since the engine's start
+    windows: dict[str, list[DraftCounts]] = field(default_factory=dict)  # the newest, by digest
+    counts_drafts: bool | None = None  # unknown before the first answer
+    is_away: bool = False  # the last attempt to read the counters failed
+    failed_digest: str | None = None  # of the version that could not be loaded
+    num_failures: int = 0  # in a row
+    _retry_at: float = -math.inf
+    _is_known: bool = True  # the engine surely serves `digest`
+    _window_start: DraftCounts | None = DraftCounts(0, 0, 0)  # what an engine has counted is of version 0
+
+    def __post_init__(self) -> None:
+        self.name = self.method.engine_name
+        _, user, password = parse_address(self.method.url)
         self._http = httpx2.Client(
             base_url=self.name,
             auth=httpx2.BasicAuth(user, password) if user or password else None,
-            timeout=httpx2.Timeout(load_seconds, connect=CONNECT_SECONDS),
+            timeout=httpx2.Timeout(self.load_seconds, connect=CONNECT_SECONDS),
             trust_env=False,
         )
-        self._retry_at = -math.inf
-        self._is_known = True  # the engine surely serves `digest`
-        self._window_start: DraftCounts | None = DraftCounts(0, 0, 0)  # what an engine has counted is of version 0
 
     def serves(self, version: PublishedVersion) -> bool:
         """Return whether the engine surely serves a version."""
@@ -198,7 +192,7 @@ class Engine:
     def must_wait(self, version: PublishedVersion) -> bool:
         """Return whether a load would fail or comes too early after a failure."""
         is_gone = self.is_away and self.method.command is None  # a command may start an engine
-        return is_gone or (self.failed_digest == version.digest and self._clock() < self._retry_at)
+        return is_gone or (self.failed_digest == version.digest and self.clock() < self._retry_at)
 
     @property
     def has_baseline(self) -> bool:
@@ -235,8 +229,8 @@ class Engine:
         if window.requests >= WINDOW_REQUESTS:
             self._window_start = now
             windows = self.windows.setdefault(self.digest, [])
-            windows.append(window.limited_to(self._watch_requests))
-            del windows[: -HISTORY_FACTOR * self._watch_requests // WINDOW_REQUESTS]
+            windows.append(window.limited_to(self.watch_requests))
+            del windows[: -HISTORY_FACTOR * self.watch_requests // WINDOW_REQUESTS]
 
     def _read_counters(self) -> DraftCounts | None:
         """Return the counts; `None` if the engine is away, does not count drafts, or does not any more."""
@@ -290,7 +284,7 @@ class Engine:
         except ServerError:
             self.num_failures = self.num_failures + 1 if self.failed_digest == version.digest else 1
             self.failed_digest = version.digest
-            self._retry_at = self._clock() + RETRY_SECONDS
+            self._retry_at = self.clock() + RETRY_SECONDS
             self._window_start = None
             raise
         self.failed_digest = None
@@ -318,37 +312,32 @@ class Engine:
         if failed := next((each["error"] for each in results if "error" in each), None):
             raise ServerError(f"{self.name} has not loaded version {version.number}: {failed}.")
         if {each.get("digest") for each in results} != {version.digest}:
-            raise ServerError(
-                f"{self.name} has loaded other weights than those of version {version.number}: their digest is "
-                f"{results[0].get('digest') if results else None}, not {version.digest}."
-            )
+            loaded = results[0].get("digest") if results else None
+            raise ServerError(f"{self.name} has loaded weights with the digest {loaded}, not {version.digest}.")
         is_new = any(each.get("is_new", True) for each in results)
         if is_new:
-            self._reset_prefix_cache()
+            # Drop the draft's cached prompts, which old weights computed: they cost acceptance, never an answer.
+            send = partial(self._http.post, "/reset_prefix_cache?reset_running_requests=true", timeout=QUICK_SECONDS)
+            if not self._repeat(lambda: send().json().get("success"), RESET_SECONDS):
+                logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
         return is_new
-
-    def _reset_prefix_cache(self) -> None:
-        """Drop the draft's cached prompts, which old weights computed. They would cost acceptance, never an answer."""
-        send = partial(self._http.post, "/reset_prefix_cache?reset_running_requests=true", timeout=QUICK_SECONDS)
-        if not self._repeat(lambda: send().json().get("success"), RESET_SECONDS):
-            logger.warning("%s has not emptied its cache of prompts, which is of the draft before.", self.name)
 
     def _restart(self, version: PublishedVersion) -> bool:
         assert self.method.command is not None
         command = self.method.command.replace("{url}", shlex.quote(self.name))
-        run_command(command.replace("{version}", shlex.quote(str(version.path))), self._load_seconds)
-        if not self._repeat(lambda: self._http.get("/health", timeout=QUICK_SECONDS).is_success, self._load_seconds):
+        run_command(command.replace("{version}", shlex.quote(str(version.path))), self.load_seconds)
+        if not self._repeat(lambda: self._http.get("/health", timeout=QUICK_SECONDS).is_success, self.load_seconds):
             raise ServerError(f"{self.name} is not healthy after its restart with version {version.number}.")
         return True
 
     def _repeat(self, is_done: Callable[[], Any], seconds: float) -> bool:
         """Repeat requests until they succeed; returns whether they have before the time is over."""
-        until = self._clock() + seconds
+        until = self.clock() + seconds
         while True:
             with contextlib.suppress(httpx2.HTTPError, ValueError, AttributeError):
                 if is_done():
                     return True
-            if self._clock() >= until or self._stop.wait(PAUSE_SECONDS):
+            if self.clock() >= until or self.stop.wait(PAUSE_SECONDS):
                 return False
 
     def close(self) -> None:
@@ -377,26 +366,19 @@ def run_command(command: str, seconds: float) -> None:
         if code:
             output.seek(max(output.seek(0, os.SEEK_END) - 2000, 0))
             lines = output.read().decode(errors="replace").strip().splitlines()
-            raise ServerError(
-                f"The command {command!r} ended with code {code}: {lines[-1] if lines else 'no output'}."
-            )
+            raise ServerError(f"The command {command!r} ended with code {code}: {(lines or ['no output'])[-1]}.")
 
 
 # --- the roll-out ---------------------------------------------------------------------------------------------------
 
 
 class Deployer:
-    """
-    Load the version that `latest` points to into engines, one after the other, and watch it there.
-
-    If significantly fewer tokens are accepted than with the version before, that one is loaded again, `latest` points
-    to it, and weights with that digest are never deployed again. A version is kept after `watch_requests` (at least
-    30), or earlier if it is clearly better. A failed load is repeated later. A new version that fails to load does
-    not go to further engines, and is rolled back after the third failure. The log and the file `deploy.jsonl` record
-    everything; another process continues from that file.
-
-    Raises OSError if the journal cannot be read.
-    """
+    """Load the version that `latest` points to into engines, one after the other, and watch it there. If significantly
+    fewer tokens are accepted than with the version before, that one is loaded again, `latest` points to it, and
+    weights with that digest are never deployed again. A version is kept after `watch_requests` (at least 30), or
+    earlier if it is clearly better. A failed load is repeated later. A new version that fails to load does not go to
+    further engines, and is rolled back after the third failure. The log and the file `deploy.jsonl` record everything;
+    another process continues from that file. Raises OSError if the journal cannot be read."""
 
     def __init__(
         self,
@@ -416,7 +398,8 @@ class Deployer:
         self.stop = stop or threading.Event()
         start = versions.version(0)
         assert start is not None
-        self.engines = [Engine(method, start, watch_requests, load_seconds, self.stop, clock) for method in methods]
+        how = (start.digest, watch_requests, load_seconds, self.stop, clock)
+        self.engines = [Engine(method, *how) for method in methods]
         self.candidate: PublishedVersion | None = None  # the version being tried in place of the serving one
         self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
@@ -533,8 +516,6 @@ class Deployer:
             logger.info("Loaded version %d into %s%s.", wanted.number, engine.name, again)
             self._note("loaded", wanted, engine=engine.name)
 
-    # --- deciding ---------------------------------------------------------------------------------------------------
-
     def _judge_candidate(self) -> None:
         """Keep the candidate or roll it back, if its acceptance is clear."""
         if self.candidate is None:
@@ -582,8 +563,6 @@ class Deployer:
         self.candidate = None
         self._note("kept" if outcome == "promoted" else outcome, version, **decision.to_dict())
         self._pin()
-
-    # --- the journal ------------------------------------------------------------------------------------------------
 
     def _note(self, event: str, version: PublishedVersion, /, **facts: Any) -> None:
         """Add a line to the journal: an event, and the state after it, which the next line has as well."""

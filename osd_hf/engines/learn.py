@@ -44,20 +44,14 @@ MAX_RECENT = 4096  # requests with their acceptance
 
 
 class StoreLearner:
-    """
-    Learn from new requests in stores, and publish the versions that pass the gate.
-
-    What was learned and how far each store was read are saved together in the folder `state`, so that a killed learner
-    continues without learning a request twice or not at all. With `domain`, only requests with this label count; with
-    `by_domain`, each label has a draft of its own, with versions in a subfolder. Adapters (`peft_config`) are merged
-    in versions. Requests of other target versions than `target_version`, by default the one with the newest requests,
-    are left out. Requests without a version count as that one while it is the only one. Versions are pushed to
-    `repo_id`, at least `publish_seconds` apart. `accelerator` runs the training steps, and has the trackers.
-
-    Raises:
-        ConfigError: no fixed number of draft tokens.
-        StateError: the session belongs to another draft.
-    """
+    """Learn from new requests in stores, and publish the versions that pass the gate. What was learned and how far
+    each store was read are saved together in the folder `state`, so that a killed learner continues without learning a
+    request twice or not at all. With `domain`, only requests with this label count; with `by_domain`, each label has a
+    draft of its own, with versions in a subfolder. Adapters (`peft_config`) are merged in versions. Requests of other
+    target versions than `target_version`, by default the one with the newest requests, are left out. Requests without
+    a version count as that one while it is the only one. Versions are pushed to `repo_id`, at least `publish_seconds`
+    apart. `accelerator` runs the training steps, and has the trackers. Raises ConfigError without a fixed number of
+    draft tokens, and StateError if the session belongs to another draft."""
 
     def __init__(
         self,
@@ -174,7 +168,8 @@ class StoreLearner:
                 self._updated(moment)
                 continue
             trace, stats = moment
-            self._count(trace)
+            counts = self._counts.setdefault(self.learner.drafts.key(trace.domain), [0, 0])
+            counts[0], counts[1] = counts[0] + 1, counts[1] + len(trace)
             self.domains.append(trace.domain)
             self.learned.append(stats)
             self.frozen.append(next(frozen))
@@ -204,10 +199,6 @@ class StoreLearner:
         for domain, group in groups.items():
             outcomes.update(zip(group, finish(self._set_aside(domain).isolate(work, group)), strict=True))
         return [outcomes[trace] for trace in traces]
-
-    def _count(self, trace: Trace) -> None:
-        counts = self._counts.setdefault(self.learner.drafts.key(trace.domain), [0, 0])
-        counts[0], counts[1] = counts[0] + 1, counts[1] + len(trace)
 
     def _choose_version(self, arrivals: Iterable[tuple[str | None, float]]) -> None:
         """Select the newest target version, or an earlier one when no request of the present one arrives any more."""
@@ -373,8 +364,6 @@ class StoreLearner:
             self._published_at = self._clock()
         else:
             self._unpushed = None
-
-    # --- the session ------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Save the session if it has a folder; raises StateError."""

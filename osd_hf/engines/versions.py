@@ -100,8 +100,6 @@ class VersionFolder:
                 raise StateError(f"Versions of {domain!r} cannot be written: {first_line(error)}.") from error
         return self._domains[domain]
 
-    # --- publishing -------------------------------------------------------------------------------------------------
-
     def publish(self, write: Callable[[Path], object], facts: dict[str, Any], *, is_start: bool = False) -> Path:
         """Publish the next version, and return its folder. `write` writes it to a folder that does not exist yet.
         `facts` are added to `version.json`. `v000000` (`is_start`) is the link's target only if there is no other
@@ -185,8 +183,6 @@ class VersionFolder:
 
     def _folder(self, number: int) -> Path:
         return self.path / f"v{number:06d}"
-
-    # --- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:

@@ -271,10 +271,8 @@ def answered(
     room = min((room for room in rooms if room is not None), default=None)
     encoded = encode_prompts(dataset.prompts, tokenizer, max_prompt_tokens=room)
     if len(encoded.prompts) < 2:
-        raise DataError(
-            f"Of {len(dataset.prompts)} prompts of {dataset.name!r}, {len(encoded.prompts)} leave room for an answer "
-            f"of {dataset.max_new_tokens} tokens; two are needed."
-        )
+        counts = f"{len(encoded.prompts)} of {len(dataset.prompts)} prompts of {dataset.name!r}"
+        raise DataError(f"{counts} leave room for {dataset.max_new_tokens} tokens of an answer; two are needed.")
     ids = [ids for _, ids in encoded.prompts]
     traces: Iterable[Trace] = record_traces(target, ids, max_new_tokens=dataset.max_new_tokens, num_logprobs=1)
     if show_progress:

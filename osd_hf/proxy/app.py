@@ -11,7 +11,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import httpx2
@@ -111,8 +111,6 @@ class Upstream:
         """Close the connections."""
         await self._transport.aclose()
 
-    # --- availability -----------------------------------------------------------------------------------------------
-
     @property
     def is_avoided(self) -> bool:
         """Whether other engines are tried first because this one failed recently."""
@@ -129,9 +127,6 @@ class Upstream:
         """Use the engine like others again."""
         self._is_failing = False
         self._avoid_until = -float("inf")
-
-
-# --- one request ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -167,33 +162,23 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 # --- the proxy ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Proxy:
     """An ASGI application that passes requests to engines, and their answers back. The least busy engine that can be
     reached answers; `routes` are engines for requests with a label. A `share` of the requests get a recorded answer.
     `domain` is the label of requests without one. Larger bodies than `max_body_bytes` are refused. With
     `allow_development`, requests to development endpoints are passed on."""
 
-    def __init__(
-        self,
-        upstreams: Sequence[Upstream],
-        counts: ProxyCounts,
-        recorder: Recorder,
-        *,
-        routes: Mapping[str, Upstream] | None = None,
-        share: float = 1.0,
-        domain: str | None = None,
-        max_body_bytes: int = 64 << 20,
-        allow_development: bool = False,
-    ) -> None:
-        self.upstreams = list(upstreams)
-        self.counts = counts
-        self.recorder = recorder
-        self.routes = dict(routes or {})
-        self.share = share
-        self.domain = domain
-        self.max_body_bytes = max_body_bytes
-        self.allow_development = allow_development
-        self._share_credit = 0.0  # grows by `share` with each request; recording one costs 1
+    upstreams: list[Upstream]
+    counts: ProxyCounts
+    recorder: Recorder
+    _: KW_ONLY
+    routes: Mapping[str, Upstream] = field(default_factory=dict)
+    share: float = 1.0
+    domain: str | None = None
+    max_body_bytes: int = 64 << 20
+    allow_development: bool = False
+    _share_credit: float = field(default=0.0, init=False)  # grows by `share` with each request; recording one costs 1
 
     def app(self, routes: Iterable[Any] = ()) -> Any:
         """Return the Starlette application, with `routes` of the proxy itself."""

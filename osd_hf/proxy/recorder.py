@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from osd_hf.engines.collect import CollectionReport
-from osd_hf.engines.completions import WARPERS, ResponseReader, changed_sampling
+from osd_hf.engines.completions import WARPERS, CollectionReport, ResponseReader, changed_sampling
 from osd_hf.errors import DataError, StoreError, first_line
 from osd_hf.store.store import CorrectionStore
 
@@ -48,7 +47,7 @@ DATA_LINE = re.compile(rb"(?:\A|(?<=[\r\n]))data: ?([^\r\n]*)")
 logger = logging.getLogger(__name__)
 
 
-# --- requests -------------------------------------------------------------------------------------------------------
+# --- fields that are added and removed ------------------------------------------------------------------------------
 
 
 def add_fields(body: bytes, request: Mapping[str, Any], *, is_chat: bool, num_logprobs: int) -> bytes:
@@ -76,9 +75,6 @@ def reason_not_to_record(request: Mapping[str, Any]) -> str | None:
     if any(value is not None and value is not False for value in asked_for):  # 0 asks for some log-probs
         return "its client asks for log-probs or token ids of its own"
     return None
-
-
-# --- responses ------------------------------------------------------------------------------------------------------
 
 
 def remove_fields(body: bytes) -> bytes:
@@ -120,9 +116,6 @@ def _to_json(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError:  # a surrogate stands alone
         return json.dumps(value, separators=(",", ":")).encode()
-
-
-# --- streams --------------------------------------------------------------------------------------------------------
 
 
 def split_events(text: bytes) -> list[bytes]:
@@ -172,9 +165,6 @@ class ProxyCounts:
             return {**asdict(self), "left_out": dict(self._report.skipped)}
 
 
-# --- an answer ------------------------------------------------------------------------------------------------------
-
-
 class Recording:
     """An answer of an engine while it passes the proxy, with some settings of the client's request and its label."""
 
@@ -201,13 +191,11 @@ class Recording:
 
 
 def _parse(pieces: list[bytes]) -> Mapping[str, Any]:
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(b"".join(pieces))
-    except (ValueError, RecursionError) as error:
-        raise DataError("an answer is no JSON") from error
-    if not isinstance(found, dict) or not isinstance(found.get("choices"), list):
-        raise DataError("there is no response with `choices`")
-    return found
+        if isinstance(found, dict) and isinstance(found.get("choices"), list):
+            return found
+    raise DataError("an answer is no JSON with `choices`")
 
 
 def response_of_stream(data: Iterable[bytes]) -> dict[str, Any]:

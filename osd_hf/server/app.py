@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -62,24 +63,24 @@ def client_left_error() -> ApiError:
     return ApiError(499, "The client has left.")
 
 
+@dataclass(eq=False)
 class Job:
     """A request while it waits, is answered, and is learned from."""
 
-    def __init__(self, answer: Answer, learn: bool, domain: str | None) -> None:
-        self.answer = answer
-        self.learn = learn
-        self.domain = domain
-        self.updates: asyncio.Queue[Update] = asyncio.Queue()  # what the client gets next
-        self.is_left = threading.Event()  # set when the client has left
-        self.is_answered = False  # the client has the answer, and the draft may still learn from it
-        self.future: Future[None]  # done when the draft has learned, or when the job is canceled
-        self._loop = asyncio.get_running_loop()
+    answer: Answer
+    learn: bool
+    domain: str | None
+    updates: asyncio.Queue[Update] = field(default_factory=asyncio.Queue)  # what the client gets next
+    is_left: threading.Event = field(default_factory=threading.Event)  # set when the client has left
+    is_answered: bool = False  # the client has the answer, and the draft may still learn from it
+    future: Future[None] = field(init=False)  # done when the draft has learned, or when the job is canceled
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def send(self, update: Update) -> None:
         """Send an update to the client, from any thread."""
         self.is_answered = self.is_answered or not isinstance(update, str)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self.updates.put_nowait, update)
+            self.loop.call_soon_threadsafe(self.updates.put_nowait, update)
 
     def leave(self, reason: ApiError) -> None:
         """Stop the job, in the event loop: within a round if it runs, immediately if it waits."""
@@ -142,18 +143,8 @@ class Service:
 
     def _answer(self, job: Job) -> None:
         """Answer a request, in the worker thread."""
-        try:
-            self._generate(job)
-        except OSDError as error:
-            job.send(ApiError(400, str(error)))
-        except Exception as error:
-            logger.exception("A request failed.")
-            job.send(ApiError(500, f"The request failed ({type(error).__name__}); the server's log says more."))
-
-    def _generate(self, job: Job) -> None:
         assistant, answer, request = self.assistant, job.answer, job.answer.request
         target, tokenizer = unwrap(assistant.target), assistant.tokenizer
-        input_ids = torch.tensor([request.prompt_ids])
         needs_logits = request.logprobs is not None
         is_seeded = request.seed is not None and request.sampling["do_sample"]
 
@@ -162,17 +153,18 @@ class Service:
             if not needs_logits:
                 job.send(None)  # the client has the answer before the draft learns from it
 
-        criteria = StoppingCriteriaList([Stop(job.is_left)])
-        if request.stop:
-            start = 1 if target.config.is_encoder_decoder else input_ids.shape[1]
-            criteria.append(StopText(tokenizer, request.stop, start))
-        settings = {**request.sampling, **pad_setting(target)}
-        if needs_logits:
-            settings |= {"output_logits": True, "return_dict_in_generate": True}
-        if is_seeded:
-            torch.manual_seed(request.seed)
-            settings["num_assistant_tokens"] = 0  # with a draft, the number of draws depends on what it has learned
         try:
+            input_ids = torch.tensor([request.prompt_ids])
+            criteria = StoppingCriteriaList([Stop(job.is_left)])
+            if request.stop:
+                start = 1 if target.config.is_encoder_decoder else input_ids.shape[1]
+                criteria.append(StopText(tokenizer, request.stop, start))
+            settings = {**request.sampling, **pad_setting(target)}
+            if needs_logits:
+                settings |= {"output_logits": True, "return_dict_in_generate": True}
+            if is_seeded:
+                torch.manual_seed(request.seed)
+                settings["num_assistant_tokens"] = 0  # with a draft, the number of draws depends on it
             output = assistant.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
@@ -184,14 +176,17 @@ class Service:
                 max_new_tokens=request.max_new_tokens,
                 **settings,
             )
+            if needs_logits:
+                answer.set_logprobs(output.logits)
+                job.send(None)
+        except OSDError as error:
+            job.send(ApiError(400, str(error)))
+        except Exception as error:
+            logger.exception("A request failed.")
+            job.send(ApiError(500, f"The request failed ({type(error).__name__}); the server's log says more."))
         finally:
             if is_seeded:
                 torch.seed()  # later answers must not depend on it
-        if needs_logits:
-            answer.set_logprobs(output.logits)
-            job.send(None)
-
-    # --- stopping ---------------------------------------------------------------------------------------------------
 
     def stop(self, seconds: float) -> None:
         """Refuse new requests, and cancel the others after some seconds; called in the event loop."""
@@ -380,10 +375,8 @@ class Listener:
             # confirms the headers. asyncio sets it only for sockets that it makes.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"The address {host}:{port} cannot be listened at: {error}. Choose another host or port, or stop what "
-                "listens there."
-            ) from error
+            hint = "Choose another host or port, or stop what listens there."
+            raise ConfigError(f"The address {host}:{port} cannot be listened at: {error}. {hint}") from error
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
         self._server: _Server | None = None
 

@@ -36,9 +36,6 @@ PROXY_COUNTS = {
 }
 
 
-# --- exposition -----------------------------------------------------------------------------------------------------
-
-
 def metrics_route(*sources: Source, path: str = "/metrics") -> Any:
     """Return the `starlette.routing.Route` that answers scrapes with the figures of functions; raises ConfigError."""
     registry = _registry(sources)
@@ -63,9 +60,7 @@ def serve_metrics(port: int, *sources: Source, host: str = "127.0.0.1") -> Itera
     try:
         server, thread = start_http_server(port, host, registry)
     except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"Metrics cannot be served at {host}:{port}: {error}. Take another --metrics-port."
-        ) from error
+        raise ConfigError(f"No metrics at {host}:{port}: {error}. Take another --metrics-port.") from error
     try:
         yield server.server_port
     finally:

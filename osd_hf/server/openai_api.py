@@ -48,9 +48,6 @@ NEUTRAL_SETTINGS: dict[str, dict[str, Any]] = {
 STOP_MARGIN_TOKENS = 8
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
 class ApiError(Exception):
     """An error response."""
 
@@ -121,10 +118,9 @@ class RequestReader:
         self._template_kwargs = chat_template_kwargs or {}
         has_template = getattr(tokenizer, "chat_template", None)
         if self._template_kwargs and (not has_template or self._template_kwargs.keys() & _template_names(tokenizer)):
-            raise ConfigError(
-                f"`chat_template_kwargs` must hold what the chat template itself reads, got {self._template_kwargs}"
-                + ("." if has_template else ", and the tokenizer has no chat template.")
-            )
+            more = "" if has_template else ", and the tokenizer has no chat template"
+            rule = "must hold what the chat template itself reads"
+            raise ConfigError(f"`chat_template_kwargs` {rule}, got {self._template_kwargs}{more}.")
         self.name = name
         self._tokenizer = copy.deepcopy(tokenizer)  # because another thread decodes
         self._defaults = target.generation_config
@@ -427,8 +423,6 @@ class Answer:
         text = text_of(self._tokenizer, [token])
         # A part of a character has no text, and no own bytes.
         return {"token": text, "logprob": logprob, "bytes": None if INCOMPLETE in text else list(text.encode())}
-
-    # --- response bodies --------------------------------------------------------------------------------------------
 
     def body(self) -> dict[str, Any]:
         """Return the body of the answer."""

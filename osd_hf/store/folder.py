@@ -129,9 +129,8 @@ def read_from(path: str, extract: Callable[[Any], T]) -> T | None:
     except FileNotFoundError:
         return None
     except (OSError, pa.ArrowException) as error:
-        raise StoreError(
-            f"the shard {path} cannot be read: {error}. Move it out of the store to continue without it"
-        ) from error
+        hint = "Move it out of the store to continue without it"
+        raise StoreError(f"the shard {path} cannot be read: {error}. {hint}") from error
 
 
 def open_store(path: Path) -> None:
@@ -143,10 +142,8 @@ def open_store(path: Path) -> None:
         found = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
         if not marker.exists():
             if found:
-                raise StoreError(
-                    f"{path} is not a store of this package: it contains {found[0]} and no {MARKER_NAME}. Give the "
-                    "path of a new or empty folder, or of an existing store"
-                )
+                hint = "Give the path of a new or empty folder, or of an existing store"
+                raise StoreError(f"{path} is no store: it contains {found[0]} and no {MARKER_NAME}. {hint}")
             write_whole(marker, json.dumps(MARKER).encode())
         text = marker.read_bytes()
     with contextlib.suppress(ValueError):
@@ -237,19 +234,14 @@ def _clean_up(writer: Path) -> None:
 
 
 class StoreFollower:
-    """
-    Reader of new requests in stores that other processes append to. Each request of a finished shard is taken once.
-    Missing stores are created. Raises StoreError if a path is not a store.
-
-    Attributes:
-        left_out (`Counter[str]`): Number of skipped shards by reason.
-    """
+    """Reader of new requests in stores that other processes append to. Each request of a finished shard is taken once.
+    Missing stores are created. Raises StoreError if a path is not a store."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
         for path in self.paths:
             open_store(path)
-        self.left_out: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # number of skipped shards by reason
         # Writer -> number of the shard to read next, and number of its rows that were taken. Names of writers are
         # unique across stores.
         self._taken: dict[str, tuple[int, int]] = {}

@@ -44,9 +44,6 @@ def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
-# --- threads --------------------------------------------------------------------------------------------------------
-
-
 def choose_threads(
     model: PreTrainedModel,
     answer: Callable[[], object],
@@ -76,9 +73,6 @@ def choose_threads(
         times = {"1": round(one, 4), str(num_cores): round(all_cores, 4)}
     torch.set_num_threads(threads or 1)
     return threads or 1, times
-
-
-# --- random numbers -------------------------------------------------------------------------------------------------
 
 
 class Seeded(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,8 +22,6 @@ NO_LOCK_ERRORS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)  # of file syst
 
 logger = logging.getLogger(__name__)
 
-# --- files ----------------------------------------------------------------------------------------------------------
-
 
 def make_private_folder(folder: Path) -> None:
     """Create a folder that only its owner can enter, with missing parents that everyone can enter. An existing folder
@@ -93,9 +91,6 @@ def sync_tree(folder: Path) -> None:
         else:
             sync_folder(path)
     sync_folder(folder)
-
-
-# --- locks ----------------------------------------------------------------------------------------------------------
 
 
 def wait_for_lock(path: Path, seconds: float) -> FileLock:
