@@ -95,9 +95,8 @@ def report_skipped(name: str, num_used: int, skipped: Mapping[str, Sequence[int]
     row is used. `name` is what a row is called."""
     parts, count = [], sum(map(len, skipped.values()))
     for reason, rows in skipped.items():
-        more = len(rows) - MAX_LISTED_ROWS
-        numbers = ", ".join(map(str, rows[:MAX_LISTED_ROWS])) + (f" and {more} more" if more > 0 else "")
-        parts.append(f"row{'s' if len(rows) > 1 else ''} {numbers}: {reason}")
+        more = f" and {len(rows) - MAX_LISTED_ROWS} more" if len(rows) > MAX_LISTED_ROWS else ""
+        parts.append(f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:MAX_LISTED_ROWS]))}{more}: {reason}")
     others = len(parts) - MAX_LISTED_REASONS
     listed = "; ".join(parts[:MAX_LISTED_REASONS]) + (f"; and {others} other reasons" if others > 0 else "")
     if not num_used:

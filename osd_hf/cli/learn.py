@@ -72,9 +72,8 @@ class StoreSettings(PairSettings, Reporting):
     def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, Any, ResponseReader]:
         """Return the target's configuration, its tokenizer, and the reader of its answers."""
         if self.target:
-            config, ends, tokenizer = (
-                load(self.target, **self.fetching) for load in (load_config, load_eos_ids, load_tokenizer)
-            )
+            config, ends = load_config(self.target, **self.fetching), load_eos_ids(self.target, **self.fetching)
+            tokenizer = load_tokenizer(self.target, **self.fetching)
         else:
             target, _, tokenizer = self.load_pair()
             config, ends = target.config, eos_ids(target.generation_config)

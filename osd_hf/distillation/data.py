@@ -54,7 +54,7 @@ def read_data(target: Any, draft: Any, dataset: Any, eval_dataset: Any, tokenize
     is_encoder_decoder = draft.config.is_encoder_decoder
     start = unwrap(draft).generation_config.decoder_start_token_id if is_encoder_decoder else None
     if is_encoder_decoder and start is None:
-        raise UnsupportedModelError("The draft needs a `decoder_start_token_id` in its generation config.")
+        raise UnsupportedModelError("The draft is an encoder-decoder without a `decoder_start_token_id`. Set it.")
     positions = prompt_room(draft.config if target is None else target.config, draft.config, 0)
 
     def read(data: Any, *, needs_rows: bool, may_answer: bool) -> list[Trace]:
@@ -146,7 +146,7 @@ def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows:
         raise StateError(f"The recordings keep {kept} entries per position. Distill from each part by itself.")
     versions = sorted({t.target for t in traces if t.target is not None})
     if len(versions) > 1:
-        raise DataError(f"The recordings are of several versions of the target ({', '.join(versions)}). Take one.")
+        raise DataError(f"The recordings are of {len(versions)} versions of the target ({', '.join(versions)}). Take one.")
     return traces
 
 

@@ -105,10 +105,9 @@ class RequestRefusedError(ServerError):
 class CompletionClient:
     """A client of `/v1/completions` that sends token ids. The address, such as `http://localhost:8000`, may contain
     `user:password@`, percent-encoded. Requests to this machine use no proxy, and redirects are not followed. The model
-    is by default the server's only one. With `allow_plain_http`, a key or a password may be sent to another machine
-    over plain HTTP, where others can read it. While the server cannot be reached or is busy, requests are repeated for
-    `patience_seconds`. Raises ConfigError if a key or a password would be sent over plain HTTP, or both are given, and
-    ServerError."""
+    is by default the server's only one. While the server cannot be reached or is busy, requests are repeated for
+    `patience_seconds`. Raises ConfigError if both a key and a password are given, or one of them would go to another
+    machine over plain HTTP without `allow_plain_http`, and ServerError."""
 
     def __init__(
         self,

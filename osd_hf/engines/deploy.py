@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -204,8 +204,6 @@ class Engine:
         """Return the newest windows with a version."""
         return self.windows.get(version.digest, [])
 
-    # --- counting ---------------------------------------------------------------------------------------------------
-
     def look(self) -> None:
         """Read the counters, and end a window if there are enough requests."""
         now = self._read_counters()
@@ -274,8 +272,6 @@ class Engine:
             digest: [DraftCounts(*window) for window in windows] for digest, windows in state["windows"].items()
         }
 
-    # --- loading ----------------------------------------------------------------------------------------------------
-
     def load(self, version: PublishedVersion) -> bool:
         """Load a version; returns whether the engine did not serve it before. Raises ServerError if that fails."""
         self._is_known = False  # a failed load may leave a mixture
@@ -313,7 +309,8 @@ class Engine:
             raise ServerError(f"{self.name} has not loaded version {version.number}: {failed}.")
         if {each.get("digest") for each in results} != {version.digest}:
             loaded = results[0].get("digest") if results else None
-            raise ServerError(f"{self.name} has loaded weights with the digest {loaded}, not {version.digest}.")
+            hint = f"their digest is {loaded}, not {version.digest}"
+            raise ServerError(f"{self.name} has loaded other weights than those of version {version.number}: {hint}.")
         is_new = any(each.get("is_new", True) for each in results)
         if is_new:
             # Drop the draft's cached prompts, which old weights computed: they cost acceptance, never an answer.
@@ -372,6 +369,7 @@ def run_command(command: str, seconds: float) -> None:
 # --- the roll-out ---------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Deployer:
     """Load the version that `latest` points to into engines, one after the other, and watch it there. If significantly
     fewer tokens are accepted than with the version before, that one is loaded again, `latest` points to it, and
@@ -380,26 +378,21 @@ class Deployer:
     further engines, and is rolled back after the third failure. The log and the file `deploy.jsonl` record everything;
     another process continues from that file. Raises OSError if the journal cannot be read."""
 
-    def __init__(
-        self,
-        versions: VersionFolder,
-        methods: Sequence[DeployMethod],
-        *,
-        domain: str | None = None,
-        watch_requests: int = 200,
-        load_seconds: float = 600.0,
-        stop: threading.Event | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        assert watch_requests >= MIN_WATCHED_REQUESTS
-        self.versions = versions
-        self.domain = domain
-        self.watch_requests = watch_requests
-        self.stop = stop or threading.Event()
-        start = versions.version(0)
+    versions: VersionFolder
+    methods: Sequence[DeployMethod]
+    _: KW_ONLY
+    domain: str | None = None
+    watch_requests: int = 200
+    load_seconds: float = 600.0
+    stop: threading.Event = field(default_factory=threading.Event)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        assert self.watch_requests >= MIN_WATCHED_REQUESTS
+        start = self.versions.version(0)
         assert start is not None
-        how = (start.digest, watch_requests, load_seconds, self.stop, clock)
-        self.engines = [Engine(method, *how) for method in methods]
+        how = (start.digest, self.watch_requests, self.load_seconds, self.stop, self.clock)
+        self.engines = [Engine(method, *how) for method in self.methods]
         self.candidate: PublishedVersion | None = None  # the version being tried in place of the serving one
         self.decisions: list[GateDecision] = []  # of this process
         self._rejected_digests: set[str] = set()
@@ -454,8 +447,6 @@ class Deployer:
             self._lock.release()
         for engine in self.engines:
             engine.close()
-
-    # --- loading ----------------------------------------------------------------------------------------------------
 
     def _choose_candidate(self) -> None:
         """Make the version that `latest` points to the candidate, unless an engine serves another candidate."""

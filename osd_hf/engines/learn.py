@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ RETRY_SECONDS = 30.0  # between two attempts to write
 MAX_RECENT = 4096  # requests with their acceptance
 
 
+@dataclass(eq=False, repr=False)
 class StoreLearner:
     """Learn from new requests in stores, and publish the versions that pass the gate. What was learned and how far
     each store was read are saved together in the folder `state`, so that a killed learner continues without learning a
@@ -53,59 +54,44 @@ class StoreLearner:
     apart. `accelerator` runs the training steps, and has the trackers. Raises ConfigError without a fixed number of
     draft tokens, and StateError if the session belongs to another draft."""
 
-    def __init__(
-        self,
-        draft: Any,
-        tokenizer: Any,
-        follower: StoreFollower,
-        versions: VersionFolder,
-        config: OnlineConfig,
-        *,
-        state: Path | None = None,
-        domain: str | None = None,
-        by_domain: bool = False,
-        peft_config: Any = None,
-        target_version: str | None = None,
-        facts: DraftFacts | None = None,
-        repo_id: str | None = None,
-        token: str | None = None,
-        private: bool | None = None,
-        publish_seconds: float = 0.0,
-        accelerator: Accelerator | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    draft: Any
+    tokenizer: Any
+    follower: StoreFollower
+    versions: VersionFolder
+    config: OnlineConfig
+    _: KW_ONLY
+    state: Path | None = None
+    domain: str | None = None
+    by_domain: bool = False
+    peft_config: Any = None
+    target_version: str | None = None
+    facts: DraftFacts = field(default_factory=DraftFacts)
+    repo_id: str | None = None
+    token: str | None = None
+    private: bool | None = None
+    publish_seconds: float = 0.0
+    accelerator: Accelerator | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         # Nothing is drafted here, so there is no time to share.
-        config = replace(config, update_strategy="interval", compile_draft=False)
-        if config.compared_k is None:
+        self.config = replace(self.config, update_strategy="interval", compile_draft=False)
+        if self.config.compared_k is None:
             raise ConfigError("A fixed k is needed, got `num_assistant_tokens=None`.")
-        self.config = config
-        self.k = config.compared_k
-        self.tokenizer = tokenizer
-        self.follower = follower
-        self.versions = versions
-        self.domain = domain
-        self.facts = facts or DraftFacts()
-        self.repo_id = repo_id
+        self.k = self.config.compared_k
         self.skipped: Counter[str] = Counter()  # requests of this run that do not fit, by reason
         # Acceptance of the serving version and of the initial draft on the newest requests, and labels.
         self.learned: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
         self.frozen: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
         self.domains: deque[str | None] = deque(maxlen=MAX_RECENT)
         self.published: list[dict[str, Any]] = []  # facts of the versions of this run
-        self._draft = draft
-        self._token = token
-        self._private = private
-        self._state = state
-        self._publish_seconds = publish_seconds
-        self._clock = clock
         self._published_at = -float("inf")
-        drafts = DomainDrafts(draft, config, peft_config=peft_config, per_domain=by_domain)
+        drafts = DomainDrafts(self.draft, self.config, peft_config=self.peft_config, per_domain=self.by_domain)
         self.learner = Learner(drafts)
-        self._accelerator = accelerator or make_accelerator(None, config)
+        self._accelerator = self.accelerator or make_accelerator(None, self.config)
         self._readable = ReadableTraces.by(drafts.base)
         self._counts: dict[str | None, list[int]] = {}  # requests and tokens, by draft
-        self._requested_version = target_version
-        self._version = target_version  # the target version that is learned from
+        self._version = self.target_version  # the target version that is learned from
         self._last_seen: dict[str, float] = {}  # target version -> time of its newest request
         self._unpublished: dict[str | None, GateDecision] = {}
         # The learner's version number and weights of published versions that may be rolled back to.
@@ -114,8 +100,8 @@ class StoreLearner:
         self._unsaved_updates = 0
         self._retry_at = -float("inf")
         self._since_update = AcceptanceStats()
-        if state is not None and has_session(state):
-            self._resume(state)
+        if self.state is not None and has_session(self.state):
+            self._resume(self.state)
 
     @property
     def requests(self) -> int:
@@ -155,10 +141,10 @@ class StoreLearner:
         taken = self.follower.take(min(limit or MAX_REQUESTS_PER_STEP, MAX_REQUESTS_PER_STEP))
         before = self.set_aside
         fitting = [trace for trace in taken if self._fits(trace) and self._set_aside(trace.domain).accepts(trace)]
-        if not self._requested_version:
+        if not self.target_version:
             self._choose_version((trace.target, trace.created_at_seconds) for trace in fitting)
         fitting = [trace for trace in fitting if self._is_of_version(trace)]
-        replays = self._isolated(lambda those: replay_each(self._draft, those, self.k), fitting)
+        replays = self._isolated(lambda those: replay_each(self.draft, those, self.k), fitting)
         found = [(t, stats) for t, stats in zip(fitting, replays, strict=True) if stats is not None]
         frozen = iter([stats for _, stats in found])
         if self.set_aside != before:  # saved soon, so that a restart does not repeat them
@@ -176,13 +162,13 @@ class StoreLearner:
             self._since_update += stats
             if on_request is not None:
                 on_request(stats, self.frozen[-1], trace.draft_version)
-        if self._clock() >= self._retry_at:
-            is_due = self._clock() - self._published_at >= self._publish_seconds
+        if self.clock() >= self._retry_at:
+            is_due = self.clock() - self._published_at >= self.publish_seconds
             try:
                 if (is_due and self.publish()) or self._unsaved_updates >= session.UPDATES_BETWEEN_SAVES:
                     self.save()
             except StateError:
-                self._retry_at = self._clock() + RETRY_SECONDS
+                self._retry_at = self.clock() + RETRY_SECONDS
                 raise
         return len(taken)
 
@@ -213,7 +199,7 @@ class StoreLearner:
 
     def _is_of_version(self, trace: Trace) -> bool:
         """Return whether a request belongs to the selected target version, and count others."""
-        is_unclear = trace.target is None and (self._requested_version or len(self._last_seen) > 1)
+        is_unclear = trace.target is None and (self.target_version or len(self._last_seen) > 1)
         is_other = trace.target not in (None, self._version) or bool(is_unclear)
         if is_other:
             self._leave_out("of another version of the target")
@@ -255,8 +241,6 @@ class StoreLearner:
             if decision.outcome in ("promoted", "rolled back"):
                 self._unpublished[decision.domain] = decision
 
-    # --- publishing -------------------------------------------------------------------------------------------------
-
     def publish(self) -> bool:
         """Publish and push the versions that wait; returns whether there were any. Raises StateError if a version
         cannot be written, or its files differ from the draft. Another call tries again."""
@@ -283,7 +267,7 @@ class StoreLearner:
             versions.publish(lambda path: self._write(path, draft, facts, domain), facts, is_start=True)
 
     def _publish(self, decision: GateDecision) -> None:
-        self._published_at = self._clock()
+        self._published_at = self.clock()
         domain = decision.domain
         versions, facts = self.versions.of(domain), self._facts(domain, decision)
         with self.learner.drafts.lease(domain) as serving:
@@ -358,16 +342,16 @@ class StoreLearner:
         self._unpushed = folder
         message = f"Version {int(folder.name.removeprefix('v'))} of the draft"
         try:
-            push_folder(folder, self.repo_id, token=self._token, private=self._private, commit_message=message)
+            push_folder(folder, self.repo_id, token=self.token, private=self.private, commit_message=message)
         except OSDError as error:
             logger.warning("Version %d was not pushed: %s", self.versions.number, error)
-            self._published_at = self._clock()
+            self._published_at = self.clock()
         else:
             self._unpushed = None
 
     def save(self) -> None:
         """Save the session if it has a folder; raises StateError."""
-        if self._state is None:
+        if self.state is None:
             return
         facts = {
             "config": self.config.to_dict(),
@@ -379,7 +363,7 @@ class StoreLearner:
             "target_versions": self._last_seen,
             "target_version": self._version,
         }
-        save_session(self._state, self.learner.state_dict(), facts)
+        save_session(self.state, self.learner.state_dict(), facts)
         self._unsaved_updates = 0
 
     def _resume(self, state: Path) -> None:
@@ -388,7 +372,7 @@ class StoreLearner:
             self.follower.load_state_dict(facts["taken"], facts["left_out"])
             self._counts = {domain: [int(requests), int(tokens)] for domain, (requests, tokens) in facts["counts"]}
             self._last_seen = {str(name): float(at) for name, at in facts["target_versions"].items()}
-            self._version = self._requested_version or facts["target_version"]
+            self._version = self.target_version or facts["target_version"]
             self._unpublished = {each["domain"]: GateDecision(**each) for each in facts["unpublished"]}
             self._unpushed = self.versions.latest if facts["unpushed"] and self.repo_id is not None else None
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -12,7 +12,7 @@ import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 
@@ -173,7 +173,7 @@ class Proxy:
     counts: ProxyCounts
     recorder: Recorder
     _: KW_ONLY
-    routes: Mapping[str, Upstream] = field(default_factory=dict)
+    routes: dict[str, Upstream] = field(default_factory=dict)
     share: float = 1.0
     domain: str | None = None
     max_body_bytes: int = 64 << 20
@@ -250,8 +250,6 @@ class Proxy:
         self._share_credit -= 1
         return parsed
 
-    # --- sending ----------------------------------------------------------------------------------------------------
-
     async def _answer(self, request: _Request, send: Any) -> None:
         """Pass on the answer of the first engine that can be reached."""
         for number, upstream in enumerate(self._by_preference(request.domain)):
@@ -311,8 +309,6 @@ class Proxy:
             upstream.answered()
         self.counts.engine_errors += response.status_code >= 500
         return response, recording
-
-    # --- answering --------------------------------------------------------------------------------------------------
 
     async def _pass_on(
         self, upstream: Upstream, response: httpx2.Response, recording: Recording | None, send: Any
@@ -378,12 +374,8 @@ def _end_to_end(headers: Iterable[tuple[bytes, bytes]], *, without: Sequence[byt
 
 async def _refuse(send: Any, status: int, message: str) -> None:
     """Answer with an error of OpenAI's API, and close the connection."""
+    from starlette.responses import JSONResponse
+
     kind = "invalid_request_error" if status < 500 else "bad_gateway"
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    await JSONResponse({"error": error}, status, {"connection": "close"})({"type": "http"}, cast(Any, None), send)

@@ -331,17 +331,13 @@ def make_app(
     to this machine (DNS rebinding)."""
     endpoints = _Endpoints(service, api_key)
 
-    def on_api_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 503 else None)
-
-    def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}."
-        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
-
-    def on_failure(_: Request, error: Exception) -> Response:
-        return JSONResponse(ApiError(500, f"The request failed ({type(error).__name__}).").body, 500)
+    def on_error(request: Request, error: Exception) -> Response:
+        headers = getattr(error, "headers", None)
+        if isinstance(error, HTTPException):
+            error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, f"The request failed ({type(error).__name__}).")
+        return JSONResponse(error.body, error.status, {"retry-after": "1"} if error.status == 503 else headers)
 
     return Starlette(
         routes=[
@@ -354,7 +350,7 @@ def make_app(
             *routes,
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)] if hosts else [],
-        exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_failure},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), on_error),
     )
 
 

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -330,28 +330,25 @@ class StopText(StoppingCriteria):
         return torch.full((1,), any(stop in text for stop in self._stops), device=input_ids.device)
 
 
+@dataclass(eq=False)
 class Answer:
     """The answer to one request while it grows, and its response bodies."""
 
-    def __init__(
-        self,
-        request: CompletionRequest,
-        tokenizer: PreTrainedTokenizerBase,
-        generation_config: GenerationConfig,
-        model_name: str,
-    ) -> None:
-        self.request = request
-        self.ids: list[int] = []
-        self.text = ""
-        self.logprobs: dict[str, Any] | None = None
-        self._tokenizer = tokenizer
-        self._eos_ids = eos_ids(generation_config)
-        self._pieces = Pieces(tokenizer)
-        self._is_stopped = False  # a stop text was found
-        self._num_shown = 0  # characters
+    request: CompletionRequest
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: GenerationConfig
+    model_name: str
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: dict[str, Any] | None = None
+    _is_stopped: bool = False  # a stop text was found
+    _num_shown: int = 0  # characters
+
+    def __post_init__(self) -> None:
+        self._eos_ids = eos_ids(self.generation_config)
+        self._pieces = Pieces(self.tokenizer)
         self._id = uuid.uuid4().hex
         self._created = int(time.time())
-        self._model_name = model_name
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; returns the text that can be shown now. Text that may begin a stop text is held back."""
@@ -420,7 +417,7 @@ class Answer:
         }
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = text_of(self._tokenizer, [token])
+        text = text_of(self.tokenizer, [token])
         # A part of a character has no text, and no own bytes.
         return {"token": text, "logprob": logprob, "bytes": None if INCOMPLETE in text else list(text.encode())}
 
@@ -459,7 +456,7 @@ class Answer:
         prefix, kind = "cmpl", "text_completion"
         if self.request.is_chat:
             prefix, kind = "chatcmpl", f"chat.completion{suffix}"
-        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self._model_name}
+        return {"id": f"{prefix}-{self._id}", "object": kind, "created": self._created, "model": self.model_name}
 
 
 def event(body: Any) -> str:

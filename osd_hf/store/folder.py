@@ -143,7 +143,8 @@ def open_store(path: Path) -> None:
         if not marker.exists():
             if found:
                 hint = "Give the path of a new or empty folder, or of an existing store"
-                raise StoreError(f"{path} is no store: it contains {found[0]} and no {MARKER_NAME}. {hint}")
+                what = f"it contains {found[0]} and no {MARKER_NAME}"
+                raise StoreError(f"{path} is not a store of this package: {what}. {hint}")
             write_whole(marker, json.dumps(MARKER).encode())
         text = marker.read_bytes()
     with contextlib.suppress(ValueError):
