@@ -104,7 +104,7 @@ def _check_answers(target: Any) -> None:
     """Raise ConfigError for a target whose answers would depend on logits processors, which its rows do not show."""
     settings = sampling_settings(unwrap(target).generation_config)
     if asked := sorted(settings.keys() - {"do_sample", "eos_token_id", *NO_WARPING}):
-        hint = f"Set {asked[0]} to its neutral value there, or pass completions or recorded requests."
+        hint = f"Set {asked[0]} to its neutral value on `target.generation_config`, or pass completions."
         what = f"its generation config sets {', '.join(asked)}, which changes its distributions"
         raise ConfigError(f"The target must answer prompts, but {what}. {hint}")
 
@@ -146,7 +146,8 @@ def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows:
         raise StateError(f"The recordings keep {kept} entries per position. Distill from each part by itself.")
     versions = sorted({t.target for t in traces if t.target is not None})
     if len(versions) > 1:
-        raise DataError(f"The recordings are of {len(versions)} versions of the target ({', '.join(versions)}). Take one.")
+        names = ", ".join(versions)
+        raise DataError(f"The recordings are of {len(versions)} versions of the target ({names}). Take one.")
     return traces
 
 

@@ -269,8 +269,12 @@ class DistillTrainer(Trainer):
         self.divergence: Callable[..., torch.Tensor] = DIVERGENCES[config.divergence]
         if config.divergence == "jsd":
             self.divergence = functools.partial(generalized_jsd, beta=config.beta)
-        if config.disable_dropout:
-            _disable_dropout(self.model)
+        for module in self.model.modules() if config.disable_dropout else ():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            for name, value in list(vars(module).items()):  # probabilities that a model stores as numbers
+                if "drop" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)
         _let_run(self.model)
 
     def create_optimizer(self, model: Any = None) -> Any:
@@ -427,16 +431,6 @@ def _with_adapters(learner: Any, config: Any, peft_config: Any) -> Any:
         if config.gradient_checkpointing:
             learner.enable_input_require_grads()  # https://github.com/huggingface/transformers/issues/42489
     return learner
-
-
-def _disable_dropout(model: Any) -> None:
-    """Turn off dropout, in modules and in probabilities that a model stores as numbers."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
 
 
 def _let_run(model: Any) -> None:

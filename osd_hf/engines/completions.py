@@ -282,7 +282,12 @@ class ResponseReader:
     ) -> Trace:
         if choice.get("finish_reason") is None or "delta" in choice:
             raise DataError("it is a piece of a stream, or was cut off; log complete responses")
-        prompt = self._ids(_prompt_ids(choice, response, request), "prompt")
+        requested = None if request.get("truncate_prompt_tokens") else request.get("prompt")
+        prompts = (choice.get("prompt_token_ids"), response.get("prompt_token_ids"), requested)
+        given = next((ids for ids in prompts if ids and isinstance(ids, list) and type(ids[0]) is int), None)
+        if given is None:
+            raise DataError("there are no token ids of the prompt; ask with `return_token_ids=true`")
+        prompt = self._ids(given, "prompt")
         emitted, rows = self._rows(choice)
         completion = self._ids(choice.get("token_ids") or emitted, "completion")
         if completion.tolist() != emitted:
@@ -299,7 +304,7 @@ class ResponseReader:
         )
         if request.get("temperature") == 0 and not is_greedy:
             hint = "vLLM: serve with --generation-config vllm --logprobs-mode raw_logprobs"
-            raise DataError(f"a greedy answer has tokens that are not the most probable ones ({hint})")
+            raise DataError(f"a greedy answer has tokens that are not the most probable ones; {hint}")
         name, now = response.get("model"), self.clock()
         created: Any = response.get("created")
         if type(created) not in (int, float) or not 0 < created <= now + MAX_AHEAD_SECONDS:
@@ -382,14 +387,6 @@ class ResponseReader:
                 sampling[name] = value
                 sampling["processors"].append(processor)
         return sampling
-
-
-def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any], request: Mapping[str, Any]) -> list[int]:
-    requested = None if request.get("truncate_prompt_tokens") else request.get("prompt")
-    for found in (choice.get("prompt_token_ids"), response.get("prompt_token_ids"), requested):
-        if isinstance(found, list) and found and all(type(v) is int for v in found):
-            return found
-    raise DataError("there are no token ids of the prompt; ask with `return_token_ids=true`")
 
 
 def _positions(logprobs: Mapping[str, Any]) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:

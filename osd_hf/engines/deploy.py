@@ -214,14 +214,8 @@ class Engine:
         if self._window_start is not None and min(now.since(self._window_start)) < 0:  # the engine has restarted
             self._window_start = None
             self._may_have_restarted()
-        if self._is_known:
-            self._add_counts(now)
-
-    def _may_have_restarted(self) -> None:
-        if self.method.command is None and self.has_loaded:  # a command restores what was loaded
-            self._is_known = False
-
-    def _add_counts(self, now: DraftCounts) -> None:
+        if not self._is_known:
+            return
         window = now.since(self._window_start or now)
         self._window_start = self._window_start or now
         if window.requests >= WINDOW_REQUESTS:
@@ -229,6 +223,10 @@ class Engine:
             windows = self.windows.setdefault(self.digest, [])
             windows.append(window.limited_to(self.watch_requests))
             del windows[: -HISTORY_FACTOR * self.watch_requests // WINDOW_REQUESTS]
+
+    def _may_have_restarted(self) -> None:
+        if self.method.command is None and self.has_loaded:  # a command restores what was loaded
+            self._is_known = False
 
     def _read_counters(self) -> DraftCounts | None:
         """Return the counts; `None` if the engine is away, does not count drafts, or does not any more."""

@@ -151,7 +151,11 @@ class StoreLearner:
             self._unsaved_updates = max(self._unsaved_updates, session.UPDATES_BETWEEN_SAVES)
         for moment in serve_recorded(self.learner, [trace for trace, _ in found], self.k):
             if isinstance(moment, UpdateReport):
-                self._updated(moment)
+                self._unsaved_updates += 1
+                log_update(self._accelerator, moment, self.requests, self._since_update)
+                self._since_update = AcceptanceStats()
+                decisions = self.learner.take_decisions()
+                self._unpublished |= {d.domain: d for d in decisions if d.outcome in ("promoted", "rolled back")}
                 continue
             trace, stats = moment
             counts = self._counts.setdefault(self.learner.drafts.key(trace.domain), [0, 0])
@@ -232,14 +236,6 @@ class StoreLearner:
         if not self.skipped[reason]:
             logger.warning("Left out: requests %s.", reason)
         self.skipped[reason] += 1
-
-    def _updated(self, report: UpdateReport) -> None:
-        self._unsaved_updates += 1
-        log_update(self._accelerator, report, self.requests, self._since_update)
-        self._since_update = AcceptanceStats()
-        for decision in self.learner.take_decisions():
-            if decision.outcome in ("promoted", "rolled back"):
-                self._unpublished[decision.domain] = decision
 
     def publish(self) -> bool:
         """Publish and push the versions that wait; returns whether there were any. Raises StateError if a version
