@@ -53,8 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
     """Return the function of a command and its settings. Only the module of that command is imported."""
-    if not argv or argv[0] not in COMMANDS:
-        _show_commands(argv)
+    if not argv or argv[0] not in COMMANDS:  # print the commands or the version, or what is wrong, and exit
+        usage = "%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help shows the flags"
+        description = "Drafts that keep learning while they serve."
+        parser = argparse.ArgumentParser(prog="osd-hf", description=description, epilog=EPILOG, usage=usage)
+        parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
+        for name, help in COMMANDS.items():
+            parser.add_argument(name, nargs="?", help=help)
+        if argv and not argv[0].startswith("-"):
+            parser.error(f"there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}")
+        parser.parse_args(argv[:1])
+        parser.error("name a command")
     name, arguments = argv[0], argv[1:]
     module, usage = command_module(name), f"osd-hf {name} [-h] {POSITIONALS.get(name, '')}[--NAME VALUE ...]"
     description = f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
@@ -73,20 +82,6 @@ def disable_telemetry() -> None:
     if "HF_HUB_DISABLE_TELEMETRY" not in os.environ:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"  # for child processes; this one has read the variable already
         huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
-
-
-def _show_commands(argv: Sequence[str]) -> None:
-    """Print the commands or the version, or say what is wrong. Exits."""
-    usage = "%(prog)s COMMAND [--NAME VALUE ...]; %(prog)s COMMAND --help shows the flags"
-    description = "Drafts that keep learning while they serve."
-    parser = argparse.ArgumentParser(prog="osd-hf", description=description, epilog=EPILOG, usage=usage)
-    parser.add_argument("--version", action="version", version=f"osd-hf {__version__}")
-    for name, help in COMMANDS.items():
-        parser.add_argument(name, nargs="?", help=help)
-    if argv and not argv[0].startswith("-"):
-        parser.error(f"there is no command {argv[0]!r}.{nearest(argv[0], COMMANDS)}")
-    parser.parse_args(argv[:1])
-    parser.error("name a command")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import subprocess
@@ -97,16 +98,23 @@ def proxy_command(settings: ProxySettings) -> int:
         allow_development=settings.allow_development,
     )
     app = proxy.app([metrics_route(lambda: proxy_metrics(counts.to_dict()), path=METRICS_PATH)])
-    learner = LearnProcess(settings.learn_command()) if settings.learn else None
-    try:
-        running.run(
-            app,
-            shutdown_seconds=settings.shutdown_seconds,
-            on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
-            on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
-        )
-    finally:
-        failed = _close(recorder, learner)
+    has_failed = False
+    with contextlib.ExitStack() as learning:
+        if settings.learn:
+            learning.callback(LearnProcess(settings.learn_command()).stop)
+        try:
+            running.run(
+                app,
+                shutdown_seconds=settings.shutdown_seconds,
+                on_start=lambda: settings.say(f"{running.address} stands before {', '.join(by_url)}"),
+                on_stop=lambda: settings.say("stopping as soon as running answers have ended"),
+            )
+        finally:
+            try:
+                recorder.close()
+            except StoreError as error:
+                print(f"osd-hf: error: {error}", file=sys.stderr)
+                has_failed = True
     report: dict[str, Any] = counts.to_dict()
     settings.say(
         f"{counts.requests} requests, {counts.collected} collected with {counts.tokens} tokens in {settings.store}, "
@@ -115,20 +123,7 @@ def proxy_command(settings: ProxySettings) -> int:
     for reason, count in report["left_out"].items():
         settings.say(f"left out {count}: {reason}")
     settings.write_json({"provenance": provenance(), **report})
-    return FAILED if failed else 0
-
-
-def _close(recorder: Recorder, learner: LearnProcess | None) -> bool:
-    """Store pending answers and end the learner; returns whether that failed."""
-    try:
-        recorder.close()
-    except StoreError as error:
-        print(f"osd-hf: error: {error}", file=sys.stderr)
-        return True
-    finally:
-        if learner is not None:
-            learner.stop()
-    return False
+    return FAILED if has_failed else 0
 
 
 class LearnProcess:

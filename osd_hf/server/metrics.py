@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # an extra
 
 NO_DOMAIN = "(none)"  # of requests without a label
 RECENT_REQUESTS = 128  # of a learner, for its acceptance
+LEARNING = "Time that learning has taken."
 OUTCOMES = ("promoted", "kept back", "dropped", "rolled back")
 
 Source = Callable[[], "Iterable[Metric]"]
@@ -117,7 +118,7 @@ def assistant_metrics(assistant: Any) -> Iterator[Metric]:
     decided = Counter(decision.outcome for decision in assistant.decisions)
     help = "Decisions of the gate on versions, of the newest 4,096."
     yield _gauge("osd_hf_decisions", help, [((name,), decided[name]) for name in OUTCOMES], "outcome")
-    yield _learning(assistant.learning_seconds)
+    yield _counter("osd_hf_learning_seconds", LEARNING, [((), assistant.learning_seconds)])
     help = "Time that requests would have taken longer with the draft as it came, by replay."
     yield _gauge("osd_hf_saved_seconds", help, [((), assistant.saved_seconds)])
     yield _gauge("osd_hf_effort_ratio", "Share of the configured updates that are done.", [((), assistant.effort)])
@@ -160,11 +161,7 @@ def learner_metrics(learner: StoreLearner) -> Iterator[Metric]:
     yield _counter("osd_hf_published_versions", help, [((), len(learner.published))])
     help = "Whether the newest published version waits for the Hub."
     yield _gauge("osd_hf_push_waiting", help, [((), not learner.is_pushed)])
-    yield _learning(learner.learning_seconds)
-
-
-def _learning(seconds: float) -> Any:
-    return _counter("osd_hf_learning_seconds", "Time that learning has taken.", [((), seconds)])
+    yield _counter("osd_hf_learning_seconds", LEARNING, [((), learner.learning_seconds)])
 
 
 def _acceptance(prefix: str, what: str, stats: Mapping[str, AcceptanceStats], label: str) -> Iterator[Metric]:

@@ -104,13 +104,6 @@ class _PackedWeight:
         return self.is_of(weight) and torch.equal(weight.detach().view(-1)[self._places], self._values)
 
 
-def _pack(weights: list[torch.Tensor]) -> None:
-    unpacked = [w for w in weights if id(w) not in _packed_weights and not w.is_inference()]
-    limit = min(MAX_PACKED_BYTES, MAX_PACKED_SHARE * psutil.virtual_memory().available)
-    if sum(weight.nbytes for weight in unpacked) <= limit:
-        _packed_weights.update((id(weight), _PackedWeight(weight)) for weight in unpacked)
-
-
 @contextlib.contextmanager
 def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> Iterator[None]:
     """Compute linear layers by oneDNN inside the block if that is faster, in requests with packed weights."""
@@ -123,8 +116,12 @@ def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> I
             if known is not None and not known.is_unchanged(layer.weight):
                 del _packed_weights[id(layer.weight)]
         if is_request:
+            weights = [layer.weight for layer in layers]
+            unpacked = [w for w in weights if id(w) not in _packed_weights and not w.is_inference()]
+            limit = min(MAX_PACKED_BYTES, MAX_PACKED_SHARE * psutil.virtual_memory().available)
             with contextlib.suppress(RuntimeError):  # out of memory
-                _pack([layer.weight for layer in layers])
+                if sum(weight.nbytes for weight in unpacked) <= limit:
+                    _packed_weights.update((id(weight), _PackedWeight(weight)) for weight in unpacked)
     try:
         yield
     finally:
