@@ -14,9 +14,8 @@ from starlette.middleware import Middleware
 
 from osd_hf_app.access import AccessMiddleware, is_loopback, limit_log, limit_queue
 from osd_hf_app.page import build
-from osd_hf_app.pair import ServedPair
+from osd_hf_app.pair import ServedPair, smollm2_pair
 from osd_hf_app.service import Service
-from osd_hf_app.smollm2 import smollm2_pair
 from osd_hf_app.view import CSS
 
 MAX_THREADS = 200  # pages that watch an answer

@@ -55,7 +55,7 @@ from osd_hf.models import load_pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft
 from osd_hf.speedup import expected_block_efficiency
-from osd_hf_app.smollm2 import everyday_prompts, smollm2
+from osd_hf_app.pair import everyday_prompts, smollm2
 
 Found = dict[str, Any]
 Model = Any

@@ -31,7 +31,7 @@ from osd_hf import OnlineAssistant, OnlineConfig, replay
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.models import Pair, load_pair
 from osd_hf.recording import record_traces
-from osd_hf_app.smollm2 import smollm2_pair
+from osd_hf_app.pair import smollm2_pair
 
 KINDS = ("alpaca", "gsm8k", "finance_alpaca", "code_search_net_python", "mixed")
 WARM_UP = 16  # requests before learning's share of the time is measured

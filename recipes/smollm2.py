@@ -41,7 +41,7 @@ from osd_hf.evaluation.display import figure, ratio_text, stats_interval, text_t
 from osd_hf.models import Pair, fixed_k, load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft, replay_each
-from osd_hf_app.smollm2 import NAME, SAMPLING, everyday_prompts, smollm2
+from osd_hf_app.pair import NAME, SAMPLING, everyday_prompts, smollm2
 
 MAKE_SECONDS = 300.0
 SETS = ("gsm8k", "finance_alpaca", "code_search_net_python", "mt_bench")

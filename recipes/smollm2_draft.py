@@ -34,7 +34,7 @@ from osd_hf.models import set_fixed_k
 from osd_hf.prompts import encode_turn
 from osd_hf.recording import scored
 from osd_hf.trace import bare_trace
-from osd_hf_app.smollm2 import everyday_prompts, smollm2
+from osd_hf_app.pair import everyday_prompts, smollm2
 
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, SCORED_TOGETHER = 250, 128, 64
 MEASURED_AT = (1e4, 1e5, 3e5, 6e5, 1e6, 2e6, 3e6, 1e7)  # trained tokens, counting each epoch

