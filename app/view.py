@@ -28,10 +28,7 @@ LEGEND = """<div class="osd-legend" aria-label="What the colors mean">
 <span class="osd-t osd-bonus">bonus</span> the target's own
 </div>"""
 HINT = "Ask something, or send twenty prompts."
-WHY_NOT_PAID = (
-    "It has not paid for itself yet: its cost comes first, its savings with each later answer, and a target as small "
-    "as this one leaves little to save."
-)
+WHY_NOT_PAID = "It has not paid for itself yet: its cost comes first, its savings with each later answer."
 
 
 def transcript(session: Session) -> str:

@@ -222,7 +222,13 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
         )
         with serving, _deploying(settings, ways, learner) as deployers:
             is_done = _learn(settings, learner, folder, deployers, limit)
-        is_done &= _close(settings, learner, folder)  # after the deployers, as the next process may begin now
+        try:
+            learner.close()  # after the deployers, as the next process may begin now
+            print(f"osd-hf: the state is saved in {settings.state(folder)}", file=sys.stderr)
+        except StateError as error:
+            print(f"osd-hf: error: {error}", file=sys.stderr)
+            is_done = False
+        _plot(learner, folder)
     report, compared = _report(learner, deployers), _compared(learner)
     settings.say(
         f"{learner.requests} requests, {learner.tokens} tokens; {len(learner.published)} versions published, latest "
@@ -241,9 +247,6 @@ def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:
         print(f"osd-hf: error: the newest version is not pushed to {settings.repo_id} yet", file=sys.stderr)
     settings.write_json(report)
     return 0 if is_done and learner.is_pushed else FAILED
-
-
-# --- collecting -----------------------------------------------------------------------------------------------------
 
 
 def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
@@ -307,9 +310,6 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
         print(f"osd-hf: interrupted: go on with --resume, {report.unanswered} prompts are left", file=sys.stderr)
         return INTERRUPTED
     return FAILED if failed is not None or (report.skipped and not report.requests) else 0
-
-
-# --- learning -------------------------------------------------------------------------------------------------------
 
 
 def _make_learner(
@@ -398,19 +398,6 @@ def _learn(
     for deployer in () if stop.is_set() else deployers:
         deployer.look()
     return not failed
-
-
-def _close(settings: LearnSettings, learner: StoreLearner, folder: Path) -> bool:
-    """Close the learner; returns whether everything could be written."""
-    try:
-        learner.close()
-    except StateError as error:
-        print(f"osd-hf: error: {error}", file=sys.stderr)
-        return False
-    finally:
-        _plot(learner, folder)
-    print(f"osd-hf: the state is saved in {settings.state(folder)}", file=sys.stderr)
-    return True
 
 
 def _compared(learner: StoreLearner) -> Comparison:

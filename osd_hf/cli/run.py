@@ -183,9 +183,6 @@ def _report(
     settings.write_json(report)
 
 
-# --- the journal ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Served:
     """One request of a run, a line of its journal."""

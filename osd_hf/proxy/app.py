@@ -60,9 +60,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 
-# --- an engine ------------------------------------------------------------------------------------------------------
-
-
 class Upstream:
     """An engine behind the proxy, at an address such as `http://localhost:8000`, with or without `/v1`. Raises
     ServerError if the URL is not an address, and ConfigError if it contains a user: the proxy passes on the keys of
@@ -157,9 +154,6 @@ async def _read_body(receive: Receive, max_bytes: int) -> bytes | None:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# --- the proxy ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from osd_hf.acceptance import AcceptanceStats
@@ -84,9 +85,6 @@ def _registry(sources: Iterable[Source]) -> CollectorRegistry:
     for source in sources:
         registry.register(_Collector(source))
     return registry
-
-
-# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def assistant_metrics(assistant: Any) -> Iterator[Metric]:
@@ -172,20 +170,14 @@ def _acceptance(prefix: str, what: str, stats: Mapping[str, AcceptanceStats], la
         yield _gauge(f"{prefix}_acceptance{name}_ratio", what + end, rows, label)
 
 
-def _counter(name: str, help: str, samples: Samples, *labels: str) -> Any:
-    from prometheus_client.core import CounterMetricFamily
+def _family(kind: str, name: str, help: str, samples: Samples, *labels: str) -> Any:
+    from prometheus_client import core
 
-    return _filled(CounterMetricFamily(name, help, labels=labels), samples)
-
-
-def _gauge(name: str, help: str, samples: Samples, *labels: str) -> Any:
-    from prometheus_client.core import GaugeMetricFamily
-
-    return _filled(GaugeMetricFamily(name, help, labels=labels), samples)
-
-
-def _filled(family: Any, samples: Samples) -> Any:
+    family = getattr(core, f"{kind}MetricFamily")(name, help, labels=labels)
     for key, value in samples:
         if value is not None and not math.isnan(value):
             family.add_metric(key, float(value))
     return family
+
+
+_counter, _gauge = partial(_family, "Counter"), partial(_family, "Gauge")

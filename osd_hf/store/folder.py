@@ -291,9 +291,6 @@ class StoreFollower:
         self.left_out.update(left_out)
 
 
-# --- traces as tables -----------------------------------------------------------------------------------------------
-
-
 def traces_to_table(traces: Sequence[Trace]) -> pa.Table:
     """Return a table with one row per trace. Arrays keep their exact bits, and `sampling` becomes JSON."""
     return pa.Table.from_pylist([_trace_to_row(trace) for trace in traces], SCHEMA)
