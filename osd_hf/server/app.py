@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -89,34 +89,25 @@ class Job:
         self.updates.put_nowait(reason)
 
 
+@dataclass(eq=False)
 class Service:
     """Answer requests one after another in a thread, with an assistant that has a tokenizer. Beyond `max_queue`
     waiting requests, others are refused. Chats get at most `max_new_tokens` if the request does not say a number, and
     the arguments of its chat template take precedence over `chat_template_kwargs`."""
 
-    def __init__(
-        self,
-        assistant: OnlineAssistant,
-        name: str,
-        *,
-        max_queue: int,
-        max_new_tokens: int,
-        learn: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.name = name
-        self.max_queue = max_queue
-        self.learn = learn
-        self.assistant = assistant
-        self.reader = RequestReader(
-            name,
-            unwrap(assistant.target),
-            assistant.tokenizer,
-            max_new_tokens,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        self.is_stopping = False
-        self.jobs: set[Job] = set()  # that wait, and the one that is answered or learned from
+    assistant: OnlineAssistant
+    name: str
+    _: KW_ONLY
+    max_queue: int
+    max_new_tokens: int
+    learn: bool = True
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    is_stopping: bool = False
+    jobs: set[Job] = field(default_factory=set)  # that wait, and the one that is answered or learned from
+
+    def __post_init__(self) -> None:
+        models, kwargs = (unwrap(self.assistant.target), self.assistant.tokenizer), self.chat_template_kwargs
+        self.reader = RequestReader(self.name, *models, self.max_new_tokens, chat_template_kwargs=kwargs)
         self._domains: set[str] = set()
         self._worker = ThreadPoolExecutor(1, "osd_hf-answers")
 
