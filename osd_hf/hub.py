@@ -34,9 +34,6 @@ HUB_ERRORS = (NetworkError, OSError, RuntimeError)
 TOLERANCE, HALF_TOLERANCE = 1e-4, 5e-2  # of log-probs; half precision rounds differently
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class EvaluationSet:
     """At least two prompts for an evaluation. They are published with the draft: public or generated, no traffic."""
@@ -127,9 +124,6 @@ class Evaluation:
         write_report(folder / "results.json", self.to_dict())
 
 
-# --- card of a draft ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DraftFacts:
     """Facts for the card of a draft."""
@@ -205,9 +199,6 @@ def draft_card(repo_id: str, facts: DraftFacts, evaluation: Evaluation | None = 
     return card
 
 
-# --- folders --------------------------------------------------------------------------------------------------------
-
-
 def save_draft(
     directory: str | os.PathLike[str],
     draft: Any,
@@ -280,9 +271,6 @@ def check_written(folder: Path, draft: PreTrainedModel) -> None:
     if not error <= tolerance:
         found = f"The draft in {folder} differs from the original by {error:.2g} in log-probabilities"
         raise StateError(f"{found} (at most {tolerance:g} is expected). Export again, in float32.")
-
-
-# --- the Hub --------------------------------------------------------------------------------------------------------
 
 
 def push_folder(

@@ -106,9 +106,6 @@ def as_router(router: Router | Callable[[str], str | None] | None) -> Router | N
     raise ConfigError(f"`router` must be a router, a function of the prompt's text, or None, got {router!r}.")
 
 
-# --- languages ------------------------------------------------------------------------------------------------------
-
-
 class LanguageRouter(Router):
     """
     Route by the language (ISO 639-1 code) of the first 256 tokens of the user's last turn. Needs "osd-hf[language]".
@@ -153,9 +150,6 @@ class LanguageRouter(Router):
                 if text := TAG.sub(" ", ROLE.sub("", text)).strip():
                     return text
         return ""
-
-
-# --- topics ---------------------------------------------------------------------------------------------------------
 
 
 class TopicRouter(Router):

@@ -35,9 +35,6 @@ def unanswered(trace: Trace, completion_ids: Any = ()) -> Trace:
     return bare_trace(trace.prompt_ids, completion_ids, trace.vocab_size, trace.decoder_prompt_ids)
 
 
-# --- training and held-out requests ---------------------------------------------------------------------------------
-
-
 @dataclass
 class Data:
     """Training requests, the target if its rows must be computed, and held-out requests. A request without an answer
@@ -149,9 +146,6 @@ def read_traces(dataset: Iterable[Trace], model: PreTrainedModel, *, needs_rows:
         names = ", ".join(versions)
         raise DataError(f"The recordings are of {len(versions)} versions of the target ({names}). Take one.")
     return traces
-
-
-# --- rows -----------------------------------------------------------------------------------------------------------
 
 
 def read_rows(
@@ -288,9 +282,6 @@ def _listed(value: Any) -> Any:
 
 def _are(kind: type, *parts: Any) -> bool:
     return all(isinstance(part, list) and all(isinstance(item, kind) for item in part) for part in parts)
-
-
-# --- samples --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -70,15 +70,10 @@ class DraftReload:
     _draft_digest: str | None = None  # of the last complete load
 
     def load_draft(self: Any, path: str, digest: str | None = None) -> dict[str, Any]:
-        """
-        Load the weights of a draft with the same shape from the folder of a published version, or from the link to the
-        newest one. Nothing is done if weights with this digest were loaded last. Errors are returned, because vLLM
-        would drop their text.
-
-        Returns:
-            `dict[str, Any]`: The folder's name as `draft`, the `digest` of what was loaded, whether it `is_new`, and
-            the `seconds`; or an `error`, after which the draft may be a mixture until the next load.
-        """
+        """Load the weights of a draft with the same shape from the folder of a published version, or from the link to
+        the newest one. Nothing is done if weights with this digest were loaded last. Returns the folder's name as
+        `draft`, the `digest` of what was loaded, whether it `is_new`, and the `seconds`; or an `error`, because vLLM
+        would drop the text of an exception. After an error, the draft may be a mixture until the next load."""
         began = time.perf_counter()
         if digest is not None and digest == self._draft_digest:
             return {"draft": Path(path).name, "digest": digest, "is_new": False, "seconds": 0.0}

@@ -85,14 +85,9 @@ class CorrectionStore:
         _live_stores.add(self)
 
     def append(self, trace: Trace) -> None:
-        """
-        Store one trace.
-
-        Raises:
-            DataError: The arrays of the trace do not fit together, or a field cannot be stored.
-            StoreError: The store is closed, or could not be written. In the latter case the trace is kept, and a later
-                flush writes it.
-        """
+        """Store one trace. Raises DataError if its arrays do not fit together or a field cannot be stored, and
+        StoreError if the store is closed or could not be written. In the latter case the trace is kept, and a later
+        flush writes it."""
         # One invalid trace in the tail would break every flush.
         if (problem := misshapen(trace)) is not None:
             raise DataError(problem)
@@ -118,12 +113,8 @@ class CorrectionStore:
                 self.flush()
 
     def flush(self) -> None:
-        """
-        Write the tail as one shard, and delete what exceeds the limits. A store in memory only applies its limits.
-
-        Raises:
-            StoreError: The shard could not be written. A later flush writes the tail.
-        """
+        """Write the tail as one shard, and delete what exceeds the limits. A store in memory only applies its limits.
+        Raises StoreError if the shard could not be written. A later flush writes the tail."""
         with self._lock:
             if self._folder is not None:
                 if self._tail:

@@ -133,8 +133,6 @@ def read_config(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in read.items()}
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
-
 LEARNING, FROZEN = "#0072B2", "#D55E00"  # for color-blind readers (Okabe and Ito)
 
 
