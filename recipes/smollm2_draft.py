@@ -27,13 +27,13 @@ from common import K, kept_answers, make_parser, write_report
 from transformers import TrainerCallback
 
 from osd_hf import AcceptanceStats, CorrectionStore, DistillConfig, Trace, distill, replay
-from osd_hf.decoding.vocabulary import write_usual_tokens
 from osd_hf.distillation.answers import sample_answers
 from osd_hf.distillation.make_draft import copy_layers, save_layers
 from osd_hf.models import set_fixed_k
 from osd_hf.prompts import encode_turn
 from osd_hf.recording import scored
 from osd_hf.trace import bare_trace
+from osd_hf.vocabulary import write_usual_tokens
 from osd_hf_app.pair import everyday_prompts, smollm2
 
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, SCORED_TOGETHER = 250, 128, 64
