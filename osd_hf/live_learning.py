@@ -382,24 +382,21 @@ class LiveLearning:
                 thread.join()
 
     def _learn_between(self) -> None:
-        """Learn in parts between requests, until stopped."""
-        while self._wait_for_work():
+        """Learn in parts until stopped, while there is work, no request, and nobody else who learns or saves."""
+        traffic = self.traffic
+        while True:
+            with traffic.changed:
+                traffic.changed.wait_for(lambda: self._is_stopped or (traffic.is_idle and self.learner.has_work()))
+                if self._is_stopped:
+                    return
+                traffic.is_stepping = True
             try:
                 self._learn(self.learner.step)
             finally:
-                with self.traffic.changed:
-                    self.traffic.is_stepping = False
-                    self.traffic.changed.notify_all()
+                with traffic.changed:
+                    traffic.is_stepping = False
+                    traffic.changed.notify_all()
             self._report_decisions()
-
-    def _wait_for_work(self) -> bool:
-        """Wait until there is work, no request, and nobody else who learns or saves; `False` when stopped."""
-        with self.traffic.changed:
-            self.traffic.changed.wait_for(
-                lambda: self._is_stopped or (self.traffic.is_idle and self.learner.has_work())
-            )
-            self.traffic.is_stepping = not self._is_stopped
-            return self.traffic.is_stepping
 
     # --- saved state ------------------------------------------------------------------------------------------------
 

@@ -163,8 +163,7 @@ class DomainDrafts:
     @property
     def domains(self) -> tuple[str | None, ...]:
         """Domains with a draft, in order of appearance; `(None,)` if all share one."""
-        with self._lock:
-            return tuple(self._drafts)
+        return tuple(self.requests)
 
     @property
     def requests(self) -> dict[str | None, DraftRequests]:
