@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -210,21 +209,3 @@ def test_what_an_answer_is_doing_is_said() -> None:
     nothing_drafted = AcceptanceStats.from_counts(drafted=0, examined=0, accepted=0, emitted=5, target_forwards=5)
     told = figures(is_done=True, stats=nothing_drafted, seconds=1.0)
     assert told == "sql · 5 tokens · 5 tokens/s · 1.0 tokens per target pass · draft version 0"
-
-
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({}, "1 of 4 answered, …"),
-        ({"is_learning": True}, "1 of 4 answered, learning"),
-        ({"is_done": True}, "1 of 4 answered, done"),
-    ],
-)
-def test_how_far_a_batch_is_is_said(state: dict[str, bool], words: str) -> None:
-    batch = Batch("sql", 4, [Answer("x", Settings(), "sql", stats=STATS, seconds=0.5)], **state)
-    read = Read(view.transcript(Session("id", ROOM, entries=[batch])))
-    assert read.inside("osd-figures").startswith(words)
-    assert read.values("style") == ["width: 25%"]
-    batch.stop.set()
-    stopped = Read(view.transcript(Session("id", ROOM, entries=[batch])))
-    assert stopped.inside("osd-figures").startswith("1 of 4 answered, stopped")

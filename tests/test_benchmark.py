@@ -107,20 +107,6 @@ def test_counts_are_those_of_a_capture(report, models, prompts):
     assert report.stats_of("lean") == captured
 
 
-def test_models_are_left_as_they_were(models, prompts):
-    target, draft = models
-    before = {name: value.clone() for name, value in draft.state_dict().items()}
-    seat = type(target)
-    benchmark(target, systems_of(draft), {"one": prompts["one"][:1]}, max_new_tokens=6)
-    for model in models:
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert type(target) is seat
-    assert all(torch.equal(before[name], value) for name, value in draft.state_dict().items())
-
-
-# --- ratios and predictions, from figures made up -------------------------------------------------------------------
-
-
 @pytest.fixture
 def made_up():
     stats = AcceptanceStats.from_counts(drafted=40, examined=20, accepted=10, emitted=30, target_forwards=10)
@@ -167,9 +153,6 @@ def test_a_fixed_k_is_predicted_by_the_cost_model(made_up):
     assert made_up.predicted("alone") is None
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -200,9 +183,6 @@ def test_an_encoder_decoder_is_refused():
     target, _ = tiny_pair("t5")
     with pytest.raises(UnsupportedModelError, match="decoder-only"):
         benchmark(target, [System("alone", "alone")], {"d": [[3]]}, max_new_tokens=4)
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

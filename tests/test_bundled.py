@@ -1,6 +1,5 @@
 """The bundled models and prompts, and the recipe that makes them."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -51,16 +50,6 @@ def test_no_problem_is_in_both_splits(domain):
     examples = first_examples(domain, 1600, split="train")
     assert not served & {example.content for example in examples}
     assert len({example.answer for example in examples}) > 1200
-
-
-@pytest.mark.parametrize("domain", DOMAINS)
-def test_reference_answers_pass_and_others_do_not(domain):
-    examples = first_examples(domain, 200)
-    assert all(check_answer(example, example.answer) for example in examples)
-    assert not any(check_answer(example, "") for example in examples)
-    assert not any(check_answer(example, "I do not know.") for example in examples)
-    others = sum(check_answer(a, b.answer) for a, b in itertools.pairwise(examples))
-    assert others <= 10  # two word problems may well have the same number
 
 
 @pytest.mark.parametrize(
@@ -121,15 +110,6 @@ def test_committed_target_answers_rightly(pair, domain):
         assert tokenizer.eos_token_id in answer
         right += check_answer(example, tokenizer.decode(answer, skip_special_tokens=True))
     assert right >= 8
-
-
-def test_committed_draft_assists_without_changing_the_answer(pair):
-    target, draft, tokenizer = pair
-    for domain in DOMAINS:
-        inputs = encode(tokenizer, bundled_prompts(domain, 1, seed=9)[0].prompt)
-        alone = target.generate(**inputs, max_new_tokens=48, do_sample=False)
-        assisted = target.generate(**inputs, max_new_tokens=48, do_sample=False, assistant_model=draft)
-        assert torch.equal(alone, assisted)
 
 
 def test_recorded_scores_are_what_the_readme_promises():

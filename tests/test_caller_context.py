@@ -32,9 +32,6 @@ BATCH = models.prompt(5, seed=7).repeat(2, 1)
 NEW = 6
 
 
-# --- contexts -------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def set_by(setter: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
     setter(value)
@@ -64,9 +61,6 @@ def cases(arguments: str, *named: str) -> Any:
     """Parametrize a test by cases, each of which names the value of every argument; the last one is the context."""
     values = [[*case.split()[:-1], CONTEXTS[case.split()[-1]]] for case in named]
     return pytest.mark.parametrize(arguments.split(), values, ids=[case.replace(" ", "-") for case in named])
-
-
-# --- requests -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -186,9 +180,6 @@ def test_sampled_answers_are_those_outside_the_context(entry: str, context: Cont
     same_traces(after, before)
 
 
-# --- learning -------------------------------------------------------------------------------------------------------
-
-
 def same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
@@ -268,9 +259,6 @@ def test_a_session_that_is_loaded_in_inference_mode_learns_on(tmp_path: Path) ->
             loaded.update()
         found.append(weights(loaded.draft))
     same_weights(*found)
-
-
-# --- measures -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

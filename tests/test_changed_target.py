@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -397,14 +396,3 @@ def test_rows_scored_anew_are_those_of_the_target(architecture: str, width: int 
         ids = torch.arange(rows.shape[1])[None] if width is None else torch.from_numpy(after.top_ids.astype(np.int64))
         wanted = rows.gather(1, ids.expand(len(rows), -1)).detach().numpy()
         assert np.abs(wanted - after.kept_logprobs()).max() < 1e-2
-
-
-def test_a_store_keeps_the_version_of_the_target(recorded: list[Trace], tmp_path: Path) -> None:
-    target, _ = pair_as_it_was()
-    with CorrectionStore(tmp_path) as store:
-        for trace in (recorded[2], replace(recorded[4], target=None)):
-            store.append(trace)
-    assert [t.target for t in CorrectionStore(tmp_path)] == [fingerprint(target), None]
-    with pytest.raises(DataError, match="Unicode"):
-        CorrectionStore().append(replace(recorded[0], target="\ud800"))
-    assert copy.copy(recorded[0]).target == fingerprint(target)

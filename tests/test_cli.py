@@ -53,14 +53,10 @@ def run_arguments(pair, rows, folder):
     [
         ({"--target": None}, "--target must be given, or --pair bundled"),
         ({"--target": "no/such/model"}, "The model 'no/such/model' cannot be loaded"),
-        ({"--prompts": "missing.jsonl"}, "There is no file missing.jsonl"),
-        ({"--column": "prompt"}, "no column 'prompt'; its columns are question, n"),
-        ({"--domain": "x", "--domain-column": "n"}, "one of them"),
         ({"--max-new-tokens": "256"}, "leave no room for a prompt: the models have 256 positions"),
         ({"--num-assistant-tokens": "none"}, "--num-assistant-tokens must not be none"),
         ({"--json": "no such folder/report.json"}, "name a file in a folder that exists"),
         ({"--temperature": "0.5"}, "--temperature would change nothing without --do-sample"),
-        ({"--learning-rate": "-1"}, "`learning_rate` must be a positive number"),
         ({"--divergence": "distance"}, "`divergence` must be one of forward_kl"),
         ({"--device": "cuda:99"}, "cannot be used"),
         ({"--report-to": "paper"}, "`report_to=['paper']`"),
@@ -116,9 +112,6 @@ def test_a_report_with_what_json_has_no_number_for_is_json():
     assert json_text({"a": [math.nan, (math.inf, 1.5)], "b": {"c": -math.inf, "d": "x"}}) == (
         '{"a": [null, [null, 1.5]], "b": {"c": null, "d": "x"}}'
     )
-
-
-# --- drafts on recorded requests ------------------------------------------------------------------------------------
 
 
 def test_drafts_are_scored_on_recorded_requests_overall_and_by_domain(pair, store, traces, capsys):

@@ -263,28 +263,6 @@ def test_the_key_of_the_environment_goes_where_it_belongs_or_is_asked_for(
     assert len(engine.asked) == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--api-key-file", "nowhere"], "The key cannot be read from nowhere: No such file"),
-        (["--api-key-file", "empty"], "empty holds no key"),
-    ],
-)
-def test_a_key_that_is_not_there_is_asked_for_before_anything_is_sent(
-    run: Any, engine: FakeEngine, rows: Path, flags: list[str], message: str, capsys: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").write_text("\n")
-    try:
-        code = run("--url", engine.address, "--prompts", rows, "--column", "question", *flags)
-    except SystemExit as stopped:  # of argparse
-        code = stopped.code
-    assert code == 2
-    assert message in capsys.readouterr().err
-    assert engine.keys == []
-
-
 def test_after_a_server_went_away_only_the_rest_is_asked(
     run: Any, engine: FakeEngine, rows: Path, prompts: Any, recorded: Any, tmp_path: Path, capsys: Any
 ) -> None:
@@ -314,14 +292,19 @@ def test_after_a_server_went_away_only_the_rest_is_asked(
         (["--url", "http://x", "--temperature", "-1"], "--temperature must be at least 0"),
         (["--url", "http://x", "--top-p", "0.9"], "--top-p would change nothing without --temperature"),
         (["--url", "http://x", "--prompts", "y", "--json", "missing/report.json"], "The report cannot be written"),
+        (["--url", "{engine}", "--prompts", "y", "--api-key-file", "nowhere"], "cannot be read from nowhere: No such"),
+        (["--url", "{engine}", "--prompts", "y", "--api-key-file", "empty"], "empty holds no key"),
     ],
 )
 def test_bad_flags_are_refused(
-    run: Any, flags: list[str], message: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    run: Any, engine: FakeEngine, flags: list[str], message: str, capsys: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert run(*flags) == 2
+    (tmp_path / "empty").write_text("\n")
+    assert run(*(flag.format(engine=engine.address) for flag in flags)) == 2
     assert message in capsys.readouterr().err
+    assert engine.keys == []
 
 
 def test_answers_are_collected_and_then_learned_by_one_command(

@@ -14,7 +14,7 @@ from test_lossless import greedy_divergences
 from test_processors import Remembering, allowed, forbids_a_token, opted_in, stateless
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 
-from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf import OnlineAssistant
 
 TOKENS = st.integers(3, models.VOCAB - 1)
 TEMPERED = {
@@ -49,15 +49,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
 
 @functools.cache
 def made_assistant() -> OnlineAssistant:
-    config = OnlineConfig(
-        num_assistant_tokens=5,
-        update_strategy="interval",
-        update_interval=4,
-        steps_per_update=1,
-        learning_rate=3e-3,
-        gate=False,
-    )
-    return OnlineAssistant(*models.pair(noise=0.1), config=config)
+    often = {"update_strategy": "interval", "update_interval": 4, "steps_per_update": 1, "learning_rate": 3e-3}
+    return models.assistant_of(*models.pair(noise=0.1), **often)
 
 
 FOREIGN: dict[str, Callable[[], Any]] = {

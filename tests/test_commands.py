@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import yaml
 
@@ -98,16 +97,6 @@ def test_arguments_of_the_chat_template_are_a_json_object_or_a_mapping_of_a_file
         assert "--chat-template-kwargs must be a JSON object, got" in capsys.readouterr().err
 
 
-def test_arguments_of_the_chat_template_change_the_prompts(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "rows.jsonl", models.tokenizer()
-    tokenizer.chat_template = "{{ messages[0].content }}{{ mark }}"
-    path.write_text('{"question": "abc"}\n')
-    given = ["--prompts", str(path), "--column", "question", "--chat-template-kwargs", '{"mark": "M"}']
-    found = settings_of("run", *given)[0]
-    encoded = found.encode_prompts(tokenizer, None)
-    assert [tokenizer.decode(ids) for _, ids in encoded.prompts] == ["abcM"]
-
-
 def names_read(node: ast.AST) -> set[str]:
     """Names that are read as attributes, or stand as texts, except in declarations and checks."""
     called = getattr(getattr(node, "func", None), "attr", "")
@@ -131,9 +120,6 @@ def test_every_setting_of_a_command_is_read(command: str) -> None:
              if issubclass(kind, settings.Settings)} - {"paper"}  # fmt: skip
     found = set[str]().union(*(names_read(ast.parse(source.read_text())) for source in sources))
     assert known - found == set()
-
-
-# --- settings of the assistant --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,9 +202,6 @@ def test_a_version_on_the_hub_and_its_code_reach_what_loads(
     assert asked[0] == (*read_first, True)
 
 
-# --- names ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", OWN)
 def test_help_texts_are_one_line_each(command: str) -> None:
     for name, action in flags_of(command).items():
@@ -243,9 +226,6 @@ def test_a_typing_error_is_answered_with_what_was_meant(given: list[str], said: 
         parse(given)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-# --- files of settings ----------------------------------------------------------------------------------------------
 
 
 def test_flags_go_before_a_file_and_lists_are_not_joined(tmp_path: Path) -> None:
@@ -280,9 +260,6 @@ def test_a_file_that_makes_no_sense_is_refused(text: str, said: str, tmp_path: P
     assert code == 2
     assert said in capsys.readouterr().err
     assert main(["run", "--config", str(tmp_path / "missing.yaml")]) == 2
-
-
-# --- the rest -------------------------------------------------------------------------------------------------------
 
 
 def test_the_version_is_shown(capsys: Any) -> None:

@@ -22,7 +22,6 @@ from osd_hf.engines.completions import ResponseReader
 from osd_hf.errors import DataError
 from osd_hf.logits_processors import Processors
 from osd_hf.recording import record_traces
-from osd_hf.replay import replay_each
 
 KEPT = 8
 READER = ResponseReader(models.VOCAB, KEPT)
@@ -126,18 +125,6 @@ def test_the_target_goes_by_its_name_in_the_response_or_as_is_said(good: Any, na
     assert told.target == "v2"
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
-def test_replay_counts_what_it_counts_on_the_recording(
-    target: Any, given_back: Any, recorded: list[Trace], noise: float, k: int
-) -> None:
-    reader = ResponseReader(models.VOCAB, KEPT, eos_token_ids=recorded[0].sampling["eos_token_id"])
-    draft = models.draft_of(target, noise)
-    ours = [trace for asked, response in given_back for trace in reader.traces(response, asked)]
-    assert replay_each(draft, ours, k) == replay_each(draft, recorded, k)
-    assert (replay(draft, ours, k).alpha == 1) == (noise == 0)
-
-
 @pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
 def test_chats_are_read_as_well(given_back: Any, recorded: list[Trace], engine: str) -> None:
     for (asked, response), theirs in zip(given_back, recorded, strict=True):
@@ -154,12 +141,6 @@ def test_ids_may_be_read_from_the_request_or_from_the_log_probs(
     asked, response = good
     response["choices"][0][missing] = None
     (ours,) = READER.traces(response, asked)
-    assert_same(ours, recorded[0])
-
-
-def test_more_log_probs_than_are_kept_are_cut(target: Any, recorded: list[Trace]) -> None:
-    asked = request(models.prompts(1)[0], logprobs=3 * KEPT)
-    (ours,) = READER.traces(completion(target, asked), asked)
     assert_same(ours, recorded[0])
 
 

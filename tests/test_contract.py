@@ -20,8 +20,6 @@ from osd_hf.decoding import checks
 from osd_hf.decoding.checks import SERVED, STATELESS
 from osd_hf.errors import UnsupportedGenerationError
 
-# --- what is called or read without being public --------------------------------------------------------------------
-
 
 def parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
@@ -84,8 +82,6 @@ def test_adapters_are_told_by_their_layers() -> None:
     assert isinstance(inner.get_output_embeddings(), ModulesToSaveWrapper)
     assert hasattr(PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type], "merge_and_unload")
 
-
-# --- everything that `generate` can be asked for --------------------------------------------------------------------
 
 WHAT_TO_DO = (
     "Read in transformers what it does to an answer, show that an assisted one is the target's own under it or refuse "
@@ -151,9 +147,6 @@ def test_every_argument_and_mode_of_generate_is_known() -> None:
     assert unknown("MODES of this test", {mode.name for mode in GenerationMode}, MODES) == []
 
 
-# --- the next minor release, modelled -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def newer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A field more, which has a default."""
@@ -197,13 +190,3 @@ def test_what_a_config_carries_beside_its_fields_does_no_harm() -> None:
     target, draft = models.pair()
     target.generation_config.chat_format = "chatml"
     assert OnlineAssistant(target, draft).generate(models.prompt(), max_new_tokens=4).shape == (1, 10)
-
-
-def test_caches_that_cannot_be_cropped_take_no_draft_and_unknown_ones_neither() -> None:
-    target, config = models.build(), GenerationConfig(use_cache=True)
-    for cache in ("static", "quantized", "of_a_newer_release"):
-        config.cache_implementation = cache
-        assert "cache_implementation" in str(checks.undrafted(target, config, []))
-    for cache in (None, "dynamic", "dynamic_full", "offloaded"):
-        config.cache_implementation = cache
-        assert checks.undrafted(target, config, []) is None

@@ -140,9 +140,6 @@ def test_evaluation_prompts_are_private_and_published_files_are_ordinary(umask: 
     assert modes(tmp_path)["index.json"] == 0o666 & ~umask
 
 
-# --- crashes --------------------------------------------------------------------------------------------------------
-
-
 def test_a_file_is_on_the_disk_before_its_name_and_the_name_before_what_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,9 +196,6 @@ def test_a_folder_that_cannot_be_opened_or_synced_is_written_to_all_the_same(
     for code in (errno.EIO, errno.ENOSPC):
         with pytest.raises(OSError, match="not here"):
             write_whole(tmp_path / f"{code}", b"1")
-
-
-# --- locks ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_lock_is_awaited_and_the_wait_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

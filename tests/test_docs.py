@@ -55,9 +55,6 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     return [(text[: match.start(1)].count("\n") + 1, match[1]) for match in found]
 
 
-# --- Python runs -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hub cache with a tiny model for each id that the pages name."""
@@ -127,9 +124,6 @@ def test_shown_output_of_the_cost_model_is_what_it_prints(page: Path) -> None:
             assert printed.getvalue() == shown
 
 
-# --- shell lines parse -----------------------------------------------------------------------------------------------
-
-
 def shell_lines() -> Iterator[Any]:
     for page in [*PAGES, ROOT / "app/README.md"]:
         for line, code in blocks(page, "sh"):
@@ -162,9 +156,6 @@ def test_a_shell_line_parses(words: list[str], tmp_path: Path, monkeypatch: pyte
             assert module.startswith(("sglang", "pytest"))
         case [program, *_]:
             assert program in FOREIGN
-
-
-# --- links exist -----------------------------------------------------------------------------------------------------
 
 
 def anchors(page: Path) -> set[str]:
@@ -203,9 +194,6 @@ def test_each_recipe_has_one_row() -> None:
     assert sorted(named) == sorted(files - {"common.py"})
 
 
-# --- tables match their reports --------------------------------------------------------------------------------------
-
-
 def commits_of(names: list[str]) -> str:
     """Return the note that a table from these reports needs. Fail if they were measured with other defaults."""
     commits = dict[str, None]()
@@ -240,9 +228,6 @@ def test_a_table_names_its_report_and_the_defaults_are_unchanged(page: Path) -> 
         names = comment.removeprefix("report: ").split()
         expected = commits_of(names)
         assert expected in after, f"Write below the table of {names}: *{expected}*"
-
-
-# --- the rest --------------------------------------------------------------------------------------------------------
 
 
 def test_the_readme_begins_with_what_to_type() -> None:
@@ -285,9 +270,6 @@ def test_versions_are_those_that_the_tests_run_with() -> None:
     for page in (README, ROOT / "docs/guarantees.md"):
         assert expected in page.read_text()
         assert f"Python {PROJECT['requires-python'].removeprefix('>=')}" in page.read_text()
-
-
-# --- containers ------------------------------------------------------------------------------------------------------
 
 
 def test_the_containers_run_existing_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from osd_hf import OnlineAssistant, OnlineConfig, expected_block_efficiency
-from osd_hf.decoding.draft_length import DraftLength, Pacer, RoundTime
 
 POSITIONS, VOCAB = 2000, 16
 BAD_LUCK = 0.003  # share of forwards during which a busy machine does something else
@@ -140,24 +139,3 @@ def test_there_is_a_plan_with_auto_only() -> None:
     plan = assistant_of(0.7, 0.2).drafting_plan()
     assert plan is not None
     assert plan.speculates and plan.draft_seconds is plan.plain_seconds is None
-
-
-def test_a_call_speculates_only_if_that_is_faster_than_the_fastest_target_alone() -> None:
-    pacer = Pacer()
-    costs = pacer.costs_of(1)
-
-    def take(seconds: float, k: int = 0, rounds: int = 1) -> None:
-        time = RoundTime(k, k, 0.1 * k, seconds, rounds)
-        pacer.took(time, rounds, costs, 1)
-
-    for _ in range(8):
-        take(1.0)
-        take(1.2, k=1)
-        take(1.4, k=2)
-    pacer.acceptance(None).alpha.add(0.3, 128)
-    calls = [DraftLength(pacer, reads_text=False)]
-    slow = pacer.token_seconds(0.3)
-    take(0.9, rounds=32)  # transformers' own loop
-    calls.append(DraftLength(pacer, reads_text=False))
-    assert [call.is_plain for call in calls] == [False, True]
-    assert slow is not None and (pacer.token_seconds(0.3) or slow) < slow

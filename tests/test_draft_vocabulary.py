@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 from models import VOCAB
@@ -14,8 +13,6 @@ from transformers import AutoTokenizer
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace, vocabulary
 from osd_hf.recording import record_traces
-from osd_hf.trace import bare_trace
-from osd_hf.vocabulary import RestrictedDraft
 
 
 @pytest.fixture(autouse=True)
@@ -111,16 +108,6 @@ def served(assistant: OnlineAssistant, domain: str | None = None) -> list[int | 
     return sizes
 
 
-def test_graphs_can_go_on_reading_a_vocabulary_that_changes() -> None:
-    first, second = np.arange(8), np.arange(3, 11)
-    restricted = RestrictedDraft(models.build(num_hidden_layers=1), first)
-    address = restricted.token_ids.data_ptr()
-    restricted.choose(second)
-    assert restricted.token_ids.tolist() == second.tolist()
-    assert restricted.token_ids.data_ptr() == address
-    assert first.tolist() == list(range(8))
-
-
 def test_a_draft_that_cannot_be_restricted_chooses_among_all(caplog: pytest.LogCaptureFixture) -> None:
     assistant = assistant_of(*models.pair("bart"), update_strategy="manual")
     assert set(served(assistant)) == {None}
@@ -178,17 +165,6 @@ def test_a_vocabulary_that_traffic_does_not_use_is_replaced_or_given_up(learn: b
         emitted.update(answer[0, ids.shape[1] :].tolist())
     assert min(emitted) >= VOCAB // 2
     assert assistant.drafting.token_ids is None or (learn and emitted <= set(assistant.drafting.token_ids))
-
-
-def test_the_first_vocabulary_may_lose_more_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MAX_MISSED": 0.015, "RANK_EVERY": 8}.items():
-        monkeypatch.setattr(vocabulary, name, value)
-    counted, known = vocabulary.TrafficVocabulary(VOCAB), []
-    for _ in range(80):  # a tenth of the tokens is missing
-        counted.add(bare_trace([1], [3] * 9 + [VOCAB - 1], VOCAB), may_count=False)
-        known.append(counted.chosen is not None)
-    assert all(known[: vocabulary.FIRST_REQUESTS - 1])
-    assert not known[-1]
 
 
 def test_characters_and_added_tokens_are_usual(tmp_path: Path) -> None:

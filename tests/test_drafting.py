@@ -13,8 +13,6 @@ from osd_hf import replay
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.errors import ConfigError
 
-# --- counts ---------------------------------------------------------------------------------------------------------
-
 
 def test_drafting_ends_behind_eos() -> None:
     target, draft = models.scripted([3, 4, 5, 6, 7, 8], 4), models.scripted([3, 2, 5, 6, 7, 8], 4)
@@ -30,9 +28,6 @@ def test_drafted_tokens_are_those_of_a_forward_over_the_whole_sequence(architect
     traces = [models.answered(assistant, ids)[1] for ids in models.prompts(3)]
     assert replay(assistant.draft, traces, 5) == assistant.stats
     assert 0 < assistant.stats.alpha < 1
-
-
-# --- streaming ------------------------------------------------------------------------------------------------------
 
 
 def streamed(generate: Any, ids: torch.Tensor, **settings: Any) -> models.Streamer:
@@ -54,8 +49,6 @@ def test_a_streamer_gets_the_targets_tokens_round_by_round(architecture: str, k:
         sizes |= {len(chunk) for chunk in ours.chunks[1:]}
     assert (len(sizes) > 1) == (k > 0)
 
-
-# --- positions, encoders, fallbacks ---------------------------------------------------------------------------------
 
 LIMIT = 16
 FEW_POSITIONS = {
@@ -136,9 +129,6 @@ def test_none_reads_the_drafts_own_constant_k_and_threshold() -> None:
     assert min(lengths) < 6  # some ended by confidence
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("why", ["'heuristic'", "a soft prompt of PEFT"])
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 @pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")  # by peft, in transformers' loop
@@ -156,9 +146,6 @@ def test_drafts_with_a_schedule_or_a_soft_prompt_change_no_answer(why: str, capl
     assert caplog.text.count(why) == 1
 
 
-# --- requests without candidates ------------------------------------------------------------------------------------
-
-
 def test_a_draft_learns_from_plain_requests() -> None:
     settings = {"update_interval": 2, "optimizer": "adamw", "learning_rate": 3e-3}
     assistant = models.assistant_of(*models.pair(), update_strategy="interval", **settings)
@@ -171,9 +158,6 @@ def test_a_draft_learns_from_plain_requests() -> None:
     untaught = models.draft_of(assistant.target)
     learned, given = (replay(draft, traces, 5).alpha for draft in (assistant.draft, untaught))
     assert learned > given + 0.1
-
-
-# --- k of one request -----------------------------------------------------------------------------------------------
 
 
 def test_a_request_may_have_a_k_of_its_own() -> None:

@@ -58,9 +58,6 @@ def traces() -> list[Trace]:
     return models.recorded(*models.pair(), 6, max_new_tokens=8)
 
 
-# --- who serves -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_has_not_learned_is_served_by_the_base(kind: str) -> None:
     _, draft = models.pair()
@@ -199,9 +196,6 @@ def test_what_cannot_be_made_ready_costs_no_answer(
         assert serving.version == 1
 
 
-# --- limits ---------------------------------------------------------------------------------------------------------
-
-
 def test_further_domains_take_the_base_draft(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,9 +207,6 @@ def test_further_domains_take_the_base_draft(
     assert "the maximum" in caplog.text
     assert drafts.domains == ("a", "b")
     assert (drafts.key("c"), drafts.model("c") is drafts.base) == (None, True)
-
-
-# --- keeping --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,9 +273,6 @@ def test_drafts_of_another_base_are_refused(ours: Any, theirs: Any) -> None:
         other.load_state_dict(saved.state_dict())
     assert other.domains == ("b",)
     assert same(weights(other.model("b")), before)
-
-
-# --- adapters -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

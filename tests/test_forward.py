@@ -260,11 +260,23 @@ def test_plain_decoding_is_captured(recorder: Recorder, fed: list[int]) -> None:
     assert len(fed) > 15
 
 
+@pytest.fixture
+def layer_code(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Let captured models compile their layers with a backend."""
+    made = StaticForward.__init__
+
+    def use(backend: Any) -> None:
+        code = LayerCode(backend=backend)
+        monkeypatch.setattr(StaticForward, "__init__", lambda *args, **how: made(*args, **how, code=code))
+
+    return use
+
+
 @pytest.mark.parametrize(
     ("architecture", "what"), [("llama", "works"), ("gemma3", "works"), ("llama", "fails"), ("llama", "is wrong")]
 )
 def test_layers_of_captured_targets_share_compiled_code(
-    architecture: str, what: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    architecture: str, what: str, recorder: Recorder, layer_code: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs: list[Any] = []
 
@@ -272,11 +284,7 @@ def test_layers_of_captured_targets_share_compiled_code(
         graphs.append(graph)
         return {"works": graph.forward, "fails": fail, "is wrong": lambda *args: [2 * x for x in graph(*args)]}[what]
 
-    code = LayerCode(backend=backend)
-    made = StaticForward.__init__
-    monkeypatch.setattr(
-        StaticForward, "__init__", lambda self, model, role, **how: made(self, model, role, **how, code=code)
-    )
+    layer_code(backend)
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if architecture == "gemma3" else {}
     target = models.build(architecture, num_hidden_layers=4, max_position_embeddings=1024, **kinds)
     layers = [vars(module).get("layer_idx") for module in target.modules()]
@@ -293,14 +301,10 @@ def test_layers_of_captured_targets_share_compiled_code(
 
 
 def test_captures_that_fail_are_given_up_with_compiled_layers_and_without(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    recorder: Recorder, layer_code: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder.failures += [RuntimeError("not permitted")] * 40
-    code = LayerCode(backend="eager")
-    made = StaticForward.__init__
-    monkeypatch.setattr(
-        StaticForward, "__init__", lambda self, model, role, **how: made(self, model, role, **how, code=code)
-    )
+    layer_code("eager")
     target, draft = small()
     with models.assistant_of(target, draft, compile_draft=False) as assistant:
         for ids in models.prompts(3):

@@ -231,9 +231,6 @@ def test_a_setting_does_the_same_by_every_route(
     json.dumps(recorded)
 
 
-# --- other values of the same setting -------------------------------------------------------------------------------
-
-
 def test_a_config_and_keywords_together_are_resolved_as_the_target_does(
     assistants: dict[tuple[str, bool], OnlineAssistant], tmp_path: Path
 ) -> None:
@@ -271,9 +268,6 @@ def test_stop_strings_of_a_config_end_an_answer_where_the_target_ends_it(entry: 
         assert torch.equal(ours, alone)
 
 
-# --- requests that the target answers alone -------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rows", [1, 2])
 def test_settings_without_a_draft_are_answered_counted_and_logged_once(
@@ -292,9 +286,6 @@ def test_settings_without_a_draft_are_answered_counted_and_logged_once(
     assert assistant.stats.num_requests == 3 * rows
     assert assistant.stats.drafted == 0
     assert caplog.text.count("`use_cache` is set") == 1
-
-
-# --- traces ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_minimum_length_counts_the_padding_that_a_trace_does_not_have() -> None:

@@ -5,8 +5,7 @@ from typing import Any
 
 import models
 import pytest
-import torch
-from transformers import LlamaModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import LlamaModel, SynthIDTextWatermarkingConfig
 
 from osd_hf import OnlineAssistant, capture_traces
 from osd_hf.errors import UnsupportedGenerationError, UnsupportedModelError, VocabularyMismatchError
@@ -83,20 +82,6 @@ def test_a_draft_with_a_tokenizer_of_its_own_is_refused_where_the_caller_generat
         with pytest.raises(UnsupportedGenerationError, match="assistant_tokenizer"):
             target.generate(models.prompt(), assistant_model=draft, max_new_tokens=3, **tokenizers)
         assert forwards.count == 0
-
-
-def test_harmless_values_are_taken(pair: tuple[Any, Any]) -> None:
-    assistant = OnlineAssistant(*pair)
-    ids = models.prompt()
-    settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
-    harmless: list[dict[str, Any]] = [
-        {"num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1.0, "use_cache": True, "assistant_model": None},
-        {"watermarking_config": WatermarkingConfig(bias=1.0)},
-    ]
-    for kwargs in harmless:
-        assert assistant.generate(ids, **settings, **kwargs).shape == (1, 9)
-    assert assistant.generate(input_ids=ids, **settings).shape == (1, 9)
-    assert assistant.stats.num_requests == 3
 
 
 def test_tokenizers_that_differ_are_refused(tmp_path: Any) -> None:

@@ -59,9 +59,6 @@ def plain(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     return linear(states, layer.weight, layer.bias).detach()
 
 
-# --- products
-
-
 @pytest.mark.parametrize("shape", [(1, 24), (1, 3, 24), (2, 5, 24), (3, 7, 24), (0, 24), (2, 0, 24)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("is_request", [True, False])
@@ -105,9 +102,6 @@ def test_a_compiled_forward_computes_with_packed_weights(layer: torch.nn.Linear,
     assert products == [(2, True)]
 
 
-# --- models
-
-
 def test_a_model_is_restored(products: list[Any]) -> None:
     model = models.build("llama")
     kinds, printed = [type(m) for m in model.modules()], repr(model)
@@ -137,8 +131,6 @@ def test_an_answer_is_the_targets_and_both_models_are_restored(products: list[tu
     gc.collect()
     assert len(kernels._packed_weights) == packed_before
 
-
-# --- packed weights
 
 Change = Callable[[torch.nn.Linear], object]
 CHANGES: dict[str, Change] = {

@@ -148,9 +148,6 @@ def test_what_a_graph_may_contain_reads_no_values() -> None:
     assert not is_capturable([made[0], RepetitionPenaltyLogitsProcessor(1.3)])
 
 
-# --- drawing from probabilities -------------------------------------------------------------------------------------
-
-
 def test_samples_have_the_probabilities_of_their_tokens() -> None:
     weights = torch.tensor([[0, 3, 1e-3, 0, 5, 2, 0], [1, 0, 0, 1e-4, 0, 0, 0]])
     generator, count = torch.Generator().manual_seed(3), 40_000
@@ -171,9 +168,6 @@ def test_tokens_without_probability_are_never_drawn(data: st.DataObject, vocab: 
     assert (probs[0, tokens] > 0).all()
     assert tokens[0] == (probs[0] > 0).nonzero()[0]
     assert (tokens.diff() >= 0).all()
-
-
-# --- sampled: what is accepted --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -58,24 +58,6 @@ def learned(draft: Any, target: Any, peft_config: Any, patch: pytest.MonkeyPatch
     return assistant, most
 
 
-def test_what_serves_is_the_version_and_what_served_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, draft = models.pair()
-    assistant, _ = learned(draft, target, None, monkeypatch)
-    with assistant:
-        drafts, serving = assistant.drafts, dict(assistant.draft.named_parameters())
-        version = drafts.serving(None).weights
-        assert all(serving[name].data_ptr() == weight.data_ptr() for name, weight in version.items())
-        number, earlier, _ = drafts.previous(None)
-        kept = {name: weight.clone() for name, weight in earlier.items()}
-        tried = dict(drafts.trial_model(earlier).named_parameters())
-        assert all(torch.equal(tried[name], weight) for name, weight in kept.items())
-        assert not any(torch.equal(p, serving[name]) for name, p in tried.items() if p.ndim > 1)
-        drafts.roll_back(None, number)
-        assert assistant.draft.state_dict().keys() == draft.state_dict().keys()
-        assert all(torch.equal(p, kept[name]) for name, p in assistant.draft.named_parameters())
-        assert all(torch.equal(p, drafts.base.get_parameter(name)) for name, p in draft.named_parameters())
-
-
 KINDS = {
     "lora": LoraConfig(r=2, target_modules="all-linear"),
     "dora": LoraConfig(r=2, target_modules=["q_proj", "lm_head"], use_dora=True),
@@ -104,8 +86,6 @@ def test_adapters_are_merged_as_peft_does_and_the_base_stays(kind: str, dtype: t
         assert torch.equal(tried.get_parameter(name), expected.to(dtype))
     assert all(torch.equal(p, drafts.base.get_parameter(name)) for name, p in draft.named_parameters())
 
-
-# --- the plan -------------------------------------------------------------------------------------------------------
 
 # Named as the assistant holds them between requests; caches and rows of requests are not there, or no tensors.
 HELD = ("draft: as it was", "draft: serving", "draft: version before", "learner: master", "learner: average",

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.distillation.make_draft import copy_layers, num_layers_of
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.models import load_model, load_pair, quantization_config
+from osd_hf.models import load_pair, quantization_config
 from osd_hf.recording import record_traces
 
 SIZES: dict[str, Any] = {
@@ -188,9 +188,6 @@ def test_gemma3_with_images_is_drafted_for_by_one_without(tmp_path: Path) -> Non
     assert draft.config.vocab_size == 64
 
 
-# --- quantized and offloaded ----------------------------------------------------------------------------------------
-
-
 class Int8Linear(torch.nn.Linear):
     """Weights of eight bits, as quantized models have them."""
 
@@ -254,31 +251,6 @@ def test_hooks_of_accelerate_on_a_draft_go_along() -> None:
     target = family("llama")
     draft = accelerate.dispatch_model(models.draft_of(target), {"": "cpu"}, force_hooks=True)
     served(target, draft)
-
-
-# --- how models are loaded ------------------------------------------------------------------------------------------
-
-
-def test_flags_of_loading_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = family("llama")
-    for name in ("target", "draft"):
-        target.save_pretrained(tmp_path / name)
-    models.tokenizer().save_pretrained(tmp_path / "target")
-    given = models.noted_loading(monkeypatch)
-    monkeypatch.setattr("osd_hf.models.quantization_config", lambda *named: named)
-    names = (str(tmp_path / "target"), str(tmp_path / "draft"))
-    pair = load_pair(
-        *names, dtype="float32", device="cpu", quantization="8bit", attn_implementation="eager", revision="v1",
-        draft_revision="v2", trust_remote_code=True,
-    )  # fmt: skip
-    both = {"dtype": "float32", "attn_implementation": "eager", "trust_remote_code": True}
-    assert given == {
-        "target": {**both, "revision": "v1", "device_map": "cpu", "quantization_config": ("8bit", "float32")},
-        "draft": {**both, "revision": "v2"},
-    }
-    assert {model.config._attn_implementation for model in pair[:2]} == {"eager"}
-    assert greedy(load_model(names[0], device_map="auto").generate) == greedy(target.generate)
-    assert given["target"] == {"dtype": "auto", "device_map": "auto"}
 
 
 @pytest.mark.parametrize(

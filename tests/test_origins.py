@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from osd_hf import DraftRound, OnlineAssistant, OnlineConfig, Trace, capture_traces
 from osd_hf.errors import VocabularyMismatchError
 from osd_hf.replay import emitted_tokens
+from osd_hf.trace import bare_trace
 
 
 def served(architecture: str = "llama", **settings: object) -> tuple[Trace, object]:
@@ -38,16 +39,7 @@ def made(rounds: list[tuple[int, int, int]]) -> Trace:
         ids[:accepted] = completion[start : start + accepted]
         built.append(DraftRound(ids, accepted, emitted))
         start += emitted
-    empty = np.zeros((total, 0))
-    return Trace(
-        prompt_ids=np.array([1], dtype=np.int32),
-        completion_ids=completion,
-        rounds=tuple(built),
-        top_logits=empty.astype(np.float16),
-        top_ids=empty.astype(np.uint16),
-        tail_logprob=np.zeros(total, dtype=np.float32),
-        vocab_size=models.VOCAB,
-    )
+    return dataclasses.replace(bare_trace([1], completion, models.VOCAB), rounds=tuple(built))
 
 
 def test_each_kind_of_round() -> None:

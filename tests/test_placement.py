@@ -1,6 +1,5 @@
 """Where a draft learns, in which precision, and with which attention."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from osd_hf.learning import updater as updater_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater
-from osd_hf.learning.weights import Snapshot, learns_in_bf16, with_fp32_attention
+from osd_hf.learning.weights import Snapshot, learns_in_bf16
 from osd_hf.recording import record_traces
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
@@ -92,9 +91,6 @@ def test_a_device_that_is_not_here_is_refused_at_once(name: str) -> None:
         DomainDrafts(models.build(num_hidden_layers=1), replace(CONFIG, learner_device=name))
 
 
-# --- precision ------------------------------------------------------------------------------------------------------
-
-
 def test_bf16_is_for_half_precision_drafts_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # is ignored
     half, other = (torch.bfloat16, torch.float16), torch.device("mps")
@@ -125,9 +121,6 @@ def test_steps_are_in_fp32_while_forwards_compute_in_bf16(
         torch.testing.assert_close(p, plain.parameters[name], rtol=0, atol=8 * rate)
 
 
-# --- attention ------------------------------------------------------------------------------------------------------
-
-
 def half_only(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
     """As a flash kernel would: nothing but half precision."""
     assert query.dtype != torch.float32, "FlashAttention only supports fp16 and bf16"
@@ -150,11 +143,3 @@ def test_a_draft_of_a_kernel_for_half_precision_learns(peft_config: Any, traces:
     assert learner.drafts.updater(None).master.config._attn_implementation == "sdpa"
     for serving in (draft, drafts.base, drafts.model(None)):
         assert serving.config._attn_implementation == "flash_of_a_test"
-
-
-def test_where_there_is_no_fused_attention_the_plain_one_learns(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = models.build(num_hidden_layers=1)
-    monkeypatch.setattr(type(draft), "_supports_sdpa", False)
-    draft.config._attn_implementation = "kernels-community/some-flash"
-    master = with_fp32_attention(copy.deepcopy(draft))
-    assert master.config._attn_implementation == "eager"

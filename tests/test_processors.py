@@ -103,9 +103,6 @@ def test_what_is_declared_stateless_is_served_with_the_draft(name: str, pair: tu
     assert assistant.stats.drafted > 0
 
 
-# --- stopping criteria ----------------------------------------------------------------------------------------------
-
-
 def at_the_tenth_call(calls: Iterator[int]) -> Callable[..., torch.Tensor]:
     return lambda input_ids, scores, **kwargs: torch.full((input_ids.shape[0],), next(calls) >= 10)
 
@@ -161,9 +158,6 @@ def test_an_answer_that_its_caller_ends_has_ended(streams: bool, pair: tuple[Any
     assert is_stopped.is_set()
     assert 0 < len(told) < 48
     assert told == answer(target.generate, max_new_tokens=48)[: len(told)]
-
-
-# --- ReplayedProcessor ----------------------------------------------------------------------------------------------
 
 
 class Matcher(LogitsProcessor):  # type: ignore[misc]

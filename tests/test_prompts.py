@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -139,9 +138,6 @@ def test_a_digest_tells_streams_apart():
     assert prompts_digest(base) != prompts_digest([(Prompt(0, "a", "x"), [1, 3])])
 
 
-# --- rows that cannot be used ---------------------------------------------------------------------------------------
-
-
 def texts(path, **source):
     return [prompt.text for prompt in read_prompts(PromptSource(str(path), **source))]
 
@@ -188,9 +184,6 @@ def test_content_of_several_parts_is_read_as_its_text(tmp_path):
     assert texts(path, column="c") == ["a", "bc"]
 
 
-# --- templates ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_a_row_that_does_not_fit_the_template_costs_no_other_row(tmp_path, name):
     rows = [{"m": [{"c": "x"}]}, {"m": []}, {"m": None}, {"m": [{"c": None}]}, {"m": [{"c": "y"}, {"c": "z"}]}]
@@ -220,9 +213,6 @@ def test_an_identifier_in_braces_that_is_no_column_is_refused(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"q": "why?"}])
     with pytest.raises(DataError, match="no column 'question'; its columns are q"):
         texts(path, template='{"q": "{question}"}')
-
-
-# --- chat templates -------------------------------------------------------------------------------------------------
 
 
 def test_settings_reach_the_chat_template(tokenizer, plain_tokenizer):
@@ -267,8 +257,6 @@ def test_a_message_is_given_to_the_template_without_nulls_and_with_parsed_argume
         chat_message({"role": "user", "content": None})
 
 
-# --- common formats -------------------------------------------------------------------------------------------------
-
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}
 LABELED = {"id": 7, "answer": "no"}
 FORMATS = {  # file -> a row, and its prompt in the chat template
@@ -290,19 +278,19 @@ FORMATS = {  # file -> a row, and its prompt in the chat template
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_common_format_is_served_without_flags(
-    tmp_path: Path, name: str, pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("osd_hf.evaluation.display.plot_learning", lambda *args, **kwargs: None)
+def test_a_common_format_is_read_without_naming_columns(tmp_path, name, tokenizer):
     row, shown = FORMATS[name]
-    location, folder = write_rows(tmp_path / name, [row, row]), tmp_path / "run"
+    prompts = encode_prompts(read_prompts(PromptSource(write_rows(tmp_path / name, [row, row]))), tokenizer)
+    assert [tokenizer.decode(ids) for _, ids in prompts.prompts] == [f"<s>{shown}"] * 2
+
+
+def test_chats_are_served_without_naming_columns(tmp_path, pair, monkeypatch):
+    monkeypatch.setattr("osd_hf.evaluation.display.plot_learning", lambda *args, **kwargs: None)
+    location, folder = write_rows(tmp_path / "chats.jsonl", [FORMATS["messages.parquet"][0]] * 2), tmp_path / "run"
     given = ["run", "--target", str(pair / "target"), "--draft", str(pair / "draft"), "--output-dir", str(folder)]
     assert main([*given, "--prompts", location, "--keep-text", "--no-learn", "--max-new-tokens", "2"]) == 0
     lines = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(pair / "target")
-    prompts = encode_prompts(read_prompts(PromptSource(location)), tokenizer)
-    assert [tokenizer.decode(ids) for _, ids in prompts.prompts] == [f"<s>{shown}"] * 2
-    assert [line["prompt"] for line in lines] == [prompt.text for prompt, _ in prompts.prompts]
+    assert [line["prompt"] for line in lines] == [prompt.text for prompt in read_prompts(PromptSource(location))]
 
 
 def test_data_that_may_be_read_in_two_ways_names_the_columns(tmp_path):

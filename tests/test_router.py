@@ -164,15 +164,12 @@ def test_a_language_that_was_not_asked_for_goes_to_the_base_draft(six, chat):
     assert LanguageRouter().route(spoken(chat, FOREIGN)) == "it"
 
 
-def test_a_language_needs_text(six):
+def test_a_language_needs_text_and_settings_are_checked(six):
     with pytest.raises(ConfigError, match="pass a tokenizer"):
         six.route(RoutedPrompt(np.array([3, 4])))
-
-
-@pytest.mark.parametrize(("arguments", "message"), [({"languages": ["xx"]}, "xx"), ({"languages": []}, "languages")])
-def test_settings_of_the_language_router_are_checked(six, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        LanguageRouter(**arguments)
+    for languages, message in ((["xx"], "xx"), ([], "languages")):
+        with pytest.raises(ConfigError, match=message):
+            LanguageRouter(languages)
 
 
 def test_without_the_identifier_the_error_names_the_extra(monkeypatch):

@@ -127,9 +127,6 @@ def test_a_port_answers_scrapes_and_a_taken_one_is_said() -> None:
     assert read(text)["osd_hf_proxy_retries_total"] == {(): 3}
 
 
-# --- the dashboard --------------------------------------------------------------------------------------------------
-
-
 def test_the_dashboard_shows_figures_that_there_are(assistant: Any) -> None:
     dashboard = json.loads((DOCS / "grafana.json").read_text())
     stats = assistant.stats

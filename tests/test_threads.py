@@ -84,9 +84,6 @@ def heard(kind: str, assistant: OnlineAssistant, traces: list[Trace]) -> int:
     return len(traces) if kind == "capture" else assistant.stats.num_requests
 
 
-# --- threads that are not bound -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", LISTENERS)
 @pytest.mark.parametrize("piece", [PROMPT_SEEN, FIRST_ROUND_DONE])
 @pytest.mark.parametrize("leaves", [True, False])
@@ -107,9 +104,6 @@ def test_an_unbound_request_goes_on_when_a_listener_leaves_or_comes(kind: str, p
                 assert ask(target.generate, ids, assistant_model=assistant.draft) == own
         assert thread.result(LONG) == own
     assert heard(kind, assistant, traces) == (not leaves)
-
-
-# --- who outlives a block -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", LISTENERS)
@@ -181,9 +175,6 @@ def test_requests_under_way_when_an_assistant_is_closed_are_answered_and_not_lea
     assert len(assistant.store or ()) == 1
 
 
-# --- coming and leaving ---------------------------------------------------------------------------------------------
-
-
 def test_blocks_may_be_left_in_another_order_than_entered() -> None:
     target, draft = models.pair()
     cls, loop = type(target), GenerationMixin._assisted_decoding
@@ -199,9 +190,6 @@ def test_blocks_may_be_left_in_another_order_than_entered() -> None:
         assert [len(sink) for sink in sinks] == expected
     assert type(target) is cls
     assert GenerationMixin._assisted_decoding is loop
-
-
-# --- all at once ----------------------------------------------------------------------------------------------------
 
 
 def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers() -> None:

@@ -14,7 +14,6 @@ from osd_hf.learning import learner as learner_module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.loss import MIN_REQUEST_TOKENS, num_tokens
-from osd_hf.learning.requests import ReadableTraces
 from osd_hf.learning.session import load_session, save_session
 from osd_hf.learning.updater import Updater
 from osd_hf.trace import DraftRound
@@ -67,9 +66,6 @@ def taught(updater: Updater, traces: Sequence[Trace]) -> Any:
     for trace in traces:
         models.observe(updater, trace)
     return updater.update()
-
-
-# --- steps ----------------------------------------------------------------------------------------------------------
 
 
 SHORT_OF_MEMORY = "that need more memory than there is"
@@ -157,9 +153,6 @@ def test_a_learner_that_fails_on_everything_sets_nothing_aside(
     assert updater.update().steps == 2
 
 
-# --- the gate, and what is kept -------------------------------------------------------------------------------------
-
-
 def learner(**changes: Any) -> Learner:
     config = replace(CONFIG, **changes)
     return Learner(DomainDrafts(models.pair(noise=0.12)[1], config, per_domain=False))
@@ -225,9 +218,6 @@ def test_what_was_set_aside_does_not_come_back_from_a_session(
     assert not [trace for trace in everything(second) if len(trace) == LONG]
 
 
-# --- odd traces -----------------------------------------------------------------------------------------------------
-
-
 def changed(trace: Trace, name: str) -> Trace:
     far, nan = np.array([models.VOCAB], np.int32), np.full_like(trace.tail_logprob, np.nan)
     odd: dict[str, Any] = {
@@ -273,18 +263,3 @@ def test_an_odd_request_is_set_aside_by_reason_and_learning_goes_on(
     assert set(taught.set_aside) == {reason}
     assert set(everything(taught)) <= set(traces)
     assert report.to_dict()["set_aside"] == dict(taught.set_aside)
-
-
-@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-@pytest.mark.parametrize("num_logprobs", [8, None])
-def test_nothing_is_wrong_with_what_was_captured(architecture: str, num_logprobs: Any) -> None:
-    target, draft = models.pair(architecture)
-    seen: list[Trace] = []
-    with capture_traces(target, seen.append, num_logprobs=num_logprobs):
-        for ids in models.prompts(2):
-            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, max_new_tokens=6)
-    readable = ReadableTraces.by(draft)
-    assert [readable.fault(trace) for trace in seen] == [None, None]
-    assert readable.fault(readable.simplest(seen[0])) is None
-    updater = Updater(draft, replace(CONFIG, num_logprobs=num_logprobs))
-    assert updater._try_traces([readable.simplest(seen[0])]) == [True]

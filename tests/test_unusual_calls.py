@@ -1,15 +1,13 @@
 """Calls of `generate` that few users make, each of which once gave other tokens, an error, or another cache."""
 
-import threading
 from typing import Any
 
 import models
 import pytest
 import torch
+from test_exactness import SIZES
 from transformers import AutoModelForCausalLM, LogitsProcessor, Phi3Config, StaticCache
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
-
-from osd_hf.decoding.hook import taken_over
 
 
 class InHalfPrecision(LogitsProcessor):  # type: ignore[misc]
@@ -54,19 +52,9 @@ def test_a_target_that_trains_with_checkpoints_answers_as_it_does_alone(architec
 @pytest.mark.parametrize("tokens", [8, 15, 17])
 def test_a_model_that_makes_a_new_cache_returns_the_cache_of_the_whole_answer(window: int | None, tokens: int) -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
-    config = Phi3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        original_max_position_embeddings=16,
-        pad_token_id=0,
-        sliding_window=window,
-        rope_parameters={**rope, "original_max_position_embeddings": 16, "factor": 4.0},
-    )
+    rope |= {"original_max_position_embeddings": 16, "factor": 4.0}
+    positions = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    config = Phi3Config(**SIZES, **positions, pad_token_id=0, sliding_window=window, rope_parameters=rope)
     target = models.loud(AutoModelForCausalLM.from_config(config))
     assistant, ids = models.assistant_of(target, models.draft_of(target, 0.02)), models.prompt(tokens)
     settings = models.greedy(ids, return_dict_in_generate=True)
@@ -82,24 +70,3 @@ def test_attentions_of_a_window_have_the_shapes_of_the_target() -> None:
     settings = models.greedy(ids, return_dict_in_generate=True, output_attentions=True)
     ours, own = (generate(ids, **settings).attentions for generate in (assistant.generate, target.generate))
     assert [[x.shape for x in step] for step in ours] == [[x.shape for x in step] for step in own]
-
-
-def test_a_target_is_taken_over_in_all_threads_at_once() -> None:
-    class Answers:
-        def __init__(self) -> None:
-            self.count = 0
-            self.all_are_here = threading.Barrier(3)
-
-        def answer(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            self.all_are_here.wait(timeout=30)
-            return generate(*args, **kwargs)
-
-    target, ids, answers = models.build(), models.prompt(4), Answers()
-    with taken_over(target, answers.answer):
-        threads = [threading.Thread(target=target.generate, args=(ids,), kwargs=models.greedy(ids)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert answers.count == 3
