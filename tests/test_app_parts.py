@@ -101,9 +101,6 @@ def test_spaces_that_a_tokenizer_leaves_out_at_the_beginning_stay_inside() -> No
         assert "".join(pushed(ids, [], tokenizer)) == tokenizer.decode(ids, skip_special_tokens=True), ids
 
 
-# --- settings -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "values", "rule"),
     [

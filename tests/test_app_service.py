@@ -603,9 +603,6 @@ def test_closed_workspaces_leave_no_thread(pair: ServedPair) -> None:
     assert not [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
 
 
-# --- what is told to others -----------------------------------------------------------------------------------------
-
-
 def test_statistics_hold_no_text_of_anyone(service: Service) -> None:
     session = service.sessions.open(None)
     answer = asked(service, session, "swordfish 4711", Settings("sql", max_new_tokens=30))

@@ -191,9 +191,6 @@ def test_a_peft_draft_learns_its_adapter_and_is_saved_merged(tmp_path: Path) -> 
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
-# --- failures -------------------------------------------------------------------------------------------------------
-
-
 def test_an_error_of_the_target_reaches_the_caller_and_serving_goes_on() -> None:
     target, draft = models.pair()
     assistant = OnlineAssistant(target, draft, config=replace(FAST, update_interval=1))

@@ -301,9 +301,6 @@ def test_phone_dark_and_keyboard(page: Page, address: str) -> None:
         assert nameless == []
 
 
-# --- two visitors ---------------------------------------------------------------------------------------------------
-
-
 def test_two_visitors_at_once(page: Page, other_page: Page) -> None:
     pages = [page, other_page]
     reset(page)
@@ -321,9 +318,6 @@ def test_two_visitors_at_once(page: Page, other_page: Page) -> None:
         expect(page.locator("#table tbody tr").first.locator("td").nth(1)).to_have_text("6")
     ends = [page.locator("#curves polyline.osd-learning").get_attribute("points") for page in pages]
     assert ends[0] == ends[1]
-
-
-# --- programs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

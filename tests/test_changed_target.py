@@ -378,9 +378,6 @@ def test_offline_requests_without_rows_are_left_out(recorded: list[Trace], caplo
     assert [r.getMessage() for r in caplog.records] == ["2 requests without the target's rows are left out."]
 
 
-# --- scored anew ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("architecture", ["llama", "t5"])
 @pytest.mark.parametrize("width", [8, None])
 def test_rows_scored_anew_are_those_of_the_target(architecture: str, width: int | None) -> None:

@@ -733,9 +733,6 @@ def test_a_target_that_computes_otherwise_when_compiled_runs_eagerly(
     assert "its logits differ" in caplog.text
 
 
-# --- with the compiler ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: install g++")

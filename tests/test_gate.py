@@ -77,9 +77,6 @@ def stream(
     return each(sides[0]), each(sides[1])
 
 
-# --- a gain and its error -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("likeness", [0.0, 0.9])
 def test_the_error_of_a_gain_is_that_of_a_bootstrap_over_requests(likeness: float) -> None:
     rng = np.random.default_rng(3)
@@ -90,9 +87,6 @@ def test_the_error_of_a_gain_is_that_of_a_bootstrap_over_requests(likeness: floa
     alphas = [c[drawn, 1].sum(1) / c[drawn, 0].sum(1) for c in counts]
     assert gain == pytest.approx(sum(after, AcceptanceStats()).alpha - sum(before, AcceptanceStats()).alpha)
     assert error == pytest.approx(float(np.std(alphas[1] - alphas[0])), rel=0.1)
-
-
-# --- requests held back ---------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 300))

@@ -148,9 +148,6 @@ def test_a_correction_at_eos_is_no_acceptance() -> None:
     assert trace.correction_mask.tolist() == [False, False, False, True]
 
 
-# --- stored rows ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("architecture", "num_logprobs"),
     [*((architecture, 64) for architecture in models.ARCHITECTURES), ("llama", None), ("t5", None)],
@@ -347,9 +344,6 @@ def test_a_failed_request_leaves_no_trace() -> None:
         assert traces == []  # without a draft, nothing is captured
         target.generate(models.prompt(), assistant_model=draft, max_new_tokens=6)
     assert [len(t) for t in traces] == [6]
-
-
-# --- who listens ----------------------------------------------------------------------------------------------------
 
 
 def test_nested_captures_both_see_the_request() -> None:

@@ -371,9 +371,6 @@ def test_a_token_stays_out_of_what_a_trainer_writes_and_pushes(architecture: str
     assert config.hub_token == "hf_QZX"
 
 
-# --- for an engine --------------------------------------------------------------------------------------------------
-
-
 def test_an_exported_draft_has_the_targets_vocabulary_and_the_drafts_logits(tmp_path: Path) -> None:
     target = models.build("llama", vocab_size=models.VOCAB + 8)
     draft = models.build("llama", seed=1)

@@ -381,9 +381,6 @@ def test_the_check_of_long_answers_fails_for_a_loop_that_accepts_too_readily(
     assert least <= transitions_fit(answers, p.double().numpy()) <= most
 
 
-# --- drafts that break down -----------------------------------------------------------------------------------------
-
-
 def breaking_down(value: float, every: int) -> Any:
     """A draft whose rows hold `value` at every so many positions."""
     draft = models.bigram(0)

@@ -317,9 +317,6 @@ def test_invalid_settings_are_refused() -> None:
         make_draft(target, prompts=asked(), num_layers=2, show_progress=False)
 
 
-# --- a loss over sampled tokens --------------------------------------------------------------------------------------
-
-
 def recorded(target: Any, kept: int) -> list[Trace]:
     return list(record_traces(target, asked(3), max_new_tokens=6, num_logprobs=kept))
 

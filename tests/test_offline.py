@@ -90,9 +90,6 @@ def t5_pair() -> tuple[Any, Any]:
     return models.pair("t5", noise=0.5)
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
 def test_models_settings_and_data_of_the_caller_stay_as_they_are(tmp_path: Any, pair: Any) -> None:
     target, draft = pair
     given, args = weights(draft), config(tmp_path, max_steps=2)

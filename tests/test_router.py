@@ -321,9 +321,6 @@ def test_an_empty_prompt_or_unknown_ids_get_the_base_draft_and_teach_nothing():
     assert got == expected
 
 
-# --- the lab pair ---------------------------------------------------------------------------------------------------
-
-
 def test_a_topic_router_keeps_nothing_of_what_it_may_not_learn_from() -> None:
     router = TopicRouter(models.pair()[0])
     for ids in models.prompts(30):
