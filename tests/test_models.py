@@ -253,6 +253,21 @@ def test_hooks_of_accelerate_on_a_draft_go_along() -> None:
     served(target, draft)
 
 
+def test_flags_of_loading_reach_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("target", "draft"):
+        family("llama").save_pretrained(tmp_path / name)
+    models.tokenizer().save_pretrained(tmp_path / "target")
+    given = models.noted_loading(monkeypatch)
+    monkeypatch.setattr("osd_hf.models.quantization_config", lambda *named: named)
+    both = {"dtype": "float32", "attn_implementation": "eager", "trust_remote_code": True}
+    how: dict[str, Any] = {"quantization": "8bit", "revision": "v1", "draft_revision": "v2", "device": "cpu", **both}
+    load_pair(str(tmp_path / "target"), str(tmp_path / "draft"), **how)
+    assert given == {
+        "target": {**both, "revision": "v1", "device_map": "cpu", "quantization_config": ("8bit", "float32")},
+        "draft": {**both, "revision": "v2"},
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("quantization", "int8"), ("draft_revision", "v1"), ("dtype", "float16"), ("revision", "v1")]
 )

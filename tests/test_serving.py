@@ -49,13 +49,15 @@ def arguments(pair, prompts, folder, *more):
     ]  # fmt: skip
 
 
-def interrupt(monkeypatch, request, number=signal.SIGINT):
-    """Send a signal, by default that of Ctrl-C, while the request of this number is being served."""
+def interrupt(monkeypatch, request, number=None):
+    """Send a signal, or else end as by Ctrl-C, while the request of this number is being served."""
     generate, calls = OnlineAssistant.generate, []
 
     def interrupted(self, *args, **kwargs):
         calls.append(1)
         if len(calls) == request:  # the answer in progress is dropped
+            if number is None:
+                raise KeyboardInterrupt
             signal.raise_signal(number)
         return generate(self, *args, **kwargs)
 
