@@ -9,10 +9,10 @@ from typing import Any
 
 import gradio as gr
 
-from osd_hf.bundled import DOMAINS
+from osd_hf.bundled import DOMAINS, GENERAL
 from osd_hf.errors import ConfigError, OSDError
 from osd_hf_app import view
-from osd_hf_app.pair import GENERAL, NO_DOMAIN
+from osd_hf_app.pair import NO_DOMAIN
 from osd_hf_app.service import MAX_PUBLIC_NEW_TOKENS, Service
 from osd_hf_app.sessions import AUTOMATIC, K_CHOICES, MAX_NEW_TOKENS, Answer, Session, Settings
 from osd_hf_app.sharing import visitor_id

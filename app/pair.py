@@ -1,4 +1,4 @@
-"""The models that serve, such as SmolLM2 from the Python package index; their prompts, and the domain of a prompt."""
+"""The models that serve, such as SmolLM2 from the Python package index, and their prompts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import functools
 import importlib.util
 import itertools
 import json
-import math
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,11 +58,6 @@ ABOUT_SMOLLM2 = (
     f"The target is {NAME} by Hugging Face (Apache License 2.0), a small model for English text. Check important "
     "facts. The draft consists of a few of its layers."
 )
-
-GENERAL = "general"  # prompts of no other domain
-CLASSIFIER_SAMPLES = 200  # prompts per domain that the classifier learns from
-MIN_KNOWN_SHARE = 0.5  # of a prompt's words
-MIN_MARGIN = 2.0  # nats between the two likeliest domains
 
 
 def everyday_prompts(seed: int = 0) -> list[str]:
@@ -197,33 +189,3 @@ class ServedPair:
     def samples(self, domain: str, count: int) -> list[str]:
         """Return the next sample prompts of a domain, or everyday prompts if there are no domains."""
         return list(itertools.islice(self._samples[domain], count))
-
-
-@functools.cache
-def _word_counts() -> dict[str, Counter[str]]:
-    return {
-        domain: Counter(word for e in bundled_prompts(domain, CLASSIFIER_SAMPLES, seed=1) for word in _words(e.prompt))
-        for domain in DOMAINS
-    }
-
-
-def find_domain(prompt: str) -> str:
-    """Return the bundled domain of a prompt, by naive Bayes over its words. Returns `GENERAL` if most words are
-    unknown, or if two domains are about equally likely."""
-    counts = _word_counts()
-    vocabulary = set().union(*counts.values())
-    words = _words(prompt)
-    known = [word for word in words if word in vocabulary]
-    if not known or len(known) < MIN_KNOWN_SHARE * len(words):
-        return GENERAL
-    scores = {
-        domain: sum(math.log((count[word] + 1) / (count.total() + len(vocabulary))) for word in known)
-        for domain, count in counts.items()
-    }
-    best, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
-    return best if scores[best] - scores[second] >= MIN_MARGIN else GENERAL
-
-
-def _words(text: str) -> list[str]:
-    # All digits count as the same word. Punctuation helps to recognize code.
-    return re.findall(r"[^\W\d]+|\d|[^\w\s]", re.sub(r"\d", "0", text.lower()))

@@ -15,11 +15,12 @@ import torch
 from transformers import StoppingCriteriaList
 
 from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay
+from osd_hf.bundled import find_domain
 from osd_hf.errors import ConfigError, OSDError
 from osd_hf.replay import EmittedToken, emitted_tokens, padded, redraft
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.streaming import Pieces, Rounds, Stop, text_of
-from osd_hf_app.pair import NO_DOMAIN, ServedPair, find_domain
+from osd_hf_app.pair import NO_DOMAIN, ServedPair
 from osd_hf_app.sessions import (
     AUTOMATIC,
     SIDES,
@@ -88,10 +89,8 @@ class Service:
         an unknown domain, a chat that is still being answered, or too many waiting prompts."""
         if len(prompt) > MAX_CHARACTERS:
             raise ConfigError(f"The prompt has {len(prompt):,} characters; the maximum is {MAX_CHARACTERS:,}.")
-        if self.is_public and settings.max_new_tokens > MAX_PUBLIC_NEW_TOKENS:
-            raise ConfigError(
-                f"In public mode, `max_new_tokens` is at most {MAX_PUBLIC_NEW_TOKENS}, got {settings.max_new_tokens}."
-            )
+        if self.is_public and (tokens := settings.max_new_tokens) > MAX_PUBLIC_NEW_TOKENS:
+            raise ConfigError(f"In public mode, `max_new_tokens` is at most {MAX_PUBLIC_NEW_TOKENS}, got {tokens}.")
         # Without control characters.
         text = "".join(c for c in prompt if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs")).strip()
         if not text:
@@ -99,11 +98,8 @@ class Service:
         # The classifier reads the typed words only, and not the template or earlier turns.
         domain = find_domain(text) if settings.domain in (AUTOMATIC, NO_DOMAIN) else settings.domain
         answer = Answer(text, settings, domain if self.pair.domains else NO_DOMAIN)
-        history = [
-            (entry.prompt, entry.text)
-            for entry in session.entries
-            if settings.remember and isinstance(entry, Answer) and entry.error is None
-        ]
+        earlier = session.entries if settings.remember else []
+        history = [(e.prompt, e.text) for e in earlier if isinstance(e, Answer) and e.error is None]
         self.pair.encode(text, settings.max_new_tokens, history)  # raises if the prompt is too long
         self.sessions.start(session, answer, lambda: self._answer(session, answer, history), wants_private)
         return answer
@@ -141,14 +137,9 @@ class Service:
                 ids, mask = padded(rows, "left", self.pair.target.device)
                 traces: list[Trace] = []
                 with self.queue.slot(visitor=DEMO):
+                    how = answer.settings.generate_kwargs
                     assistant.generate(
-                        ids,
-                        attention_mask=mask,
-                        domain=domain,
-                        owner=DEMO,
-                        on_trace=traces.append,
-                        do_sample=False,
-                        max_new_tokens=DEMO_TOKENS,
+                        ids, attention_mask=mask, domain=domain, owner=DEMO, on_trace=traces.append, **how
                     )
                 for trace in traces:
                     sides = self._sides(workspace, domain, trace)
@@ -248,15 +239,11 @@ class Service:
     def _sides(self, workspace: Workspace, domain: str, trace: Trace) -> dict[str, Side]:
         """Return what the frozen and the learning draft propose along a greedy answer."""
         with workspace.assistant.drafts.lease(domain) as serving:
-            found = [
-                (redraft(draft, [trace], REPLAY_K)[0], version)
-                for draft, version in ((self.pair.draft, 0), (serving.model, serving.version))
-            ]
-        sides = {}
-        for name, (redrafted, version) in zip(SIDES, found, strict=True):
-            tokens = _shown(self.pair.tokenizer, emitted_tokens(redrafted))
-            sides[name] = Side(tokens, AcceptanceStats.from_trace(redrafted), version)
-        return sides
+            drafts = (self.pair.draft, serving.model)
+            redrafted = [redraft(draft, [trace], REPLAY_K)[0] for draft in drafts]
+        shown = [_shown(self.pair.tokenizer, emitted_tokens(each)) for each in redrafted]
+        stats = map(AcceptanceStats.from_trace, redrafted)
+        return dict(zip(SIDES, map(Side, shown, stats, (0, serving.version)), strict=True))
 
     def _compare_with_target(self, answer: Answer, ids: torch.Tensor, trace: Trace, slot: Slot) -> None:
         """Compare time, and unless sampled the tokens, with those of the target alone."""

@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import quote
 
 from osd_hf import AcceptanceStats, LabelRouter, OnlineAssistant, OnlineConfig, Trace
-from osd_hf.bundled import DOMAINS
+from osd_hf.bundled import DOMAINS, GENERAL
 from osd_hf.errors import ConfigError, LearnerError, OSDError, without_credentials
-from osd_hf_app.pair import GENERAL, NO_DOMAIN, ServedPair
+from osd_hf_app.pair import NO_DOMAIN, ServedPair
 from osd_hf_app.sharing import Quota, RateLimit
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,9 @@ from waiting import LONG
 
 import osd_hf
 from osd_hf import AcceptanceStats
-from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.bundled import DOMAINS, GENERAL, bundled_prompts, find_domain
 from osd_hf.errors import ConfigError
 from osd_hf.utils.streaming import INCOMPLETE, Pieces, text_of
-from osd_hf_app.pair import GENERAL, find_domain
 from osd_hf_app.sessions import Record, Settings
 from osd_hf_app.sharing import FairQueue, Quota, RateLimit, visitor_id
 from osd_hf_app.view import WINDOW, curves, points

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
+import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,9 +16,14 @@ from osd_hf.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["DOMAINS", "Example", "bundled_prompts", "load_bundled"]
+__all__ = ["DOMAINS", "GENERAL", "Example", "bundled_prompts", "find_domain", "load_bundled"]
 
 DOMAINS: tuple[str, ...] = ("sql", "math", "python", "finance")
+
+GENERAL = "general"  # prompts of no other domain
+_CLASSIFIER_SAMPLES = 200  # prompts per domain that the classifier learns from
+_MIN_KNOWN_SHARE = 0.5  # of a prompt's words
+_MIN_MARGIN = 2.0  # nats between the two likeliest domains
 
 _FOLDER = Path(__file__).parent
 _SEED_STEP = 271  # has no common factor with the number of prompts, so that each seed starts at another prompt
@@ -54,6 +62,38 @@ def bundled_prompts(domain: str, n: int, *, seed: int = 0) -> list[Example]:
         )
     start = seed * _SEED_STEP
     return [examples[(start + i) % len(examples)] for i in range(n)]
+
+
+@functools.cache
+def _word_counts() -> dict[str, Counter[str]]:
+    return {
+        domain: Counter(
+            word for e in bundled_prompts(domain, _CLASSIFIER_SAMPLES, seed=1) for word in _words(e.prompt)
+        )
+        for domain in DOMAINS
+    }
+
+
+def find_domain(prompt: str) -> str:
+    """Return the bundled domain of a prompt, by naive Bayes over its words. Returns `GENERAL` if most words are
+    unknown, or if two domains are about equally likely."""
+    counts = _word_counts()
+    vocabulary = set().union(*counts.values())
+    words = _words(prompt)
+    known = [word for word in words if word in vocabulary]
+    if not known or len(known) < _MIN_KNOWN_SHARE * len(words):
+        return GENERAL
+    scores = {
+        domain: sum(math.log((count[word] + 1) / (count.total() + len(vocabulary))) for word in known)
+        for domain, count in counts.items()
+    }
+    best, second = sorted(scores, key=scores.__getitem__, reverse=True)[:2]
+    return best if scores[best] - scores[second] >= _MIN_MARGIN else GENERAL
+
+
+def _words(text: str) -> list[str]:
+    # All digits count as the same word. Punctuation helps to recognize code.
+    return re.findall(r"[^\W\d]+|\d|[^\w\s]", re.sub(r"\d", "0", text.lower()))
 
 
 def load_bundled() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
