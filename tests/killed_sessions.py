@@ -30,8 +30,7 @@ def answer(generate: Any, number: int, **kwargs: Any) -> list[int]:
 
 
 def state(assistant: OnlineAssistant) -> dict[str, Any]:
-    learner, drafts = assistant._learner, assistant.drafts
-    (lesson,) = learner.state_dict()["requests"]
+    drafts, lesson = assistant.drafts, assistant.drafts.requests[None].state_dict()
     return {
         "requests": assistant.stats.num_requests,
         "observed": lesson["observed"],

@@ -56,18 +56,18 @@ def serve(assistant: OnlineAssistant, first: int, last: int) -> None:
 
 def everything(assistant: OnlineAssistant) -> dict[str, Any]:
     """What a session is, in plain values."""
-    taught, drafts = assistant._learner, assistant.drafts
+    drafts = assistant.drafts
 
     def told(traces: Any) -> list[Any]:
         return [(t.prompt_ids.tolist(), t.completion_ids.tolist(), t.domain, t.draft_version) for t in traces]
 
     lessons = [
         (s["domain"], s["requests_waiting"], s["observed"], {k: told(v) for k, v in s["traces"].items()})
-        for s in taught.state_dict()["requests"]
+        for s in (lesson.state_dict() for lesson in drafts.requests.values())
     ]
     tensors = {(d, name): p for d in (None, *drafts.domains) for name, p in drafts.model(d).named_parameters()}
     for domain in drafts.learning:
-        tensors |= {(domain, "learned", name): p for name, p in taught.drafts.updater(domain).parameters.items()}
+        tensors |= {(domain, "learned", name): p for name, p in drafts.updater(domain).parameters.items()}
     return {
         "requests": lessons,
         "decisions": [d.to_dict() for d in assistant.decisions],

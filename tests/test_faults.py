@@ -318,8 +318,7 @@ def test_a_request_that_ends_while_a_session_is_saved_or_loaded_is_in_all_of_it_
         if work != "load":
             assert assistant.stats.num_requests == 2
             assistant.load_state(tmp_path)
-        (saved,) = assistant._learner.state_dict()["requests"]
-        assert assistant.stats.num_requests == saved["observed"] == requests
+        assert assistant.stats.num_requests == assistant.drafts.requests[None].observed == requests
 
 
 # --- many at once ---------------------------------------------------------------------------------------------------
