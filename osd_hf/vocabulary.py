@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -129,10 +130,12 @@ def usual_tokens(draft: PreTrainedModel, tokenizer: Any = None) -> list[int]:
 
 
 def write_usual_tokens(draft: PreTrainedModel, traces: Iterable[Trace]) -> None:
-    """Write the tokens that a target is likely to use, by its traces, into a draft's configuration."""
-    if vocabulary_sizes(vocab_size_of(draft)):
-        ids = {int(token) for t in traces for token in (*t.completion_ids, *t.top_ids[:, :USUAL_PER_POSITION].flat)}
-        setattr(draft.config, VOCABULARY_SETTING, " ".join(map(str, sorted(ids))))
+    """Write the tokens that a target is likely to use, by its traces, into a draft's configuration: the most frequent
+    ones, as many as the largest draft vocabulary has."""
+    if sizes := vocabulary_sizes(vocab_size_of(draft)):
+        likely = (token for t in traces for token in (*t.completion_ids, *t.top_ids[:, :USUAL_PER_POSITION].flat))
+        ids = sorted(token for token, _ in Counter(map(int, likely)).most_common(sizes[-1]))
+        setattr(draft.config, VOCABULARY_SETTING, " ".join(map(str, ids)))
 
 
 class RestrictedDraft:

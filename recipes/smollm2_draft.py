@@ -1,7 +1,7 @@
 """Train the draft of SmolLM2-135M-Instruct that the package has.
 
-    OSD_HF_DATA=... python recipes/smollm2_draft.py                                    # hours on two cores
-    OSD_HF_DATA=... python recipes/smollm2_draft.py --layers 0 --out runs/one-layer    # another draft, to compare
+    OSD_HF_DATA=... python recipes/smollm2_draft.py                                    # an hour on two cores
+    OSD_HF_DATA=... python recipes/smollm2_draft.py --layers 0 29 --out runs/two       # another draft, to compare
 
 The prompts are everyday questions: `alpaca` without its last 400 rows, the goals of PIQA, and the prompts of
 `app/everyday.json`. Their sampled answers (temperature 0.7, top-p 0.9) are kept in `--answers` with the 64 most likely
@@ -90,9 +90,9 @@ def figures(stats: AcceptanceStats) -> dict[str, Any]:
 
 def main() -> None:
     parser = make_parser(__doc__, "smollm2_draft", traces=False)
-    parser.add_argument("--layers", type=int, nargs="+", default=[0, 29], help="layers of the target to copy")
+    parser.add_argument("--layers", type=int, nargs="+", default=[0], help="layers of the target to copy")
     parser.add_argument("--tokens", type=int, default=0, help="sample answers until there are so many tokens")
-    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--rate", type=float, default=1e-2, help="highest learning rate of Muon")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--answers", type=Path, default=Path("runs/smollm2_answers"))

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace, vocabulary
 from osd_hf.recording import record_traces
+from osd_hf.trace import bare_trace
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +153,11 @@ def test_the_first_request_has_a_draft_vocabulary(monkeypatch: pytest.MonkeyPatc
     answered = {int(token) for trace in traces for token in trace.completion_ids}
     assert max(answered) >= half
     assert answered <= set(assistant_of(target, draft).drafting.token_ids)
+    # Of more tokens than a draft vocabulary has, the most frequent ones are written.
+    once = bare_trace([1], list(range(VOCAB)), VOCAB, None)
+    vocabulary.write_usual_tokens(draft, [once, *traces])
+    written = [int(token) for token in draft.config.osd_hf_vocabulary.split()]
+    assert len(written) == half and answered <= set(written)
 
 
 @pytest.mark.parametrize("learn", [True, False])
