@@ -476,11 +476,6 @@ def check_pair(target: Any, draft: Any) -> None:
             f"The target must be a transformers model that can `generate`, got {type(target).__name__}. Load it with "
             "a class that has a language modeling head, such as `AutoModelForCausalLM`."
         )
-    if getattr(target, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"assisted generation is not supported with stateful models, such as {type(target).__name__}: its state "
-            "cannot be rolled back when a drafted token is rejected. Use an attention model as the target."
-        )
     _check_draft(draft)
     if target is not None and target.config.is_encoder_decoder != draft.config.is_encoder_decoder:
         kinds = ["encoder-decoder" if m.config.is_encoder_decoder else "decoder-only" for m in (target, draft)]
@@ -493,16 +488,10 @@ def _check_draft(draft: Any) -> None:
     kind = type(draft).__name__
     if not callable(getattr(draft, "generate", None)) or not hasattr(draft, "generation_config"):
         raise UnsupportedModelError(f"The draft must be a transformers model that can `generate`, got {kind}.")
-    if getattr(draft, "_is_stateful", False):
-        if not _cache_can_be_cropped(draft):
-            raise UnsupportedModelError(
-                f"{kind} is stateful: its state cannot be rolled back when a drafted token is rejected. Use an "
-                "attention model as the draft."
-            )
-        logger.warning(
-            "Recurrent layers of the draft (%s) are not rolled back when a drafted token is rejected, so its tokens "
-            "are accepted less often. The answers are still the target's own.",
-            kind,
+    if getattr(draft, "_is_stateful", False) and not _cache_can_be_cropped(draft):
+        raise UnsupportedModelError(
+            f"{kind} is stateful: its state cannot be rolled back when a drafted token is rejected. Use a draft with "
+            "attention layers."
         )
 
 

@@ -33,7 +33,12 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.config import OnlineConfig
@@ -433,6 +438,13 @@ def _known_causes(model: PreTrainedModel) -> Iterator[Limits]:
     pad = config_value(config, "pad_token_id") if skips_padding else None
     if pad is not None:
         yield Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
+    if getattr(model, "_is_stateful", False):
+        layers = DynamicCache(config=config).layers
+        if "past_key_values" not in inspect.signature(model.forward).parameters or not any(
+            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+        ):
+            yield Limits("its recurrent states are not in a cache from which they can be taken back", max_tokens=1)
+        yield Limits(with_prompt=False)  # states are saved behind the prompt
     if has_own_cache:
         yield Limits("it keeps keys in a cache of its own", max_tokens=1)
     if offsets := [offset for offset in adapter_arguments(model).get("alora_offsets", ()) if offset is not None]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -21,6 +21,7 @@ from osd_hf.utils.context import to_device
 
 AHEAD = 256  # tokens of an answer in a request's first cache; longer answers move to larger caches
 GROWTH = 1.5  # of a full cache
+MAX_LAG = 24  # tokens that a forward may read again and verify, where recurrent states were rolled back
 # A mask hides the unused end of a cache; attention by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in configurations
@@ -38,6 +39,65 @@ def forward_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in LOOP_ARGUMENTS}
 
 
+class RecurrentStates:
+    """
+    Take the recurrent and convolutional states of a cache back to the last position where they were saved. They have
+    no states for the positions between, so tokens that were kept behind the position are read again.
+
+    Attention layers are cropped to the same position, so that a model reads the same tokens in all layers.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self.layers = list(cache.layers)
+        self._recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._saved: list[tuple[dict[int, Tensor | None], ...]] = []
+        self.trim()
+
+    @classmethod
+    def of(cls, cache: Any) -> RecurrentStates | None:
+        """Return the states of a cache that was filled; `None` if all its layers can be cropped."""
+        layers = getattr(cache, "layers", ())
+        is_recurrent = any(any(getattr(x, "is_recurrent_states_initialized", {}).values()) for x in layers)
+        return cls(cache) if is_recurrent else None
+
+    def trim(self) -> None:
+        """Drop the earlier inputs of convolutions, which layers keep until they are cropped; add missing ones."""
+        for layer in self._recurrent:
+            for i, states in layer.conv_states.items():
+                if states is not None:
+                    width = int(layer.conv_kernel_size[i])
+                    missing = max(0, width - states.shape[-1])
+                    layer.conv_states[i] = torch.nn.functional.pad(states[..., -width:], (missing, 0))
+
+    def save(self) -> None:
+        """Copy the states."""
+        self._saved = [(_copied(layer.conv_states), _copied(layer.recurrent_states)) for layer in self._recurrent]
+
+    def keep(self) -> None:
+        """Keep all tokens that were read."""
+        self._crop(0)
+        self.trim()
+
+    def restore(self, count: int) -> None:
+        """Remove the last `count` tokens, which are those since the states were saved."""
+        self._crop(-count)
+        for layer, (conv, recurrent) in zip(self._recurrent, self._saved, strict=True):
+            layer.conv_states, layer.recurrent_states = _copied(conv), _copied(recurrent)
+
+    def _crop(self, count: int) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.crop(count)
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                DynamicSlidingWindowLayer.crop(layer, count)
+            elif isinstance(layer, DynamicLayer) and layer.is_initialized:
+                DynamicLayer.crop(layer, count)
+
+
+def _copied(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
+    return {i: None if state is None else state.clone() for i, state in states.items()}
+
+
 class TargetForward:
     """Verify the candidates of one row, as transformers' assisted loop does, with any cache that it can crop. `kwargs`
     are the arguments of the loop. The cache holds `num_cached` tokens of the prompt already."""
@@ -49,6 +109,9 @@ class TargetForward:
         self.kwargs = forward_arguments(kwargs)
         self.outputs: Any = None
         self._num_cached, self._count = num_cached or 0, 0
+        self._states: RecurrentStates | None = None
+        self._lag = 0  # known tokens behind the position of recurrent states, without the newest
+        self._is_returned = bool(kwargs["generation_config"].return_dict_in_generate or self._num_cached)
         self._is_plain_cache: bool | None = None
         self._usual = self._usual_inputs(int(kwargs["generation_config"].max_length))
         self.kwargs["past_key_values"].activate_past_recording()
@@ -61,8 +124,13 @@ class TargetForward:
     def _usual_inputs(self, max_length: int) -> dict[str, Any] | None:
         """Return the inputs of all forwards after the first one, with the mask and positions of the longest sequence,
         if the model prepares them as usual. That takes less time than preparing each."""
-        own = (type(self.model).prepare_inputs_for_generation, type(self.model)._update_model_kwargs_for_generation)
+        own: tuple[Any, ...] = (
+            type(self.model).prepare_inputs_for_generation,
+            type(self.model)._update_model_kwargs_for_generation,
+        )
         usual = GenerationMixin.prepare_inputs_for_generation, GenerationMixin._update_model_kwargs_for_generation
+        if hasattr(self.model.config, "num_logits_to_keep"):  # what the methods of these models set
+            own = usual[0], own[1]
         inputs = {name: value for name, value in self.kwargs.items() if value is not None}
         moving = {name: inputs.pop(name) for name in ("attention_mask", "position_ids") if name in inputs}
         if (
@@ -85,9 +153,33 @@ class TargetForward:
         """Return the logits at each candidate and behind the last one, `(1, k + 1, vocab)`."""
         self._count = count = tokens.shape[1]
         ids, is_first = torch.cat([self.ids, tokens], 1), self.outputs is None
-        inputs = self._inputs(ids, count + 1) if is_first or self._usual is None else self._next_inputs(ids, count + 1)
-        self.outputs = self.model(**inputs, return_dict=True)
+        if self._states is not None:
+            self._read_states(ids, count)
+        elif is_first or self._usual is None:
+            self.outputs = self.model(**self._inputs(ids, count + 1), return_dict=True)
+        else:
+            self.outputs = self.model(**self._next_inputs(ids, count + 1), return_dict=True)
+        if is_first and (states := RecurrentStates.of(self.outputs.past_key_values)) is not None:
+            if count or self._usual is None:
+                raise NotImplementedError("Recurrent states are rolled back only behind a prompt of token ids.")
+            self._states = states
         return self.outputs.logits[:, -count - 1 :]  # type: ignore[no-any-return]
+
+    def _read_states(self, ids: Tensor, count: int) -> None:
+        """Read a sequence that ends with `count` candidates from the position of the recurrent states on."""
+        assert self._states is not None
+        if count and self._lag + count > MAX_LAG:
+            self._catch_up()
+        if count and not self._lag:
+            self._states.save()
+        self.outputs = self.model(**self._next_inputs(ids, self._lag + count + 1), return_dict=True)
+
+    def _catch_up(self) -> None:
+        """Read the known tokens behind the position of recurrent states, except for the newest."""
+        if self._states is not None and self._lag:
+            self.model(**self._next_inputs(self.ids[:, :-1], self._lag), return_dict=True)
+            self._states.keep()
+            self._lag = 0
 
     def _next_inputs(self, ids: Tensor, count: int) -> dict[str, Any]:
         """Return the usual inputs for the last `count` tokens of a sequence, `(1, tokens)`."""
@@ -132,7 +224,14 @@ class TargetForward:
         if self._is_plain_cache is None:
             self._is_plain_cache = all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", (None,)))
         rejected = self._count + 1 - count
-        if rejected or not self._is_plain_cache:  # sliding windows need this call after every round
+        if self._states is not None:
+            if rejected:
+                self._states.restore(self._lag + self._count + 1)
+                self._lag += count
+            else:
+                self._states.keep()
+                self._lag = 0
+        elif rejected or not self._is_plain_cache:  # sliding windows need this call after every round
             cache.crop(-rejected)
         if self._usual is None or cache is not self.cache:
             self._usual = None
@@ -145,7 +244,9 @@ class TargetForward:
         self.ids = torch.cat([self.ids, tokens], 1)
 
     def leave(self, row: int) -> None:
-        """Do nothing: the request ends with its only row."""
+        """End the request with its only row. A cache that is used further gets all tokens but the newest."""
+        if self._is_returned:
+            self._catch_up()
 
 
 # --- rows of different lengths ---------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 # users who copy, pickle, or wrap their model. So the method is wrapped in the class that defines it, `GenerationMixin`
 # as a rule, while any model has a listener. Requests without a listener are passed on.
 
-_LOOP, _GENERATE = "_assisted_decoding", "generate"
+_LOOP, _GENERATE, _VALIDATE = "_assisted_decoding", "generate", "_validate_generation_mode"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 _answers: WeakKeyDictionary[Any, WeakMethod[Callable[..., Any]]] = WeakKeyDictionary()  # of models taken over
 _answering: ContextVar[tuple[Any, ...]] = ContextVar("osd_hf_answering", default=())  # those asked in this thread
@@ -75,6 +75,7 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
             "class that has a language modeling head, such as `AutoModelForCausalLM`."
         )
     owners = _enter(type(model), _LOOP)
+    validated = _enter(type(model), _VALIDATE) if getattr(model, "_is_stateful", False) else []
     watched = _enter(type(model), _GENERATE) if binding.undrafted else []
     try:
         binding.target = model
@@ -85,6 +86,7 @@ def bind(target: Any, binding: Binding) -> Iterator[None]:
         binding.end()
         _bindings.set(_living())
         _leave(owners, _LOOP)
+        _leave(validated, _VALIDATE)
         _leave(watched, _GENERATE)
 
 
@@ -117,7 +119,7 @@ def _enter(cls: type, name: str) -> list[type]:
         for owner in owners:
             method = vars(owner)[name]
             if method not in _original_methods:
-                wrapped = _wrapped_loop(method) if name == _LOOP else _wrapped_generate(method)
+                wrapped = _WRAPPERS[name](method)
                 _original_methods[wrapped] = method
                 setattr(owner, name, wrapped)
             _num_listeners[owner, name] += 1
@@ -193,6 +195,21 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return _assisted_decoding
+
+
+def _wrapped_validation(validate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(validate)
+    def _validate_generation_mode(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            validate(self, *args, **kwargs)
+        except ValueError as error:  # our loop rolls states back
+            if not ("stateful models" in str(error) and _listening(self)):
+                raise
+
+    return _validate_generation_mode
+
+
+_WRAPPERS = {_LOOP: _wrapped_loop, _GENERATE: _wrapped_generate, _VALIDATE: _wrapped_validation}
 
 
 def bounded(config: GenerationConfig, criteria: StoppingCriteriaList, begins: int) -> GenerationConfig:
@@ -317,6 +334,10 @@ class Call:
             return "a part of the prompt, or all of it, is not given as token ids"
         if self.kwargs.get("synced_gpus"):
             return "several machines compute in step"
+        if getattr(self.model, "_is_stateful", False) and (
+            self.config.output_hidden_states or self.config.output_attentions or self.requests[0].num_cached
+        ):
+            return "states of tokens that are read again would be returned, or an earlier turn's cache is used"
         cache = self.kwargs.get("past_key_values")
         layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
         if not all(hasattr(layer, "crop") for layer in layers):
@@ -342,6 +363,8 @@ class Call:
             return "a batch is streamed"
         if self.config.return_dict_in_generate:
             return "more than tokens is asked for (`return_dict_in_generate`)"
+        if getattr(self.model, "_is_stateful", False):
+            return "the recurrent states of rows cannot be rolled back independently"
         if any(type(p) is ReplayedProcessor for p in processors):
             return "a processor is replayed"
         if not all(map(takes_any_token, processors)):

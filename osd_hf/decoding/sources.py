@@ -17,6 +17,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.draft_length import DraftLength, Pacer
+from osd_hf.decoding.forward import RecurrentStates
 from osd_hf.decoding.rows import BatchDraftForward
 from osd_hf.decoding.static import StaticForward
 from osd_hf.errors import first_line
@@ -205,6 +206,8 @@ class DraftForward:
             self.cache = EncoderDecoderCache(self.cache, DynamicCache(config=config))
         self._settings["past_key_values"] = self.cache
         self.cache.activate_past_recording()
+        self._states: RecurrentStates | None = None
+        self._saved_length = 0  # where recurrent states were saved
 
     def feed(self, ids: Tensor) -> Tensor:
         """Append tokens, `(1, tokens)`; return the raw logits after the last one, `(1, vocab)`."""
@@ -214,12 +217,24 @@ class DraftForward:
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens. Called every round: sliding windows keep removable tokens until then."""
-        self.cache.crop(length - self.length)
-        self.length = length
+        if self._states is None:
+            self.cache.crop(length - self.length)
+            self.length = length
+        elif length == self.length:
+            self._states.keep()
+        else:  # what is kept behind the position is read again
+            self._states.restore(self.length - self._saved_length)
+            self.length = self._saved_length
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Feed the tokens that were not read yet, and return the logits after the last one, `(rows, vocab)`."""
-        return self.feed(torch.tensor([texts[0][self.length :]], device=self.device))
+        logits = self.feed(torch.tensor([texts[0][self.length :]], device=self.device))
+        self._states = self._states or RecurrentStates.of(self.cache)
+        if self._states is not None:
+            self._states.keep()
+            self._states.save()
+            self._saved_length = self.length
+        return logits
 
     def keep(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row, and at most those that were read."""
