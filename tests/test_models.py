@@ -13,9 +13,10 @@ import peft
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
 from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.decoding.forward import TargetForward
 from osd_hf.distillation.make_draft import copy_layers, num_layers_of
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import load_pair, quantization_config
@@ -135,7 +136,7 @@ def test_a_stateful_target_is_served_exactly(name: str, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
 def test_recurrent_states_equal_those_of_single_tokens(name: str) -> None:
-    target, prompt = family(name).double(), models.prompt(5)
+    target, prompt = family(name), models.prompt(5)
     arguments = {"generation_config": target.generation_config, "use_cache": True}
     target.generation_config.max_length = 100
 
@@ -157,7 +158,7 @@ def test_recurrent_states_equal_those_of_single_tokens(name: str) -> None:
             candidates = torch.tensor([[*answer[1 : accepted + 1], *[0] * (3 - accepted)]])
             found = forward.verify(candidates, candidates > -1)[0, : accepted + 1]
             assert found.argmax(-1).tolist() == answer[1:]
-            torch.testing.assert_close(found[-1], logits[0, -1], atol=1e-5, rtol=0)
+            torch.testing.assert_close(found[-1], logits[0, -1], atol=1e-3, rtol=0)
             forward.keep([answer[1:]])
             known += answer[1:]
         forward.verify(candidates[:, :0], candidates[:, :0] > 0)
@@ -165,7 +166,7 @@ def test_recurrent_states_equal_those_of_single_tokens(name: str) -> None:
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         for kind in ("conv_states", "recurrent_states"):
             for a, b in zip(getattr(mine, kind, {}).values(), getattr(other, kind, {}).values(), strict=True):
-                torch.testing.assert_close(a[..., -b.shape[-1] :], b, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(a[..., -b.shape[-1] :], b, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -510,12 +510,12 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
     is copied. Embeddings and head share the target's memory if they can. The target is not changed: adapters are
     merged and layers dequantized in the copy. Raises UnsupportedModelError if the layers cannot be copied."""
     inner = unwrap(target)
-    check_pair(inner, inner)
     if getattr(inner, "_is_stateful", False):
         raise UnsupportedModelError(
             f"The layers of {type(inner).__name__} cannot be copied: some are recurrent. Pass a draft with the "
             "target's tokenizer, or create a head."
         )
+    check_pair(inner, inner)
     layer_list, memo = _layer_list(inner), dict[int, Any]()
     with torch.inference_mode(False), torch.no_grad():
         try:
