@@ -33,16 +33,21 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.config import OnlineConfig
-from osd_hf.decoding.forward import FULL, LOOP_ARGUMENTS, MASKED_ATTENTION, SLIDING, Ragged, TargetForward, read_padded
+from osd_hf.decoding.forward import (
+    FULL,
+    LOOP_ARGUMENTS,
+    MASKED_ATTENTION,
+    SLIDING,
+    STATE_KINDS,
+    Ragged,
+    TargetForward,
+    layers_with_state,
+    read_padded,
+)
 from osd_hf.errors import UnsupportedGenerationError, first_line
 from osd_hf.logits_processors import ReplayedProcessor
 from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, unwrap, vocab_size_of
@@ -367,10 +372,10 @@ class Limits:
         return max(found, 0)
 
     def allow_any(self, prompt_tokens: int, max_length: int) -> bool:
-        """Whether a request whose forwards read at most `max_length` tokens has no limits. The last token of an answer
-        is not read."""
+        """Whether a request whose forwards read at most `max_length` tokens has no limits behind its prompt. The last
+        token of an answer is not read."""
         is_short = max_length <= self.max_length or prompt_tokens > self.min_prompt
-        return is_short and self.max_tokens == math.inf and self.with_prompt and self.last_token is None
+        return is_short and self.max_tokens == math.inf and self.last_token is None
 
     def forbid(self, prompt_tokens: int) -> bool:
         """Whether a request can have no candidates at all."""
@@ -438,13 +443,13 @@ def _known_causes(model: PreTrainedModel) -> Iterator[Limits]:
     pad = config_value(config, "pad_token_id") if skips_padding else None
     if pad is not None:
         yield Limits("its positions do not count padding tokens, which an answer may hold", last_token=int(pad))
-    if getattr(model, "_is_stateful", False):
-        layers = DynamicCache(config=config).layers
-        if "past_key_values" not in inspect.signature(model.forward).parameters or not any(
-            isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
-        ):
+    has_states = bool(layers_with_state(model))
+    if has_states or getattr(model, "_is_stateful", False):
+        if not has_states or "past_key_values" not in inspect.signature(model.forward).parameters:
             yield Limits("its recurrent states are not in a cache from which they can be taken back", max_tokens=1)
         yield Limits(with_prompt=False)  # states are saved behind the prompt
+        if any((getattr(m, "time_step_limit", None) or (0.0,))[0] for m in model.modules()):
+            yield Limits("its recurrent layers limit time steps only in forwards over several tokens", max_tokens=1)
     if has_own_cache:
         yield Limits("it keeps keys in a cache of its own", max_tokens=1)
     if offsets := [offset for offset in adapter_arguments(model).get("alora_offsets", ()) if offset is not None]:
@@ -720,7 +725,7 @@ def batch_hindrance(model: PreTrainedModel) -> str | None:
     known_state, why = _batch_hindrances.get(model, (None, None))
     if known_state != state:
         try:
-            why = WITHOUT_CACHE if trains else unsupported(model)
+            why = WITHOUT_CACHE if trains else unsupported(model, allows_states=True)
             with evaluating(model):  # with dropout, no two forwards are equal
                 why = why or ("its logits depend on where the tokens of a row are" if _rows_differ(model) else None)
         except Exception as error:  # noqa: BLE001 - models of any kind; tried again for the next batch
@@ -733,8 +738,9 @@ def _trains_without_cache(model: PreTrainedModel) -> bool:
     return model.training and any(getattr(m, name, 0) for m in model.modules() for name in TRAINING_ATTRIBUTES)
 
 
-def unsupported(model: PreTrainedModel) -> str | None:
-    """Return why, by its configuration, rows of a model cannot go on independently; `None` if they can."""
+def unsupported(model: PreTrainedModel, *, allows_states: bool = False) -> str | None:
+    """Return why, by its configuration, rows of a model cannot go on independently; `None` if they can. Only eager
+    forwards allow recurrent states."""
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "an encoder-decoder's positions are those of the batch, not of the row"
@@ -745,7 +751,8 @@ def unsupported(model: PreTrainedModel) -> str | None:
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     is_known = kinds <= {FULL, SLIDING, "global"} and getattr(config, "attention_chunk_size", None) is None
-    if not is_known or not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
+    has_known_states = allows_states and kinds <= {FULL, SLIDING, *STATE_KINDS}
+    if not (has_known_states or (is_known and layers <= {DynamicLayer, DynamicSlidingWindowLayer})):
         return "it has layers other than full attention and sliding windows"
     return None
 

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 from transformers.generation.candidate_generator import (
     _prepare_attention_mask,
     _prepare_position_ids,
@@ -24,7 +30,9 @@ GROWTH = 1.5  # of a full cache
 MAX_LAG = 24  # tokens that a forward may read again and verify, where recurrent states were rolled back
 # A mask hides the unused end of a cache; attention by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in configurations
+# Kinds of layers in configurations.
+FULL, SLIDING = "full_attention", "sliding_attention"
+STATE_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # Arguments of transformers' loop that the model's forward does not take.
 LOOP_ARGUMENTS = (
     "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer", "inputs_tensor",
@@ -39,63 +47,95 @@ def forward_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in LOOP_ARGUMENTS}
 
 
+def layers_with_state(model: PreTrainedModel) -> set[int]:
+    """Return the numbers of the layers with recurrent or convolutional states."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    return {i for i, kind in enumerate(kinds) if kind in STATE_KINDS}
+
+
 class RecurrentStates:
     """
-    Take the recurrent and convolutional states of a cache back to the last position where they were saved. They have
-    no states for the positions between, so tokens that were kept behind the position are read again.
-
-    Attention layers are cropped to the same position, so that a model reads the same tokens in all layers.
+    Take rows of the recurrent and convolutional states of a cache back to where the states were saved. There are no
+    states for the positions between, so tokens that were accepted behind that position are read again.
     """
 
     def __init__(self, cache: Any) -> None:
-        self.layers = list(cache.layers)
-        self._recurrent = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-        self._saved: list[tuple[dict[int, Tensor | None], ...]] = []
-        self.trim()
+        self._cache = cache
+        self._saved: list[Tensor] = []
+        self.settle([True])
 
     @classmethod
     def of(cls, cache: Any) -> RecurrentStates | None:
         """Return the states of a cache that was filled; `None` if all its layers can be cropped."""
-        layers = getattr(cache, "layers", ())
-        is_recurrent = any(any(getattr(x, "is_recurrent_states_initialized", {}).values()) for x in layers)
-        return cls(cache) if is_recurrent else None
+        layers = [x for x in getattr(cache, "layers", ()) if isinstance(x, LinearAttentionCacheLayerMixin)]
+        return None if all(layer.is_croppable for layer in layers) else cls(cache)
 
-    def trim(self) -> None:
-        """Drop the earlier inputs of convolutions, which layers keep until they are cropped; add missing ones."""
-        for layer in self._recurrent:
-            for i, states in layer.conv_states.items():
-                if states is not None:
-                    width = int(layer.conv_kernel_size[i])
-                    missing = max(0, width - states.shape[-1])
-                    layer.conv_states[i] = torch.nn.functional.pad(states[..., -width:], (missing, 0))
+    def _states(self) -> Iterator[tuple[dict[int, Tensor], int, Tensor, int]]:
+        """Yield each state with its place and the size of its last dimension between forwards."""
+        for layer in self._cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for states in (layer.conv_states, layer.recurrent_states):
+                    for i, state in states.items():
+                        if state is not None:
+                            is_conv = states is layer.conv_states
+                            yield states, i, state, int(layer.conv_kernel_size[i]) if is_conv else state.shape[-1]
 
     def save(self) -> None:
         """Copy the states."""
-        self._saved = [(_copied(layer.conv_states), _copied(layer.recurrent_states)) for layer in self._recurrent]
+        self._saved = [state.clone() for _, _, state, _ in self._states()]
 
-    def keep(self) -> None:
-        """Keep all tokens that were read."""
-        self._crop(0)
-        self.trim()
+    def settle(self, keeps: Sequence[bool]) -> None:
+        """Keep the tokens that a row has read since the states were saved, or take the row back to that position."""
+        for n, (states, i, state, width) in enumerate(self._states()):
+            if state.shape[-1] != width:  # layers keep the inputs of convolutions; those of short prompts are few
+                state = torch.nn.functional.pad(state, (width - state.shape[-1], 0))
+            if not all(keeps):
+                is_kept = to_device(keeps, state.device, torch.bool).view(-1, *[1] * (state.ndim - 1))
+                state = state.where(is_kept, self._saved[n])
+            states[i] = state
 
-    def restore(self, count: int) -> None:
-        """Remove the last `count` tokens, which are those since the states were saved."""
-        self._crop(-count)
-        for layer, (conv, recurrent) in zip(self._recurrent, self._saved, strict=True):
-            layer.conv_states, layer.recurrent_states = _copied(conv), _copied(recurrent)
-
-    def _crop(self, count: int) -> None:
-        for layer in self.layers:
+    def crop(self, count: int) -> None:
+        """Keep all tokens of the only row (0), or remove those since the states were saved, `-count` tokens. Attention
+        layers are cropped as well, so that a model reads the same tokens in all layers."""
+        self.settle([count == 0])
+        for layer in self._cache.layers:
             if not isinstance(layer, LinearAttentionCacheLayerMixin):
                 layer.crop(count)
             elif isinstance(layer, DynamicSlidingWindowLayer):
                 DynamicSlidingWindowLayer.crop(layer, count)
-            elif isinstance(layer, DynamicLayer) and layer.is_initialized:
+            elif isinstance(layer, DynamicLayer):
                 DynamicLayer.crop(layer, count)
 
+    def leave(self, row: int) -> None:
+        """Remove a row; the last one takes its place."""
+        for states, i, state, _ in self._states():
+            state[row] = state[-1]
+            states[i] = state[:-1]
 
-def _copied(states: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
-    return {i: None if state is None else state.clone() for i, state in states.items()}
+
+def usual_inputs(model: PreTrainedModel, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the inputs of all forwards of a request after the first one, with the mask and positions of the longest
+    sequence, if the model prepares them as usual. That takes less time than preparing each."""
+    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    has_own = any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in names)
+    inputs = {name: value for name, value in forward_arguments(kwargs).items() if value is not None}
+    moving = {name: inputs.pop(name) for name in ("attention_mask", "position_ids") if name in inputs}
+    if (
+        (has_own and not hasattr(model.config, "num_logits_to_keep"))  # what the methods of some models set
+        or "prepare_inputs_for_generation" in vars(model)  # PEFT replaces it
+        or model.is_remote_code()
+        or model.config.is_encoder_decoder
+        or type(inputs.pop("past_key_values")) is not DynamicCache
+        or not inputs.keys() <= USUAL_ARGUMENTS
+        or any(value.shape != input_ids.shape for value in moving.values())
+    ):
+        return None
+    added = int(kwargs["generation_config"].max_length) - input_ids.shape[1]
+    more = torch.ones(1, added, dtype=torch.long, device=input_ids.device)
+    for name, value in moving.items():
+        following = more if name == "attention_mask" else more.cumsum(1) + value[:, -1:]
+        inputs[name] = torch.cat([value, following.to(value)], 1)
+    return inputs
 
 
 class TargetForward:
@@ -109,11 +149,12 @@ class TargetForward:
         self.kwargs = forward_arguments(kwargs)
         self.outputs: Any = None
         self._num_cached, self._count = num_cached or 0, 0
+        self.reread = 0  # known tokens that the last forwards read again
         self._states: RecurrentStates | None = None
         self._lag = 0  # known tokens behind the position of recurrent states, without the newest
-        self._is_returned = bool(kwargs["generation_config"].return_dict_in_generate or self._num_cached)
+        self._returns_cache = bool(kwargs["generation_config"].return_dict_in_generate)
         self._is_plain_cache: bool | None = None
-        self._usual = self._usual_inputs(int(kwargs["generation_config"].max_length))
+        self._usual = usual_inputs(model, input_ids, kwargs)
         self.kwargs["past_key_values"].activate_past_recording()
 
     @property
@@ -121,64 +162,29 @@ class TargetForward:
         """The cache that `generate` returns."""
         return self.kwargs["past_key_values"]
 
-    def _usual_inputs(self, max_length: int) -> dict[str, Any] | None:
-        """Return the inputs of all forwards after the first one, with the mask and positions of the longest sequence,
-        if the model prepares them as usual. That takes less time than preparing each."""
-        own: tuple[Any, ...] = (
-            type(self.model).prepare_inputs_for_generation,
-            type(self.model)._update_model_kwargs_for_generation,
-        )
-        usual = GenerationMixin.prepare_inputs_for_generation, GenerationMixin._update_model_kwargs_for_generation
-        if hasattr(self.model.config, "num_logits_to_keep"):  # what the methods of these models set
-            own = usual[0], own[1]
-        inputs = {name: value for name, value in self.kwargs.items() if value is not None}
-        moving = {name: inputs.pop(name) for name in ("attention_mask", "position_ids") if name in inputs}
-        if (
-            own != usual
-            or "prepare_inputs_for_generation" in vars(self.model)  # PEFT replaces it
-            or self.model.is_remote_code()
-            or self.model.config.is_encoder_decoder
-            or type(inputs.pop("past_key_values")) is not DynamicCache
-            or not inputs.keys() <= USUAL_ARGUMENTS
-            or any(value.shape != self.ids.shape for value in moving.values())
-        ):
-            return None
-        more = torch.ones(1, max_length - self.ids.shape[1], dtype=torch.long, device=self.ids.device)
-        for name, value in moving.items():
-            following = more if name == "attention_mask" else more.cumsum(1) + value[:, -1:]
-            inputs[name] = torch.cat([value, following.to(value)], 1)
-        return inputs
-
     def verify(self, tokens: Tensor, is_proposed: Tensor) -> Tensor:
         """Return the logits at each candidate and behind the last one, `(1, k + 1, vocab)`."""
         self._count = count = tokens.shape[1]
-        ids, is_first = torch.cat([self.ids, tokens], 1), self.outputs is None
-        if self._states is not None:
-            self._read_states(ids, count)
-        elif is_first or self._usual is None:
-            self.outputs = self.model(**self._inputs(ids, count + 1), return_dict=True)
-        else:
-            self.outputs = self.model(**self._next_inputs(ids, count + 1), return_dict=True)
-        if is_first and (states := RecurrentStates.of(self.outputs.past_key_values)) is not None:
-            if count or self._usual is None:
-                raise NotImplementedError("Recurrent states are rolled back only behind a prompt of token ids.")
-            self._states = states
-        return self.outputs.logits[:, -count - 1 :]  # type: ignore[no-any-return]
-
-    def _read_states(self, ids: Tensor, count: int) -> None:
-        """Read a sequence that ends with `count` candidates from the position of the recurrent states on."""
-        assert self._states is not None
+        self.reread = self._lag
         if count and self._lag + count > MAX_LAG:
             self._catch_up()
-        if count and not self._lag:
+        if count and self._states is not None:
             self._states.save()
-        self.outputs = self.model(**self._next_inputs(ids, self._lag + count + 1), return_dict=True)
+        ids, is_first = torch.cat([self.ids, tokens], 1), self.outputs is None
+        is_prepared = is_first or self._usual is None
+        inputs = self._inputs(ids, count + 1) if is_prepared else self._next_inputs(ids, self._lag + count + 1)
+        self.outputs = self.model(**inputs, return_dict=True)
+        if is_first:
+            self._states = RecurrentStates.of(self.outputs.past_key_values)
+            if self._states is not None and self._usual is None:
+                raise NotImplementedError("its recurrent states are rolled back only where it prepares usual inputs")
+        return self.outputs.logits[:, -count - 1 :]  # type: ignore[no-any-return]
 
     def _catch_up(self) -> None:
         """Read the known tokens behind the position of recurrent states, except for the newest."""
         if self._states is not None and self._lag:
             self.model(**self._next_inputs(self.ids[:, :-1], self._lag), return_dict=True)
-            self._states.keep()
+            self._states.crop(0)
             self._lag = 0
 
     def _next_inputs(self, ids: Tensor, count: int) -> dict[str, Any]:
@@ -191,7 +197,7 @@ class TargetForward:
         if "position_ids" in inputs:
             inputs["position_ids"] = inputs["position_ids"][:, end - count : end]
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = count
+            inputs["logits_to_keep"] = self._count + 1
         return inputs
 
     def _inputs(self, ids: Tensor, count: int) -> dict[str, Any]:
@@ -225,12 +231,8 @@ class TargetForward:
             self._is_plain_cache = all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", (None,)))
         rejected = self._count + 1 - count
         if self._states is not None:
-            if rejected:
-                self._states.restore(self._lag + self._count + 1)
-                self._lag += count
-            else:
-                self._states.keep()
-                self._lag = 0
+            self._states.crop(-(self._lag + self._count + 1) if rejected else 0)
+            self._lag = self._lag + count if rejected else 0
         elif rejected or not self._is_plain_cache:  # sliding windows need this call after every round
             cache.crop(-rejected)
         if self._usual is None or cache is not self.cache:
@@ -244,8 +246,8 @@ class TargetForward:
         self.ids = torch.cat([self.ids, tokens], 1)
 
     def leave(self, row: int) -> None:
-        """End the request with its only row. A cache that is used further gets all tokens but the newest."""
-        if self._is_returned:
+        """End the request with its only row. A cache that is returned gets all tokens but the newest."""
+        if self._returns_cache:
             self._catch_up()
 
 
@@ -280,6 +282,8 @@ class RaggedLayer(DynamicLayer):
 
     def load(self, layer: Any, padding: Sequence[int], rows: int, size: int) -> None:
         """Copy the content of another layer, without the padding of each row."""
+        if getattr(layer, "keys", None) is None:  # it has no attention
+            return
         if not self.is_initialized:
             self.lazy_initialization(layer.keys, layer.values)
             self.keys, self.values = (x.new_zeros(rows, x.shape[1], size, x.shape[3]) for x in _states(layer))
@@ -290,13 +294,14 @@ class RaggedLayer(DynamicLayer):
     def resize(self, rows: int, size: int) -> None:
         """Move the content of the first rows to larger tensors."""
         resized = []
-        for old in _states(self):
+        for old in _states(self) if self.is_initialized else ():
             new = old.new_zeros(
                 rows, old.shape[1], size, old.shape[3]
             )  # unused columns are masked, but must be finite
             new[:, :, : old.shape[2]] = old[:rows]
             resized.append(new)
-        self.keys, self.values = resized
+        if resized:
+            self.keys, self.values = resized
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         rows, columns = self.place.rows.to(self.keys.device), self.place.columns.to(self.keys.device)
@@ -311,6 +316,18 @@ class RaggedLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self.place.width - self.place.columns.shape[1]
+
+
+class RaggedStateLayer(RaggedLayer, LinearAttentionAndFullAttentionLayer):
+    """Recurrent and convolutional states of a layer, which may have attention as well. [`RecurrentStates`] takes them
+    back."""
+
+    is_croppable = False  # convolutional states have no columns
+
+    def load(self, layer: Any, padding: Sequence[int], rows: int, size: int) -> None:
+        for name in vars(LinearAttentionLayer()):
+            setattr(self, name, copy.deepcopy(getattr(layer, name)))
+        super().load(layer, padding, rows, size)
 
 
 def _states(layer: Any) -> tuple[Tensor, Tensor]:
@@ -340,7 +357,9 @@ class Ragged:
     def load(self, cache: DynamicCache, padding: Sequence[int]) -> None:
         """Copy the content of a cache with padded rows."""
         self.rows = len(padding)
-        self.cache.layers = self.cache.layers or [RaggedLayer(self.place) for _ in cache.layers]
+        if not self.cache.layers:
+            has_state = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers]
+            self.cache.layers = [(RaggedStateLayer if state else RaggedLayer)(self.place) for state in has_state]
         for new, old in zip(self.cache.layers, cache.layers, strict=True):
             new.load(old, padding, self.capacity, self.size)
 
@@ -388,13 +407,13 @@ class Ragged:
             masks = {kind: zero.where(mask, lowest) for kind, mask in masks.items()}
         if SLIDING not in self._kinds:
             return masks[FULL]
-        return {kind: masks[kind] for kind in self._kinds} if self._has_kinds else masks[SLIDING]
+        return {kind: masks.get(kind) for kind in self._kinds} if self._has_kinds else masks[SLIDING]
 
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
         self.rows -= 1
         for layer in self.cache.layers if row < self.rows else ():
-            for states in (layer.keys, layer.values):
+            for states in _states(layer) if layer.is_initialized else ():
                 states[row] = states[self.rows]
 
 

@@ -30,6 +30,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.decoding import checks
 from osd_hf.decoding.draft_length import DraftLength, RoundTime
+from osd_hf.decoding.forward import layers_with_state, usual_inputs
 from osd_hf.decoding.loop import Loop
 from osd_hf.decoding.record import Binding, Lease, Request, Round, Sink, hand_over, stores_rows
 from osd_hf.decoding.rows import BatchTargetForward
@@ -334,10 +335,12 @@ class Call:
             return "a part of the prompt, or all of it, is not given as token ids"
         if self.kwargs.get("synced_gpus"):
             return "several machines compute in step"
-        if getattr(self.model, "_is_stateful", False) and (
-            self.config.output_hidden_states or self.config.output_attentions or self.requests[0].num_cached
-        ):
-            return "states of tokens that are read again would be returned, or an earlier turn's cache is used"
+        if getattr(self.model, "_is_stateful", False):
+            if self.config.output_hidden_states or self.config.output_attentions:
+                return "states of tokens that are read again would be returned"
+            is_usual = len(self.requests) > 1 or usual_inputs(self.model, self.input_ids, self.kwargs) is not None
+            if self.requests[0].num_cached or not is_usual:
+                return "its recurrent states are taken back only in requests for text with a cache of their own"
         cache = self.kwargs.get("past_key_values")
         layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
         if not all(hasattr(layer, "crop") for layer in layers):
@@ -363,8 +366,6 @@ class Call:
             return "a batch is streamed"
         if self.config.return_dict_in_generate:
             return "more than tokens is asked for (`return_dict_in_generate`)"
-        if getattr(self.model, "_is_stateful", False):
-            return "the recurrent states of rows cannot be rolled back independently"
         if any(type(p) is ReplayedProcessor for p in processors):
             return "a processor is replayed"
         if not all(map(takes_any_token, processors)):
@@ -373,7 +374,7 @@ class Call:
             return "prompts are not token ids alone"
         if why := self._rows_hindrance():
             return why
-        drafts = {id(drafting.draft): drafting.draft for drafting in self.draftings}
+        drafts = {id(d.draft): d.draft for d in self.draftings if not layers_with_state(d.draft)}
         for name, model in (("the target", self.model), *(("the draft", draft) for draft in drafts.values())):
             if why := checks.batch_hindrance(model):
                 return f"{name} cannot hold rows that continue independently: {why}"
@@ -403,9 +404,11 @@ class Call:
 
     def draft_sources(self, loop: Loop) -> list[DraftSource]:
         """Return the drafts of the rows that have not ended, each for its rows. A draft that fails is left out."""
-        groups: dict[int, list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for row in loop.live:
-            groups.setdefault(id(self.draftings[row].draft), []).append(row)
+            draft = self.draftings[row].draft
+            # A draft with recurrent layers reads each row by itself.
+            groups.setdefault((id(draft), row if layers_with_state(draft) else -1), []).append(row)
         sources = []
         for rows in groups.values():
             drafting = self.draftings[rows[0]]

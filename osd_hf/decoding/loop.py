@@ -114,7 +114,8 @@ class Loop:
         self.input_ids, self.do_sample = call.input_ids, bool(call.config.do_sample)
         self.vocab_size = vocab_size_of(self.model)
         self.max_new_tokens: int = int(self.config.max_length) - self.input_ids.shape[1]
-        self.has_limits = not self.limits.allow_any(self.input_ids.shape[1], int(self.config.max_length) - 1)
+        is_free = self.limits.allow_any(self.input_ids.shape[1], int(self.config.max_length) - 1)
+        self.has_limits = not (is_free and self.limits.with_prompt)
         self.rows = self._make_rows()
         self.live = list(range(len(self.rows)))  # in the order of the target's cache
         self._read_criteria()
@@ -180,8 +181,10 @@ class Loop:
             scores = self._process(logits, candidates.tokens.shape[1] + 1)
             verdict = accept(candidates, scores, do_sample=self.do_sample)
             self._take(plan, candidates, logits, scores, verdict)
-            seconds = None if is_first else self.clock() - began
-            time = self._round_time(candidates.tokens.shape[1], seconds, looked_up)
+            k = candidates.tokens.shape[1]
+            # A plain round that reads tokens again is part of the cost of speculation.
+            is_usual = not is_first and (k > 0 or not self.target.reread)
+            time = self._round_time(k, self.clock() - began if is_usual else None, looked_up)
             self.length.took(time, self.emitted - emitted, self.judged, self.guessed)
             is_first = False
         for row in self.rows:

@@ -10,7 +10,15 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from osd_hf.decoding.draft_length import MAX_K
-from osd_hf.decoding.forward import AHEAD, Ragged, forward_arguments, read_padded, usual_tensors
+from osd_hf.decoding.forward import (
+    AHEAD,
+    MAX_LAG,
+    Ragged,
+    RecurrentStates,
+    forward_arguments,
+    read_padded,
+    usual_tensors,
+)
 from osd_hf.decoding.static import MAX_STATIC_TOKENS, StaticForward
 from osd_hf.utils.context import to_device
 
@@ -217,7 +225,11 @@ class BatchTargetForward:
     ) -> None:
         self.model, self.input_ids, self.kwargs = model, input_ids, forward_arguments(kwargs)
         self._padding = [input_ids.shape[1] - len(text) for text in texts]
-        self._known, self._newest = [len(text) for text in texts], [text[-1] for text in texts]
+        self._known = [len(text) for text in texts]
+        self._unread = [list(text[-1:]) for text in texts]  # known tokens behind the position of each row's states
+        self._num_read = 1  # tokens that the last forward read of each row
+        self.reread = 0  # most known tokens that the last forwards read again
+        self._states: RecurrentStates | None = None
         self._max_new_tokens, longest = max_new_tokens, max(self._known)
         self._kept = 0  # tokens of the first row in the cache
         self._forward = _RaggedForward(model, static, len(texts), longest, longest + max_new_tokens)
@@ -236,11 +248,36 @@ class BatchTargetForward:
         """Return the logits at each candidate and behind the last one, `(rows, k + 1, vocab)`."""
         if not self._forward.is_loaded:
             return self._prefill(tokens)[:, -tokens.shape[1] - 1 :]
-        starts = [known - 1 for known in self._known]
-        # Newest tokens and columns are copied together.
-        newest, at = to_device([self._newest, starts], tokens.device)[:, :, None]
-        last = at + is_proposed.sum(1, keepdim=True)
-        return self._forward.feed(torch.cat([newest, tokens], 1), starts, last)
+        k, most = tokens.shape[1], max(map(len, self._unread))
+        self.reread = most - 1
+        while most > 1 and (not k or most + k > MAX_LAG):
+            self._catch_up()
+            most = max(map(len, self._unread))
+        if self._states is not None:
+            self._states.save()
+        self._num_read = most + k
+        # Tokens, columns, and their numbers are copied together.
+        pairs = zip(self._unread, self._known, strict=True)
+        facts = [[*row, *[0] * (most + k - len(row)), known - len(row), len(row)] for row, known in pairs]
+        copied = to_device(facts, tokens.device)
+        at, count = copied[:, -2:-1], copied[:, -1:]
+        places = count + torch.arange(k + 1, device=tokens.device)
+        ids = copied[:, :-2].scatter(1, places[:, :-1], tokens)
+        last = at + count - 1 + is_proposed.sum(1, keepdim=True)
+        logits = self._forward.feed(ids, [fact[-2] for fact in facts], last)
+        return logits if most == 1 else logits.gather(1, (places - 1)[..., None].expand(-1, -1, logits.shape[2]))
+
+    def _catch_up(self) -> None:
+        """Let rows read the known tokens behind the positions of their states, except for the newest: as many as the
+        row with the fewest has. Rows without any stay where they are."""
+        assert self._states is not None
+        count = min(len(row) - 1 for row in self._unread if len(row) > 1)
+        starts = [known - len(row) for known, row in zip(self._known, self._unread, strict=True)]
+        ids = to_device([(row + [0] * count)[:count] for row in self._unread], self.input_ids.device)
+        self._states.save()
+        self._forward.feed(ids, starts, to_device(self._known, ids.device)[:, None] - 1)
+        self._states.settle([len(row) > count for row in self._unread])
+        self._unread = [row[count:] or row for row in self._unread]
 
     def _prefill(self, tokens: Tensor) -> Tensor:
         """Read the prompts and the first candidates by a forward such as that of transformers' loop."""
@@ -260,6 +297,8 @@ class BatchTargetForward:
             inputs["logits_to_keep"] = count + 1
         logits: Tensor = self.model(**inputs, return_dict=True).logits
         self._forward.load(self.cache, self._padding, self._max_new_tokens)
+        if self._forward.ragged is not None:
+            self._states = RecurrentStates.of(self._forward.ragged.cache)
         for layer in self.cache.layers:
             layer.reset()  # its memory is not needed meanwhile
         return logits
@@ -267,11 +306,21 @@ class BatchTargetForward:
     def keep(self, emitted: Sequence[Sequence[int]]) -> None:
         """Keep the emitted tokens of each row. Rejected candidates are overwritten by the next round."""
         self._known = [known + len(tokens) for known, tokens in zip(self._known, emitted, strict=True)]
-        self._newest, self._kept = [tokens[-1] for tokens in emitted], self._known[0] - 1
+        self._kept = self._known[0] - 1
+        pairs, states = list(zip(self._unread, emitted, strict=True)), self._states
+        keeps = [states is None or len(row) + len(tokens) - 1 == self._num_read for row, tokens in pairs]
+        self._unread = [
+            list(tokens[-1:]) if is_kept else [*row, *tokens]
+            for (row, tokens), is_kept in zip(pairs, keeps, strict=True)
+        ]
+        if states is not None:
+            states.settle(keeps)
 
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""
-        for state in (self._known, self._newest):
+        if self._states is not None:
+            self._states.leave(row)
+        for state in list[list[Any]]((self._known, self._unread)):
             last = state.pop()
             if row < len(state):
                 state[row] = last

@@ -213,25 +213,23 @@ class DraftForward:
         """Append tokens, `(1, tokens)`; return the raw logits after the last one, `(1, vocab)`."""
         logits: Tensor = self.draft(**{self._ids_name: ids}, **self._settings).logits[:, -1]
         self.length += ids.shape[1]
+        if self._states is not None:
+            self._states.settle([True])
         return logits
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens. Called every round: sliding windows keep removable tokens until then."""
-        if self._states is None:
-            self.cache.crop(length - self.length)
-            self.length = length
-        elif length == self.length:
-            self._states.keep()
-        else:  # what is kept behind the position is read again
-            self._states.restore(self.length - self._saved_length)
-            self.length = self._saved_length
+        if self._states is not None:
+            # What is kept behind the position of the states is read again.
+            length = length if length == self.length else self._saved_length
+        (self._states or self.cache).crop(length - self.length)
+        self.length = length
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Feed the tokens that were not read yet, and return the logits after the last one, `(rows, vocab)`."""
         logits = self.feed(torch.tensor([texts[0][self.length :]], device=self.device))
         self._states = self._states or RecurrentStates.of(self.cache)
         if self._states is not None:
-            self._states.keep()
             self._states.save()
             self._saved_length = self.length
         return logits

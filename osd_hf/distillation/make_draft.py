@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -21,6 +22,7 @@ from transformers.initialization import no_init_weights
 
 from osd_hf.acceptance import AcceptanceStats, figures_of
 from osd_hf.config import OnlineConfig, setting
+from osd_hf.decoding.forward import layers_with_state
 from osd_hf.decoding.static import compiles_draft
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, first_line, is_out_of_memory
@@ -374,11 +376,11 @@ class LayerDraft:
 def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list[LayerDraft]:
     """Copy each set of layers that is tried; raises UnsupportedModelError and ConfigError."""
     inner = unwrap(target)
-    count = num_layers_of(inner)
-    if num_layers is not None:
-        sets = [outer_layers(num_layers, count)] if num_layers < count else []
-    else:  # with and without the last layers, which may not fit the first ones
-        sets = [s for size in LAYER_COUNTS if size < count for s in (outer_layers(size, count), tuple(range(size)))]
+    count, usable = num_layers_of(inner), layers_without_state(inner)
+    sizes = [size for size in ((num_layers,) if num_layers else LAYER_COUNTS) if size < count and size <= len(usable)]
+    # With and without the last layers, which may not fit the first ones.
+    places = [s for size in sizes for s in (outer_layers(size, len(usable)), tuple(range(size)))]
+    sets = [tuple(usable[i] for i in s) for s in (places[:1] if num_layers else places)]
     chosen = [layers for layers in dict.fromkeys(sets) if has_attention(inner, layers)]
     if not chosen:
         raise UnsupportedModelError(
@@ -504,18 +506,24 @@ def has_attention(model: PreTrainedModel, layers: Sequence[int]) -> bool:
     return not types or any("attention" in types[i] for i in layers)
 
 
+def layers_without_state(model: PreTrainedModel) -> list[int]:
+    """Return the decoder layers that can be copied: of a model with recurrent layers, those with attention alone."""
+    recurrent = layers_with_state(model) if getattr(model, "_is_stateful", False) else set[int]()
+    return [i for i in range(num_layers_of(model)) if i not in recurrent]
+
+
 def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Return a model of the target's kind with some of its decoder layers, in ascending order, and its embeddings,
     norms and output head, in evaluation mode. All encoder layers are copied. Of a multimodal target only the text part
     is copied. Embeddings and head share the target's memory if they can. The target is not changed: adapters are
     merged and layers dequantized in the copy. Raises UnsupportedModelError if the layers cannot be copied."""
     inner = unwrap(target)
-    if getattr(inner, "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"The layers of {type(inner).__name__} cannot be copied: some are recurrent. Pass a draft with the "
-            "target's tokenizer, or create a head."
-        )
     check_pair(inner, inner)
+    if not set(layers) <= set(layers_without_state(inner)):
+        raise UnsupportedModelError(
+            f"These layers of {type(inner).__name__} cannot be copied: some are recurrent. Copy layers with attention "
+            "alone, or pass a draft with the target's tokenizer."
+        )
     layer_list, memo = _layer_list(inner), dict[int, Any]()
     with torch.inference_mode(False), torch.no_grad():
         try:
@@ -529,7 +537,7 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
             draft = _rebuild(inner, source, layers)
             setattr(draft.config, SHARED_SETTING, True)
             return copy_with(draft, shared_ends(draft, inner))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             raise UnsupportedModelError(
@@ -553,7 +561,7 @@ def load_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
     config = type(target.config).from_pretrained(folder)
     if any(getattr(config, name) != getattr(target.config, name) for name in ("vocab_size", "hidden_size")):
         raise UnsupportedModelError(f"The draft in {folder} is of another target.")
-    draft = copy_layers(target, range(config.num_hidden_layers))
+    draft = copy_layers(target, layers_without_state(target)[: config.num_hidden_layers])
     draft.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     setattr(draft.config, VOCABULARY_SETTING, getattr(config, VOCABULARY_SETTING, None))
     draft.generation_config = GenerationConfig.from_pretrained(folder)
@@ -605,8 +613,9 @@ def _config_with(config: Any, layers: Sequence[int]) -> dict[str, Any]:
         step = own.get("decoder_sparse_step") or 1
         dense = [i in own["mlp_only_layers"] or (i + 1) % step != 0 for i in layers]
         own |= {"mlp_only_layers": [j for j, is_dense in enumerate(dense) if is_dense], "decoder_sparse_step": 1}
-    if own.get("moe_layers") is not None:
-        own["moe_layers"] = [j for j, i in enumerate(layers) if i in own["moe_layers"]]
+    for name in ("moe_layers", "attn_layer_indices"):
+        if own.get(name) is not None:
+            own[name] = [j for j, i in enumerate(layers) if i in own[name]]
     if own.get("first_k_dense_replace") is not None:
         own["first_k_dense_replace"] = sum(i < own["first_k_dense_replace"] for i in layers)
     return settings
