@@ -2,12 +2,14 @@
 
     python recipes/exactness_survey.py                                          # about 20 minutes on one core
     python recipes/exactness_survey.py --groups models --only mamba --show      # some targets, with each row
+    python recipes/exactness_survey.py --groups states --name exactness_survey_states --seconds 300
 
 `ropes` are the rope types of transformers with lengths that pass the limits of the configuration. `adapters` are the
 methods of PEFT, as target and as draft. `models` are the families in the auto mappings for causal,
-sequence-to-sequence, image-text, and speech models. Weights are random and in float64, so that a different token is a
-fault. Each target runs in its own process with a time limit. The report has a row for each target and way, and is
-written after each target.
+sequence-to-sequence, image-text, and speech models. `states` are those with recurrent or convolutional layers, with 64
+answers each: one row or four, drafted or from text, streamed, and with stop strings. Weights are random and in
+float64, so that a different token is a fault. Each target runs in its own process with a time limit. The report has a
+row for each target and way, and is written after each target.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import logging
 import multiprocessing
 import re
+import string
 import tempfile
 import time
 import traceback
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import tokenizers
 import torch
 import transformers
 from common import RESULTS, make_parser, run_facts, write_report
@@ -41,13 +45,22 @@ from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.errors import OSDError
 
 VOCAB, NEW_TOKENS, WINDOW = 64, 40, 8
-PROMPTS = (9, 6, 12)  # tokens of the prompts of a batch; a single prompt has those of the first
+PROMPTS = (9, 6, 12, 7)  # tokens of the prompts of a batch; a single prompt has those of the first
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {  # number of prompts, settings of the assistant
     "k = 3": (1, {"num_assistant_tokens": 3}),
     "auto": (1, {}),
     "text": (1, {"candidates": "text", "text_scope": "owner"}),
     "batch, k = 3": (3, {"num_assistant_tokens": 3}),
     "batch, auto": (3, {}),
+}
+STATE_WAYS = {  # number of prompts, requests, settings of the assistant
+    "12 answers, k = 3": (1, 12, {"num_assistant_tokens": 3}),
+    "8 answers, text": (1, 8, {"candidates": "text", "text_scope": "owner"}),
+    "8 answers, streamed": (1, 8, {"num_assistant_tokens": 5}),
+    "8 answers, stop strings": (1, 8, {"num_assistant_tokens": 4}),
+    "4 rows, 3 times, k = 3": (4, 3, {"num_assistant_tokens": 3}),
+    "4 rows, 2 times, text": (4, 2, {"candidates": "text", "text_scope": "owner"}),
+    "4 rows, 2 times, stop strings": (4, 2, {"num_assistant_tokens": 4}),
 }
 Target = tuple[Any, Any, dict[str, Any]]  # the target, a draft, arguments of `generate` beside or in place of a prompt
 Build = Callable[[], Target]
@@ -89,9 +102,9 @@ def finished(model: Any) -> Any:
     return model
 
 
-def request(rows: int, given: dict[str, Any]) -> dict[str, Any]:
+def request(rows: int, given: dict[str, Any], seed: int = 5) -> dict[str, Any]:
     """Return the arguments of `generate`: random prompts, padded on the left, with the inputs of each row."""
-    generator, width = torch.Generator().manual_seed(5), max(PROMPTS[:rows])
+    generator, width = torch.Generator().manual_seed(seed), max(PROMPTS[:rows])
     ids = torch.zeros(rows, width, dtype=torch.long)
     mask = ids.clone()
     for row, length in enumerate(PROMPTS[:rows]):
@@ -157,6 +170,53 @@ def compared(target: Any, draft: Any, way: str, given: dict[str, Any], alone: An
     return {"outcome": outcome, "drafted": int(drafted), "accepted": int(accepted)}
 
 
+class Streamer:
+    """Collects the tokens of an answer."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+def several(target: Any, draft: Any, way: str) -> dict[str, Any]:
+    """Compare several answers of one assistant with those of the target."""
+    rows, count, settings = STATE_WAYS[way]
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(string.printable[:VOCAB])}, []))
+    letters.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters)
+    config, different = OnlineConfig(update_strategy="manual", **settings), list[int]()
+    try:
+        with OnlineAssistant(copy.deepcopy(target), draft, tokenizer, config=config) as assistant:
+            for seed in range(count):
+                asked = request(rows, {}, seed)
+                alone = target.generate(**asked)
+                if "stop" in way:
+                    ids = alone[0, -NEW_TOKENS // 2 :][:2].tolist()
+                    asked |= {"stop_strings": "".join(tokenizer.convert_ids_to_tokens(ids)), "tokenizer": tokenizer}
+                    alone = target.generate(**asked)
+                for answer in alone.tolist() if "text" in way else ():
+                    assistant.remember([token if i % 7 else 3 for i, token in enumerate(answer)])
+                streamer = Streamer()
+                ours = assistant.generate(**asked, **({"streamer": streamer} if "streamed" in way else {}))
+                is_same = ours.tolist() == alone.tolist()
+                if "streamed" in way:
+                    is_same &= streamer.tokens == [*alone[0].tolist(), -1]
+                different += [] if is_same else [seed]
+            stats = assistant.stats
+    except OSDError as error:
+        return failure("refused", error)
+    except Exception as error:  # noqa: BLE001 - of any library
+        return failure("ERROR", error)
+    drafted, accepted = stats.drafted + stats.text_drafted, stats.accepted + stats.text_accepted
+    outcome = "DIFFERENT" if different else "same" if drafted else "same, without speculation"
+    return {"outcome": outcome, "seeds": different, "drafted": int(drafted), "accepted": int(accepted)}
+
+
 @torch.no_grad()
 def one_forward(target: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Return the first new token for which one forward over the answer has other logits than single steps."""
@@ -200,6 +260,10 @@ def examine(build: Build, ways: list[str], send: Any) -> None:
     alone = functools.cache(lambda rows: answered(target, rows, given))
     for way in ways:
         log.lines.clear()
+        if way in STATE_WAYS:
+            found = several(target, draft, way)
+            send.send({"way": way, **facts, **found} | ({"log": log.lines[:2]} if log.lines else {}))
+            continue
         found, answers = alone(WAYS[way][0])
         if answers is not None:
             found = found | compared(target, draft, way, given, answers)
@@ -263,6 +327,7 @@ OTHER: dict[str, dict[str, Any]] = {  # what else fields of a model type must be
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]}, "chameleon": {"vocabulary_map": {"<image>": 60}},
+    **{name: {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} for name in ("lfm2", "lfm2_moe")},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]}, "zamba": {"attention_hidden_size": 64},
 }  # fmt: skip
 
@@ -517,13 +582,22 @@ def models() -> Iterator[tuple[str, Build]]:
                     yield f"{name} ({kind}) as decoder", functools.partial(of_family, name, {"is_decoder": True})
 
 
-SAME = ("target", "way", "outcome", "drafted", "repeats", "log")  # what the report holds of an answer that is the same
-GROUPS = {"ropes": ropes, "adapters": adapters, "models": models}
+def states() -> Iterator[tuple[str, Build]]:
+    """Return the targets of this group: models that call themselves stateful, and those that keep convolutions."""
+    for name, build in models():
+        cls = getattr(transformers, name.split()[0])
+        if cls._is_stateful or "update_conv_state" in Path(inspect.getfile(cls)).read_text():
+            yield name, build
+
+
+# What the report holds of an answer that is the same.
+SAME = ("target", "way", "outcome", "drafted", "accepted", "repeats", "log")
+GROUPS = {"ropes": ropes, "adapters": adapters, "models": models, "states": states}
 
 
 def main() -> None:
     parser = make_parser(__doc__, "exactness_survey", seed=False, traces=False)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=[*GROUPS][:3])
     parser.add_argument(
         "--only",
         nargs="+",
@@ -531,7 +605,7 @@ def main() -> None:
         metavar="TEXT",
         help="parts of names; other rows of the report stay",
     )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="of asking")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *STATE_WAYS], help="of asking")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of a target")
     parser.add_argument("--show", action="store_true", help="print each row")
     args = parser.parse_args()
@@ -545,7 +619,8 @@ def main() -> None:
             ]
         report[group], summary[group] = others, Counter(row["outcome"] for row in others)
         for name, build in chosen.items():
-            rows = [{"target": name, **row} for row in rows_of(build, args.ways, args.seconds)]
+            ways = args.ways or list(STATE_WAYS if group == "states" else WAYS)
+            rows = [{"target": name, **row} for row in rows_of(build, ways, args.seconds)]
             for row in rows:
                 is_same = row["outcome"].startswith("same")  # short, as most are
                 kept = {key: value for key, value in row.items() if not is_same or key in SAME}
