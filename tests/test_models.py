@@ -13,10 +13,9 @@ import peft
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.decoding.forward import TargetForward
 from osd_hf.distillation.make_draft import copy_layers, num_layers_of
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import load_pair, quantization_config
@@ -58,7 +57,7 @@ EXACT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LINEAR = {f"linear_{name}": 2 if name.startswith("num") else 8
           for name in ("key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")}  # fmt: skip
-# What has a state: no target, and as a draft only beside attention layers, from which tokens can be taken back.
+# What has a state. As a draft, only beside attention layers, from which tokens can be taken back.
 STATEFUL: dict[str, tuple[dict[str, Any], bool]] = {
     "falcon_h1": (MAMBA, True),
     "jamba": ({**MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}, True),
@@ -122,7 +121,7 @@ def test_a_stateful_target_is_served_exactly(name: str, caplog: pytest.LogCaptur
     target = family(name)
     with pytest.raises(ValueError, match="stateful"):
         greedy(target.generate, assistant_model=family("llama"))
-    with pytest.raises(UnsupportedModelError, match=r"some are recurrent"):
+    with pytest.raises(UnsupportedModelError, match="some are recurrent|is stateful"):
         copy_layers(target, (0,))
     # Mamba's scan of several tokens ignores the state.
     if name in ("falcon_h1", "qwen3_next"):
@@ -132,41 +131,6 @@ def test_a_stateful_target_is_served_exactly(name: str, caplog: pytest.LogCaptur
     assistant = OnlineAssistant(target, family("llama"), config=LEARNING)
     assert greedy(assistant.generate) == greedy(target.generate)
     assert caplog.text.count("answers without speculation") == 1
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next"])
-def test_recurrent_states_equal_those_of_single_tokens(name: str) -> None:
-    target, prompt = family(name), models.prompt(5)
-    arguments = {"generation_config": target.generation_config, "use_cache": True}
-    target.generation_config.max_length = 100
-
-    def cache() -> DynamicCache:
-        return DynamicCache(config=target.config)
-
-    ours, theirs, known = cache(), cache(), prompt[0].tolist()
-    forward = TargetForward(target, prompt, {**arguments, "past_key_values": ours, "attention_mask": None})
-    with torch.no_grad():
-        next_token = int(forward.verify(prompt[:, :0], prompt[:, :0] > 0)[0, -1].argmax())
-        forward.keep([[next_token]])
-        logits = target(input_ids=prompt, past_key_values=theirs).logits
-        known.append(next_token)
-        for accepted in (3, 0, 1, 0, 3, 2, 0, 0, 0, 1, 0, 2, 1, 0, 3, 1, 0):  # of three candidates
-            answer = list(known[-1:])
-            for _ in range(accepted + 1):
-                logits = target(input_ids=torch.tensor([answer[-1:]]), past_key_values=theirs).logits
-                answer.append(int(logits[0, -1].argmax()))
-            candidates = torch.tensor([[*answer[1 : accepted + 1], *[0] * (3 - accepted)]])
-            found = forward.verify(candidates, candidates > -1)[0, : accepted + 1]
-            assert found.argmax(-1).tolist() == answer[1:]
-            torch.testing.assert_close(found[-1], logits[0, -1], atol=1e-3, rtol=0)
-            forward.keep([answer[1:]])
-            known += answer[1:]
-        forward.verify(candidates[:, :0], candidates[:, :0] > 0)
-        target(input_ids=torch.tensor([known[-1:]]), past_key_values=theirs)
-    for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        for kind in ("conv_states", "recurrent_states"):
-            for a, b in zip(getattr(mine, kind, {}).values(), getattr(other, kind, {}).values(), strict=True):
-                torch.testing.assert_close(a[..., -b.shape[-1] :], b, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", EXACT)
