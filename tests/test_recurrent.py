@@ -9,7 +9,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from test_batches import divergences, padded
 from test_lossless import NEW, PAIRS, SETTINGS, VOCAB, answer_distribution, fits
 from test_models import LEARNING, PROMPT, family, greedy
@@ -184,22 +183,18 @@ def test_plain_rounds_that_read_tokens_again_are_not_timed_as_plain() -> None:
     assert plan.plain_seconds == pytest.approx(1.0, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 @pytest.mark.parametrize(
     ("how", "why"),
     [
         ("clamped", "limit time steps only in forwards over several tokens"),
-        ("adapter", "recurrent states are"),
         ("states", "states of tokens that are read again would be returned"),
     ],
 )
 def test_unsafe_requests_are_answered_without_speculation(
     how: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target: Any = family("falcon_h1", **({"time_step_limit": (0.01, 10.0)} if how == "clamped" else {}))
+    target = family("falcon_h1", **({"time_step_limit": (0.01, 10.0)} if how == "clamped" else {}))
     draft = models.draft_of(target, 0.2)
-    if how == "adapter":
-        target = get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     assistant = OnlineAssistant(target, draft, config=LEARNING)
     asked = {"output_hidden_states": True, "return_dict_in_generate": True} if how == "states" else {}
     asked |= {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), "do_sample": False, "max_new_tokens": 12}
