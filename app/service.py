@@ -81,7 +81,7 @@ class Service:
         except BaseException:
             shared.close()
             raise
-        self.seconds_per_token = seconds / len(tokens)  # of the target alone, last measured
+        self.seconds_per_token = seconds / len(tokens)  # of the target alone, a moving average
 
     def ask(self, session: Session, prompt: str, settings: Settings, *, wants_private: bool = False) -> Answer:
         """Start to answer a prompt. With `wants_private`, the prompt is refused if the visitor's private draft was
@@ -256,7 +256,8 @@ class Service:
                 self.pair, ids, streamer=streamer, stopping_criteria=stopping, **settings.generate_kwargs
             )
             if not answer.stop.is_set():
-                self.seconds_per_token = (seconds - slot.waited_seconds) / len(alone)
+                measured = (seconds - slot.waited_seconds) / len(alone)
+                self.seconds_per_token += 0.2 * (measured - self.seconds_per_token)
                 answer.is_measured = True
                 if not settings.do_sample and self.pair.is_exact:
                     answer.is_identical = alone == trace.completion_ids.tolist()

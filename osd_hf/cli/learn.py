@@ -66,14 +66,14 @@ class StoreSettings(PairSettings, Reporting):
     target: str | None = flag("model that the engine serves; by default the bundled one", None, metavar="ID|PATH")
     target_version: str | None = flag("version of the target; by default from responses", None, metavar="NAME")
     flush_every: int = flag("maximum requests per file of the store", 16, minimum=1, needs="url")
-    max_bytes: int | None = flag("maximum size of the store", None, minimum=1, needs="url")
+    max_bytes: int | None = flag("maximum size; the oldest requests are deleted", None, minimum=1, needs="url")
     max_age_days: float | None = flag("days after which requests are deleted", None, needs="url", metavar="DAYS")
 
-    def read_target(self, num_logprobs: int) -> tuple[PreTrainedConfig, Any, ResponseReader]:
-        """Return the target's configuration, its tokenizer, and the reader of its answers."""
+    def read_target(self, num_logprobs: int, *, is_text: bool = True) -> tuple[PreTrainedConfig, Any, ResponseReader]:
+        """Return the target's configuration, its tokenizer if `is_text`, and the reader of its answers."""
         if self.target:
             config, ends = load_config(self.target, **self.fetching), load_eos_ids(self.target, **self.fetching)
-            tokenizer = load_tokenizer(self.target, **self.fetching)
+            tokenizer = load_tokenizer(self.target, **self.fetching) if is_text else None
         else:
             target, _, tokenizer = self.load_pair()
             config, ends = target.config, eos_ids(target.generation_config)

@@ -85,7 +85,7 @@ def proxy_command(settings: ProxySettings) -> int:
     by_url = {url: Upstream(url) for url in dict.fromkeys([*settings.url, *settings.routes().values()])}
     server: Any = importlib.import_module("osd_hf.server.app")
     running = server.Listener(settings.host, settings.port)
-    reader = settings.read_target(settings.num_logprobs)[-1]
+    reader = settings.read_target(settings.num_logprobs, is_text=False)[-1]
     recorder = Recorder(reader, settings.open_store(settings.store.expanduser()), counts)
     proxy = Proxy(
         [by_url[url] for url in dict.fromkeys(settings.url)],

@@ -155,7 +155,7 @@ class DeployMethod:
         return cls(url, command, domain)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Engine:
     """An engine that versions are loaded into: what it serves, and what it counts. It starts with version 0."""
 
@@ -367,7 +367,7 @@ def run_command(command: str, seconds: float) -> None:
 # --- the roll-out ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Deployer:
     """Load the version that `latest` points to into engines, one after the other, and watch it there. If significantly
     fewer tokens are accepted than with the version before, that one is loaded again, `latest` points to it, and

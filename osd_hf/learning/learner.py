@@ -217,9 +217,10 @@ class Learner:
 
     def update(self, domain: str | None = None, steps: int | None = None) -> UpdateReport:
         """Run an update in progress to its end, then an update of a domain's draft."""
+        began = self.seconds
         while self._work is not None:
             self.step()
-        self._work, report = (domain, self._update(domain, steps), self.seconds), None
+        self._work, report = (domain, self._update(domain, steps), began), None
         while report is None:
             report = self.step()
         return report

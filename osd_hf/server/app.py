@@ -323,7 +323,7 @@ def make_app(
     endpoints = _Endpoints(service, api_key)
 
     def on_error(request: Request, error: Exception) -> Response:
-        headers = getattr(error, "headers", None)
+        headers = error.headers if isinstance(error, HTTPException) else None
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
         elif not isinstance(error, ApiError):
