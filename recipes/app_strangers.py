@@ -37,6 +37,7 @@ from common import write_report
 
 MARK = re.compile(rb"mark[0-9a-f]{12}")
 TOKEN = b"osd-t "
+MIN_ANSWERS = 3  # of the visitor, without and with hostile programs
 PAUSE_SECONDS = 0.2  # of a hostile program between two deeds: more is not hostile but the machine's other half
 HUGE_BYTES = 10 * 2**20
 QUIET_SHARE = 0.15  # of the time
@@ -227,7 +228,7 @@ async def measure(args: argparse.Namespace, address: str, pid: int) -> dict[str,
         quiet, beside, refused = [], [], 0
         until = time.monotonic() + QUIET_SHARE * args.seconds
         await first_token(visitor)
-        while time.monotonic() < until or len(quiet) < 3:
+        while time.monotonic() < until or len(quiet) < MIN_ANSWERS:
             if (seconds := await first_token(visitor)) is not None:
                 quiet.append(seconds)
             await asyncio.sleep(args.rest)
@@ -245,7 +246,7 @@ async def measure(args: argparse.Namespace, address: str, pid: int) -> dict[str,
         tasks = [asyncio.create_task(annoy(program)) for program in hostile]
         until = time.monotonic() + (1 - QUIET_SHARE) * args.seconds
         half = None
-        while time.monotonic() < until or len(beside) + refused < 3:
+        while time.monotonic() < until or len(beside) + refused < MIN_ANSWERS:
             seconds = await first_token(visitor)
             beside, refused = (beside, refused + 1) if seconds is None else ([*beside, seconds], refused)
             peak = max(peak, rss_mb(pid))

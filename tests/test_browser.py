@@ -379,7 +379,7 @@ def test_the_newest_answer_is_in_sight(browser: Browser, address: str) -> None:
     long = " Think of it." * 40
     with window(browser) as context:
         page = opened(context, address)
-        for i in range(3):
+        for i in range(2):
             ask(page, f"Say {i}.{long}")  # higher than what Gradio follows by itself
             expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
         page.locator("#chat .osd-you").first.scroll_into_view_if_needed()  # who reads an older one is left there

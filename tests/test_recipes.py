@@ -38,7 +38,7 @@ SMOKES = {
             "--timed",
             "1",
         ),
-        *("--kinds", "alpaca", "mixed", "--max-new-tokens", "4"),
+        *("--kinds", "mixed", "--max-new-tokens", "4"),
     ],
     "break_even": ["--requests", "9", "--datasets", "spider", "--no-compile"],
     "batches": [*("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4")],
