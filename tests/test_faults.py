@@ -111,7 +111,7 @@ def test_a_learner_that_always_fails_is_told_of_once_pauses_and_resumes_by_itsel
         with pytest.raises(LearnerError) if cause != "nan" else nullcontext():
             assistant.update(steps=1)  # a try as well, whose report says what was dropped
         assert assistant.learning_error is not None
-    (told,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    (told,) = [r for r in caplog.records if r.levelno >= logging.WARNING and "A token takes" not in r.message]
     assert told.message.startswith("Learning failed")
     assert cause == "nan" or (told.exc_info is not None and told.exc_info[2] is not None)
     assert sum("Learning pauses" in record.message for record in caplog.records) == 1
@@ -241,7 +241,7 @@ def test_a_disk_that_stays_full_costs_no_answer_and_is_told_of_once(
         assert isinstance(assistant.learning_error, StoreError | StateError)
         assert "No space left" in str(assistant.learning_error)
         assert len(assistant.decisions) >= 4  # and learning went on
-    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [r for r in caplog.records if r.levelno >= logging.WARNING and "A token takes" not in r.message]
     assert sorted(record.message.split(" failed")[0] for record in told) == [
         "Logging a request", "Saving the session"
     ]  # fmt: skip
