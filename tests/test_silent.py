@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from transformers import pipeline
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
 
 Log = pytest.LogCaptureFixture
+
+
+@pytest.fixture(autouse=True)
+def warnings_only(caplog: Log) -> None:
+    """Leave out information, which commands in other tests let the package log."""
+    caplog.set_level(logging.WARNING, logger="osd_hf")
 
 
 def ask(target: Any, number: int = 4, **settings: Any) -> None:
