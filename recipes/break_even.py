@@ -34,7 +34,6 @@ from common import (
     TEMPLATES,
     K,
     drawing,
-    encoded,
     greedy,
     last_share,
     load_pair,
@@ -42,7 +41,6 @@ from common import (
     parting,
     prompts,
     run_facts,
-    texts_of,
     write_report,
 )
 from numpy.typing import NDArray
@@ -206,10 +204,7 @@ def main() -> None:
     args = parser.parse_args()
     pair, started, rows, starts = load_pair(), time.time(), [], {}
     for name in args.datasets:
-        if name == CHATS:
-            asked = encoded(texts_of(name)[: args.requests], pair.tokenizer)
-        else:
-            asked = prompts(name, pair.tokenizer, args.requests, args.seed)
+        asked = prompts(name, pair.tokenizer, args.requests, args.seed)
         ways = [Served(pair, rule, args.seed, not args.no_compile) for rule in args.rules]
         for way in ways:  # what only a first request pays, of both sizes of caches
             begun = time.perf_counter()

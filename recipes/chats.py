@@ -15,7 +15,6 @@ Sampled means temperature 0.7 and top-p 0.9. Finished results are kept in `--run
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from common import K, gain, kept, kept_answers, make_parser, run_facts, write_re
 from tqdm import tqdm
 
 from osd_hf import OnlineAssistant, OnlineConfig, replay
+from osd_hf.acceptance import figures_of
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.models import Pair, load_pair
 from osd_hf.recording import record_traces
@@ -42,8 +42,7 @@ def asked(kind: str, tokenizer: Any, count: int, seed: int) -> list[list[int]]:
     if kind == "mixed":
         parts = [asked(name, tokenizer, -(-count // 4), seed) for name in KINDS[:4]]
         return [ids for group in zip(*parts, strict=False) for ids in group][:count]
-    texts = common.texts_of(kind)
-    return common.encoded(random.Random(seed).sample(texts, min(count, len(texts))), tokenizer)
+    return common.prompts(kind, tokenizer, count, seed)
 
 
 def replayed(args: Any, pair: Pair) -> dict[str, Any]:
@@ -51,10 +50,7 @@ def replayed(args: Any, pair: Pair) -> dict[str, Any]:
     found = {}
     for name, part in kept_answers(args.runs / "held_out", pair.target, pair.tokenizer, args.held_out).items():
         stats = replay(pair.draft, part, K)
-        found[name] = {
-            "answers": len(part), "alpha": stats.alpha, "interval": list(stats.alpha_interval),
-            "tokens_per_forward": stats.block_efficiency,
-        }  # fmt: skip
+        found[name] = {"answers": len(part), **figures_of(stats)}
         print(f"{name}: alpha {stats.alpha:.3f}, {stats.block_efficiency:.2f} tokens per forward", flush=True)
     return found
 

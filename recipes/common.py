@@ -26,6 +26,7 @@ from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.models import Pair
 from osd_hf.models import load_pair as load_models
+from osd_hf.prompts import encode_turn
 from osd_hf.recording import record_traces
 from osd_hf.simulate import SimulationReport
 from osd_hf.utils.report import provenance
@@ -90,19 +91,6 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def chosen(name: str, n: int, seed: int) -> list[dict[str, Any]]:
-    """Return `n` random rows (seeded) of a data set."""
-    known = rows(name)
-    return random.Random(seed).sample(known, min(n, len(known)))
-
-
-def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
-    """Return the token ids of `n` random prompts (seeded) of a data set, each as one user message."""
-    template = TEMPLATES[name]
-    turns = [[{"role": "user", "content": template.format(**row)}] for row in chosen(name, n, seed)]
-    return [tokenizer.apply_chat_template(t, add_generation_prompt=True)["input_ids"] for t in turns]
-
-
 def alpaca_prompts() -> list[str]:
     """Return the everyday instructions with their inputs."""
     return [row["instruction"] + ("\n" + row["input"] if row["input"] else "") for row in rows("alpaca")]
@@ -117,31 +105,24 @@ def texts_of(name: str) -> list[str]:
     return [TEMPLATES[name].format(**row) for row in rows(name)]
 
 
-def encoded(texts: Sequence[str], tokenizer: Any, max_prompt_tokens: int = 400) -> list[list[int]]:
-    """Return the token ids of user turns, without very long ones."""
-    turns = [[{"role": "user", "content": text}] for text in texts]
-    found = [tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
-    return [ids for ids in found if len(ids) <= max_prompt_tokens]
+def prompts(name: str, tokenizer: Any, n: int, seed: int) -> list[list[int]]:
+    """Return the token ids of `n` random prompts (seeded) of a data set, each as one user message."""
+    texts = texts_of(name)
+    return [encode_turn(tokenizer, text) for text in random.Random(seed).sample(texts, min(n, len(texts)))]
 
 
 def kept_answers(folder: Path, target: Any, tokenizer: Any, count: int = 40) -> dict[str, list[Trace]]:
     """Return the target's answers to prompts that no draft is trained on, recorded once: sampled for `alpaca` and
     `mt_bench`, greedy for four data sets."""
     found = {}
-    for name in ("alpaca", "mt_bench", "gsm8k", "finance_alpaca", "code_search_net_python"):
-        texts = texts_of(name)
-        asked = sorted(encoded(random.Random(1).sample(texts, min(count, len(texts))), tokenizer), key=len)
-        for how, sampling in (("sampled", SAMPLING), ("greedy", None)):
-            if how == "greedy" and name == "alpaca" or how == "sampled" and name not in ("alpaca", "mt_bench"):
-                continue
-            store = CorrectionStore(folder / f"{name}-{how}-{count}")
-            if len(store) == 0:
-                for trace in list(
-                    record_traces(target, asked, sampling=sampling, seed=7, max_new_tokens=MAX_NEW_TOKENS, domain=name)
-                ):
-                    store.append(trace)
-                store.close()
-            found[f"{name}, {how}"] = list(CorrectionStore(folder / f"{name}-{how}-{count}"))
+    for how, sampling, names in (
+        ("sampled", SAMPLING, ("alpaca", "mt_bench")),
+        ("greedy", None, ("mt_bench", "gsm8k", "finance_alpaca", "code_search_net_python")),
+    ):
+        for name in names:
+            asked = sorted(prompts(name, tokenizer, count, 1), key=len)
+            place = folder / f"{name}-{how}-{count}"
+            found[f"{name}, {how}"] = recording(place, target, asked, name, sampling=sampling, seed=7)
     return found
 
 
@@ -163,12 +144,19 @@ def recorded(
 
 
 def recording(
-    path: Path, target: Any, questions: Sequence[list[int]], name: str, max_new_tokens: int | None = None
+    path: Path,
+    target: Any,
+    questions: Sequence[list[int]],
+    name: str,
+    max_new_tokens: int | None = None,
+    **settings: Any,
 ) -> list[Trace]:
-    """Return the target's greedy answers to these prompts, recorded once and kept in a store."""
+    """Return the target's answers to these prompts, recorded once and kept in a store: greedy, or as the `settings` of
+    `record_traces` say."""
     store = CorrectionStore(path)
     if len(store) == 0:
-        traces = record_traces(target, questions, max_new_tokens=max_new_tokens or MAX_NEW_TOKENS, domain=name)
+        max_new_tokens = max_new_tokens or MAX_NEW_TOKENS
+        traces = record_traces(target, questions, max_new_tokens=max_new_tokens, domain=name, **settings)
         # All or nothing: a killed recording leaves no part of a data set.
         for trace in list(tqdm(traces, total=len(questions), desc=f"record {name}")):
             store.append(trace)
@@ -346,6 +334,20 @@ def run_facts(started: float) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "minutes": round((time.time() - started) / 60, 1),
     }
+
+
+class Streamed:
+    """A streamer that collects the tokens of an answer."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.has_ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.has_ended = True
 
 
 @contextmanager

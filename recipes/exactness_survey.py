@@ -36,7 +36,7 @@ import peft
 import tokenizers
 import torch
 import transformers
-from common import RESULTS, make_parser, run_facts, write_report
+from common import RESULTS, Streamed, make_parser, run_facts, write_report
 from peft import LoraConfig, get_peft_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
@@ -170,19 +170,6 @@ def compared(target: Any, draft: Any, way: str, given: dict[str, Any], alone: An
     return {"outcome": outcome, "drafted": int(drafted), "accepted": int(accepted)}
 
 
-class Streamer:
-    """Collects the tokens of an answer."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.tokens.append(-1)
-
-
 def several(target: Any, draft: Any, way: str) -> dict[str, Any]:
     """Compare several answers of one assistant with those of the target."""
     rows, count, settings = STATE_WAYS[way]
@@ -201,11 +188,11 @@ def several(target: Any, draft: Any, way: str) -> dict[str, Any]:
                     alone = target.generate(**asked)
                 for answer in alone.tolist() if "text" in way else ():
                     assistant.remember([token if i % 7 else 3 for i, token in enumerate(answer)])
-                streamer = Streamer()
+                streamer = Streamed()
                 ours = assistant.generate(**asked, **({"streamer": streamer} if "streamed" in way else {}))
                 is_same = ours.tolist() == alone.tolist()
                 if "streamed" in way:
-                    is_same &= streamer.tokens == [*alone[0].tolist(), -1]
+                    is_same &= streamer.has_ended and streamer.tokens == alone[0].tolist()
                 different += [] if is_same else [seed]
             stats = assistant.stats
     except OSDError as error:

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from osd_hf import OnlineAssistant, make_draft
+from osd_hf.decoding.forward import MAX_LAG
 
 SHAPE = {  # of Qwen3.5-0.8B
     "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
@@ -38,7 +39,7 @@ SMALL = {
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 4,
 }  # fmt: skip
-K, MAX_LAG, CONTEXT, TIMES = 4, 24, 256, 15
+K, CONTEXT, TIMES = 4, 256, 15
 DATA = ("alpaca", "gsm8k", "finance_alpaca")
 
 

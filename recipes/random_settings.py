@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import transformers
-from common import make_parser, run_facts, write_report
+from common import Streamed, make_parser, run_facts, write_report
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
@@ -223,19 +223,6 @@ def asked(target: Any, route: str, chosen: dict[str, Any]) -> Iterator[dict[str,
         yield {}
     finally:
         target.generation_config = before
-
-
-class Streamed:
-    """A streamer that records what it gets."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        pass
 
 
 def answered(call: Callable[[], Any]) -> Any:

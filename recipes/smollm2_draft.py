@@ -26,7 +26,8 @@ import common
 from common import K, kept_answers, make_parser, write_report
 from transformers import TrainerCallback
 
-from osd_hf import AcceptanceStats, CorrectionStore, DistillConfig, Trace, distill, replay
+from osd_hf import CorrectionStore, DistillConfig, Trace, distill, replay
+from osd_hf.acceptance import figures_of
 from osd_hf.distillation.answers import sample_answers
 from osd_hf.distillation.make_draft import copy_layers, save_layers
 from osd_hf.models import set_fixed_k
@@ -64,8 +65,8 @@ def given_answers(tokenizer: Any, prompts: dict[tuple[str, Any], str], vocab_siz
 class Measured(TrainerCallback):
     """Measure the draft on held-out answers after certain numbers of tokens."""
 
-    def __init__(self, held_out: dict[str, list[Trace]], tokens_of_a_step: float, ended_at: Path) -> None:
-        self.held_out, self.tokens, self.place = held_out, tokens_of_a_step, ended_at
+    def __init__(self, held_out: dict[str, list[Trace]], tokens_of_a_step: float, place: Path) -> None:
+        self.held_out, self.tokens, self.place = held_out, tokens_of_a_step, place
         self.marks = {max(round(mark / tokens_of_a_step), 1) for mark in MEASURED_AT}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -73,19 +74,10 @@ class Measured(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         found = {"step": state.global_step, "tokens": round(state.global_step * self.tokens)}
-        line = json.dumps(found | {name: figures(replay(model, part, K)) for name, part in self.held_out.items()})
+        line = json.dumps(found | {name: figures_of(replay(model, part, K)) for name, part in self.held_out.items()})
         print(line, flush=True)
         with self.place.open("a") as file:
             file.write(line + "\n")
-
-
-def figures(stats: AcceptanceStats) -> dict[str, Any]:
-    low, high = stats.alpha_interval
-    return {
-        "alpha": round(stats.alpha, 4),
-        "interval": [round(low, 4), round(high, 4)],
-        "tokens_per_forward": round(stats.block_efficiency, 3),
-    }
 
 
 def main() -> None:
