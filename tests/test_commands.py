@@ -145,6 +145,9 @@ def test_every_setting_of_a_command_is_read(command: str) -> None:
         (["learn", "--store", "s", "--url", "u", "--collect-only", "--batch-size", "8"], "and --batch-size exclude"),
         (["learn", *NEEDED["learn"], "--flush-every", "8"], "--flush-every would change nothing without --url"),
         (["env", "--batch-size", "8"], "name them"),
+        (["env", "t", "d", "--pair", "bundled"], "--pair and MODEL exclude each other"),
+        (["draft", "d"], "Name a TARGET and the DIR of the draft, or --pair"),
+        (["draft", "t", "--seed", "1", "d", "--pair", "bundled"], "--pair and TARGET exclude each other"),
         (["run", "--pair=bundled", "--domain", "poetry"], "--domain must be one of sql, math, python"),
         (["learn", "--store", "s"], "--output-dir must name the folder"),
         (["proxy", *NEEDED["proxy"], "--draft", "d"], "--draft would change nothing without --learn"),
@@ -217,7 +220,7 @@ def test_help_texts_are_one_line_each(command: str) -> None:
         (["run", "--num-request", "3"], "unrecognized arguments: --num-request. Did you mean `--num-requests`?"),
         (["run", "--update-strategy", "idle"], "unrecognized arguments: --update-strategy"),
         (["learn", *NEEDED["learn"], "--tokn=hf_secret"], "unrecognized arguments: --tokn. Did you mean `--token`?"),
-        (["draft", "t"], "the following arguments are required: DIR"),
+        (["draft"], "the following arguments are required: DIR"),
         (["run", "--update-interval", "soon"], "argument --update_interval/--update-interval: invalid int value"),
     ],
 )
@@ -292,7 +295,7 @@ def test_a_configuration_of_a_local_data_set_is_read(tmp_path: Path, monkeypatch
     assert [prompt.text for prompt in read_prompts(source)] == ["of socratic"]
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "quickstart", "bench", "learn"])
+@pytest.mark.parametrize("command", ["run", "serve", "quickstart", "bench", "learn", "env", "draft", "distill"])
 def test_a_pair_is_loaded_by_its_name(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("osd_hf_app")
     monkeypatch.setattr("osd_hf_app.pair.smollm2_pair", lambda device: (device, "draft", "tokenizer"))

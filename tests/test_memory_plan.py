@@ -12,6 +12,7 @@ import torch
 from peft import IA3Config, LoHaConfig, LoraConfig
 
 from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.bundled import load_bundled
 from osd_hf.cli.main import main
 from osd_hf.distillation.make_draft import copy_layers
 from osd_hf.learning import learner as module
@@ -148,6 +149,8 @@ def test_the_command_reads_configurations_alone(folders: list[str], capsys: pyte
     assert "draft: version before" in printed.err and "in 100MB: " in printed.err
     assert main(["env", *folders, *sizes, "--lora-rank", "2", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["learned_parameters"] < report["draft_parameters"] / 4
+    assert main(["env", "--pair", "bundled", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["draft_parameters"] == load_bundled()[1].num_parameters()
 
 
 def test_a_target_may_be_quantized_as_it_is_loaded(folders: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, alone_systems, answer_greedily, benchmark
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_bars, ratio_text, stats_interval, text_table
-from osd_hf.models import input_device, load_draft, load_model, load_tokenizer, prompt_room
+from osd_hf.models import input_device, load_draft, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.replay import replay_each
 from osd_hf.store.store import CorrectionStore
@@ -40,8 +40,8 @@ NUM_REQUESTS, NUM_COMPARED_REQUESTS = 16, 64  # defaults, per data set and in al
 SAMPLED = "all, sampled"  # name of the data set with requests of all others
 
 # Flags without an effect with --compare, and with --store.
-NOT_COMPARED = "pair draft learn_requests seed threads temperature top_p chat_template chat_template_kwargs"
-NOT_STORED = "target prompts revision quantization max_new_tokens output_dir"
+NOT_COMPARED = "draft learn_requests seed threads temperature top_p chat_template chat_template_kwargs"
+NOT_STORED = "pair target prompts revision quantization max_new_tokens output_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class BenchSettings(RowSettings, PairSettings, Reporting):
     def check(self) -> None:
         if self.compare is not None and (len(self.ks) > 1 or len(self.prompts or ()) > 1):
             raise ConfigError("--compare takes one --num-assistant-tokens and one source of --prompts.")
-        if self.compare is not None and self.store is None and self.target is None:
-            raise ConfigError("--compare needs a --target or a --store.")
+        if self.compare is not None and not (self.store or self.target or self.pair):
+            raise ConfigError("--compare needs a --target, a --pair, or a --store.")
 
     @property
     def ks(self) -> list[int]:
@@ -281,8 +281,7 @@ def _compare(settings: BenchSettings) -> int:
     dataset = settings.evaluation_set(location, count, settings.max_new_tokens)
     if settings.output_dir is not None:
         make_folder(settings.output_dir)
-    target = load_model(str(settings.target), **settings.target_loading)
-    tokenizer = load_tokenizer(str(settings.target), **settings.fetching)
+    target, tokenizer = settings.load_target()
     loading = settings.draft_loading | {"device": settings.device or str(input_device(target))}
     drafts = {name: load_draft(source, **loading) for name, source in _drafts_by_name(settings).items()}
     found = compare(target, drafts, tokenizer, dataset, num_assistant_tokens=settings.ks[0], show_progress=True)

@@ -14,8 +14,6 @@ import osd_hf
 from osd_hf.cli.settings import (
     AnswerSettings,
     CommandParser,
-    Loading,
-    Reporting,
     RowSettings,
     flag,
     lora_config,
@@ -30,11 +28,11 @@ from osd_hf.utils.report import make_folder, provenance, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(AnswerSettings, RowSettings, Loading, Reporting):
+class DistillSettings(AnswerSettings, RowSettings):
     """Flags of `osd-hf distill`, besides the training arguments."""
 
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
-    draft: str = flag("Hub id or folder of the draft, which learns in float32", metavar="ID|PATH")
+    draft: str | None = flag("Hub id or folder of the draft, which learns in float32", None, metavar="ID|PATH")
     lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, minimum=1)
     prompts: str | None = flag("data set or file to train on", None, excludes="store", metavar="ID|FILE")
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
@@ -45,6 +43,8 @@ class DistillSettings(AnswerSettings, RowSettings, Loading, Reporting):
     num_held_out: int = flag("hold out the last N requests of the data", 0, minimum=0)
 
     def check(self) -> None:
+        if not (self.draft or self.pair):
+            raise ConfigError("Name a --draft, or --pair bundled.")
         if self.prompts is None and self.store is None:
             raise ConfigError("Name the data to train on: --prompts or --store.")
 
@@ -65,13 +65,13 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
     with contextlib.redirect_stdout(sys.stderr):  # the trainer prints its log
         folder = Path(str(config.output_dir))
         make_folder(folder)
-        # The draft keeps its dtype and tokenizer, and a store needs no target.
-        draft = load_model(settings.draft, **settings.draft_loading | {"dtype": "auto"})
-        tokenizer = own_tokenizer = load_tokenizer(settings.draft, **settings.draft_fetching)
-        target = None
-        if settings.target is not None:
-            target = load_model(settings.target, **settings.target_loading)
-            tokenizer = load_tokenizer(settings.target, **settings.fetching)
+        if settings.draft is None:
+            target, draft, tokenizer = settings.load_pair()
+            own_tokenizer = tokenizer
+        else:  # the draft keeps its dtype and tokenizer, and a store needs no target
+            draft = load_model(settings.draft, **settings.draft_loading | {"dtype": "auto"})
+            own_tokenizer = load_tokenizer(settings.draft, **settings.draft_fetching)
+            target, tokenizer = settings.load_target() if settings.target else (None, own_tokenizer)
             check_tokenizers(tokenizer, own_tokenizer)
         room = prompt_room((draft if target is None else target).config, draft.config, config.max_new_tokens)
         dataset, eval_dataset = _read(settings, tokenizer, room)

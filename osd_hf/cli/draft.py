@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 import osd_hf
-from osd_hf.cli.settings import AnswerSettings, CommandParser, Loading, PromptSettings, Reporting, flag, open_recorded
+from osd_hf.cli.settings import AnswerSettings, CommandParser, PromptSettings, flag, open_recorded
 from osd_hf.distillation.make_draft import K, MadeDraft, MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, plot_training, stats_interval, text_table
 from osd_hf.hub import facts_of, save_draft
-from osd_hf.models import device_clock, load_model, load_tokenizer, prompt_room, set_fixed_k
+from osd_hf.models import device_clock, load_model, prompt_room, set_fixed_k
 from osd_hf.recording import measured_costs
 from osd_hf.replay import replay
 from osd_hf.target_version import target_version
@@ -29,10 +29,10 @@ EVALUATED_SHARE = 0.05  # of a long training, between evaluations and checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftSettings(AnswerSettings, PromptSettings, Loading, Reporting):
+class DraftSettings(AnswerSettings, PromptSettings):
     """Flags of `osd-hf draft`."""
 
-    target: str = flag("Hub id or folder of the target", positional=True, metavar="TARGET")
+    target: str | None = flag("Hub id or folder of the target", None, positional=True, nargs="?", metavar="TARGET")
     output_dir: Path = flag("new or empty folder of the draft", positional=True)
     store: str | None = flag(
         "recordings to train on", None, excludes="prompts chat_template chat_template_kwargs", metavar="DIR"
@@ -41,6 +41,8 @@ class DraftSettings(AnswerSettings, PromptSettings, Loading, Reporting):
     report_to: str = flag("tracker of the training on answers, such as tensorboard", "none", needs="answers")
 
     def check(self) -> None:
+        if not (self.target or self.pair):
+            raise ConfigError("Name a TARGET and the DIR of the draft, or --pair bundled and the DIR.")
         folder = self.output_dir
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is not an empty folder. Choose another one.")
@@ -50,13 +52,12 @@ class DraftSettings(AnswerSettings, PromptSettings, Loading, Reporting):
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    return CommandParser([DraftSettings, MakeDraftConfig], without=("draft_revision",), **how)
+    return CommandParser([DraftSettings, MakeDraftConfig], without=("draft", "draft_revision"), **how)
 
 
 def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     """Make and save a draft, and report its value; returns the exit code."""
-    target = load_model(settings.target, **settings.target_loading)
-    tokenizer = load_tokenizer(settings.target, **settings.fetching)
+    target, tokenizer = settings.load_target()
     make_folder(settings.output_dir)
     requests: dict[str, Any]
     if settings.store is not None:

@@ -16,7 +16,7 @@ from osd_hf.cli.settings import (
     PLACEMENT,
     CommandParser,
     Dtype,
-    Loading,
+    PairSettings,
     Reporting,
     flag,
     learning_parser,
@@ -30,6 +30,7 @@ from osd_hf.models import load_config
 from osd_hf.utils.report import installed, provenance
 
 PACKAGES = "osd_hf torch transformers peft trl accelerate gradio datasets huggingface_hub bitsandbytes torchao".split()
+PLANNED = "models pair"  # one of which a memory plan needs
 PLACES = ("device", "learner", "host")
 QUANTIZATIONS: dict[int, dict[str, bool]] = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}
 # Fields of the configuration that have an effect on the memory.
@@ -38,33 +39,33 @@ HAVE_EFFECT |= {"optimizer", "weight_average", "gate"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvSettings(Loading, Reporting):
+class EnvSettings(PairSettings, Reporting):
     """Flags of `osd-hf env`."""
 
-    models: list[str] | None = flag("models of a memory plan", None, positional=True, nargs="*", metavar="MODEL")
-    target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto", needs="models")
-    draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto", needs="models")
-    target_bits: int | None = flag("quantize the target", None, needs="models", choices=sorted(QUANTIZATIONS))
-    lora_rank: int | None = flag("train adapters of this rank only", None, minimum=1, needs="models")
-    device_memory: str | None = flag("memory of the device, such as 24GB", None, needs="models", metavar="SIZE")
-    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, needs="models")
-    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, needs="models")
-    rows: int = flag("prompts per request", 1, minimum=1, needs="models")
-    paper: bool = flag(PAPER, False, needs="models")
+    models: Sequence[str] = flag("models of a memory plan", (), positional=True, nargs="*", metavar="MODEL")
+    target_dtype: Dtype = flag("dtype of the target; auto = the configuration's", "auto", needs=PLANNED)
+    draft_dtype: Dtype = flag("dtype of the draft; auto = the configuration's", "auto", needs=PLANNED)
+    target_bits: int | None = flag("quantize the target", None, needs=PLANNED, choices=sorted(QUANTIZATIONS))
+    lora_rank: int | None = flag("train adapters of this rank only", None, minimum=1, needs=PLANNED)
+    device_memory: str | None = flag("memory of the device, such as 24GB", None, needs=PLANNED, metavar="SIZE")
+    prompt_tokens: int = flag("tokens of a prompt", 512, minimum=1, needs=PLANNED)
+    max_new_tokens: int = flag("maximum tokens of an answer", 256, minimum=1, needs=PLANNED)
+    rows: int = flag("prompts per request", 1, minimum=1, needs=PLANNED)
+    paper: bool = flag(PAPER, False, needs=PLANNED)
 
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
     without = {field.name for field in fields(OnlineConfig)} - HAVE_EFFECT
-    return learning_parser(EnvSettings, arguments, without={*without, *PLACEMENT}, **how)
+    return learning_parser(EnvSettings, arguments, without={*without, *PLACEMENT, "target", "draft"}, **how)
 
 
 def env_command(settings: EnvSettings, config: OnlineConfig) -> int:
     """Show the environment, or the memory plan of the named models; returns the exit code."""
-    if settings.models:
+    if settings.models or settings.pair:
         return _plan(settings, config)
     if config != OnlineConfig():
-        raise ConfigError("Settings of learning are for the memory plan of two MODELs: name them.")
+        raise ConfigError("Settings of learning are for the memory plan of two MODELs: name them, or a --pair.")
     origin = provenance()
     set_threads, kind = os.environ.get("OMP_NUM_THREADS", "not set"), torch.accelerator.current_accelerator()
     accelerators = [f"{kind}:{number}" for number in range(torch.accelerator.device_count())]
@@ -95,20 +96,23 @@ def _accelerator(device: str) -> str:
 
 
 def _plan(settings: EnvSettings, config: OnlineConfig) -> int:
-    """Show the memory plan of a pair, or of one model as its own draft."""
-    names, device_bytes = list(settings.models or ()), None
+    """Show the memory plan of a pair."""
+    names, device_bytes = settings.models, None
     if settings.device_memory is not None:
         try:
             device_bytes = int(convert_file_size_to_int(settings.device_memory))
         except ValueError as error:
             raise ConfigError(f"--device-memory must be a size such as 24GB, got {settings.device_memory}.") from error
-    if len(names) != 2:
+    if settings.pair:
+        target, draft = (model.config for model in settings.load_pair()[:2])
+    elif len(names) == 2:
+        target = load_config(names[0], **settings.fetching)
+        draft = load_config(names[1], **settings.draft_fetching)
+    else:
         raise ConfigError(f"Name two models, the target and the draft, got {len(names)}.")
-    target = load_config(names[0], **settings.fetching)
-    draft = load_config(names[1], **settings.draft_fetching)
     if settings.target_bits is not None:
         if getattr(target, "quantization_config", None) is not None:
-            raise ConfigError(f"--target-bits is for a target that is not quantized; {names[0]} is.")
+            raise ConfigError("--target-bits is for a target that is not quantized; this one is.")
         target.quantization_config = QUANTIZATIONS[settings.target_bits]
     plan = memory_plan(
         target,

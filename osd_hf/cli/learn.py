@@ -262,7 +262,7 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
         encoded = replace(encoded, prompts=tuple(rest))
     store, report = settings.open_store(folder), CollectionReport()
     bytes_before = store.nbytes
-    failed: StoreError | ServerError | DataError | None = None
+    has_failed = False
     bar = tqdm(total=len(encoded.prompts), desc="collecting", unit="request", dynamic_ncols=True)
     try:
         with (
@@ -290,8 +290,9 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
                 **settings.sampling,
                 **({"seed": config.seed} if settings.temperature else {}),
             )
-    except (StoreError, ServerError, DataError) as error:  # the report comes first
-        failed = error
+    except (StoreError, ServerError, DataError) as error:
+        print(f"osd-hf: error: {error}", file=sys.stderr)
+        has_failed = True
     written = store.nbytes - bytes_before
     per_token = written / report.tokens if report.tokens else None
     shown = "" if per_token is None else f" ({per_token:.1f} per token)"
@@ -304,12 +305,10 @@ def _collect(settings: LearnSettings, config: OnlineConfig) -> int:
     if settings.collect_only:
         found = {name: getattr(report, name) for name in ("requests", "tokens", "seconds", "skipped")}
         settings.write_json({"provenance": provenance(), "bytes": written, "bytes_per_token": per_token, **found})
-    if failed is not None:
-        print(f"osd-hf: error: {failed}", file=sys.stderr)
-    elif report.unanswered:
+    if report.unanswered and not has_failed:
         print(f"osd-hf: interrupted: go on with --resume, {report.unanswered} prompts are left", file=sys.stderr)
         return INTERRUPTED
-    return FAILED if failed is not None or (report.skipped and not report.requests) else 0
+    return FAILED if has_failed or (report.skipped and not report.requests) else 0
 
 
 def _make_learner(

@@ -29,7 +29,7 @@ COMMANDS = {
     "learn": "train a draft on stored answers of a serving engine, and publish its versions",
     "push": "evaluate a draft and push it to the Hub, or export it for vLLM",
 }
-POSITIONALS = {"draft": "TARGET DIR ", "env": "[TARGET DRAFT] ", "push": "[REPO] "}
+POSITIONALS = {"draft": "[TARGET] DIR ", "env": "[TARGET DRAFT] ", "push": "[REPO] "}
 EPILOG = "exit codes: 0 done; 1 the run failed, or an output differed; 2 bad usage or input; 130 interrupted"
 
 

@@ -13,12 +13,12 @@ from typing import Any, Literal, Self
 from huggingface_hub import get_token
 from transformers import PreTrainedModel
 
-from osd_hf.cli.settings import PAIRS, CommandParser, Loading, PairSettings, Reporting, RowSettings, flag
+from osd_hf.cli.settings import PAIRS, CommandParser, PairSettings, Reporting, RowSettings, flag
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
 from osd_hf.hub import EVALUATION, PLOT, card_data, check_push, export_to_vllm, facts_of, push_folder, save_draft
-from osd_hf.models import Pair, load_model, load_pair, load_tokenizer
+from osd_hf.models import Pair, load_model, load_pair
 from osd_hf.utils.report import provenance
 
 # Flags without an effect with --export.
@@ -28,7 +28,7 @@ SIDES = {"before": "draft before", "after": "this draft"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushSettings(RowSettings, Loading, Reporting):
+class PushSettings(RowSettings, PairSettings, Reporting):
     """Flags of `osd-hf push`."""
 
     repo_id: str | None = flag("Hub repository of the draft", None, positional=True, nargs="?", metavar="REPO")
@@ -81,7 +81,7 @@ class PushSettings(RowSettings, Loading, Reporting):
     def models(self) -> Pair:
         """Load the target, the draft before it learned, and their tokenizer; raises ConfigError if one is unknown."""
         if self.pair:
-            return PairSettings(pair=self.pair, device=self.device).load_pair()
+            return self.load_pair()
         named = card_data(self.draft)
         before = self.before or named.get("base_model")
         if before is None or before in (self.target, named.get("target_model")):
@@ -133,11 +133,7 @@ def push_command(settings: PushSettings) -> int:
 
 def _export(settings: PushSettings, folder: Path) -> int:
     """Write a draft for vLLM, and print the command that serves it; returns the exit code."""
-    if settings.target is not None:
-        target = load_model(settings.target, **settings.target_loading)
-        tokenizer = load_tokenizer(settings.target, **settings.fetching)
-    else:  # dtype and device are the draft's
-        target, _, tokenizer = PairSettings(pair=settings.pair).load_pair()
+    target, tokenizer = settings.load_target()
     draft, k = settings.load_draft(), settings.num_assistant_tokens or 5
     names: dict[str, Any] = {"target_name": settings.target, "num_assistant_tokens": k}
     command = export_to_vllm(folder, draft, target, tokenizer, **names)

@@ -18,9 +18,9 @@ from osd_hf.cli.settings import (
     THREADS,
     CommandParser,
     PairSettings,
+    TemplateSettings,
     check_auto,
     flag,
-    json_object,
     learning_parser,
     read_key,
     require_extra,
@@ -40,7 +40,7 @@ CANCEL_SECONDS = 2.0  # to tell clients that their requests are cut off
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(PairSettings):
+class ServeSettings(TemplateSettings, PairSettings):
     """Flags of `osd-hf serve`."""
 
     threads: int | None = flag(THREADS, None, minimum=1)
@@ -52,7 +52,6 @@ class ServeSettings(PairSettings):
     max_queue: int = flag("requests that may wait; further ones get status 503", 64, minimum=0)
     shutdown_seconds: float = flag("seconds for running requests after a signal", 30.0, minimum=0)
     max_new_tokens: int = flag("maximum tokens of an answer, unless the request sets it", 1024, minimum=1)
-    chat_template_kwargs: str | None = flag("JSON object of arguments of the chat template", None, metavar="JSON")
     learn: bool = flag("let the draft learn", True)
     paper: bool = flag(PAPER, False)
     state_dir: Path | None = flag("state to resume from and to save, with tokens of requests", None)
@@ -86,7 +85,7 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     check_auto(config)
     if config.update_strategy == "manual":
         raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
-    key, template_kwargs = settings.key, json_object("--chat-template-kwargs", settings.chat_template_kwargs)
+    key, template_kwargs = settings.key, settings.template_kwargs
     require_extra("serve", "starlette", "uvicorn", "prometheus_client")
     server: Any = importlib.import_module("osd_hf.server.app")
     metrics: Any = importlib.import_module("osd_hf.server.metrics")

@@ -28,7 +28,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.distillation.answers import sample_answers, sampling_of, split_answers
 from osd_hf.errors import ConfigError, StoreError, first_line, nearest
 from osd_hf.hub import EvaluationSet, hub_id
-from osd_hf.models import Pair, Quantization, load_pair
+from osd_hf.models import Pair, Quantization, load_model, load_pair, load_tokenizer
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, read_config, write_report
@@ -143,7 +143,7 @@ class CommandParser(HfArgumentParser):
         file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         file.add_argument("--config", type=Path)
         path = file.parse_known_args(arguments)[0].config
-        given, rest = self.parse_known_args([*self._of_file(path, arguments), *arguments])
+        given, rest = self.parse_known_intermixed_args([*self._of_file(path, arguments), *arguments])
         if rest:
             name = rest[0].partition("=")[0]  # the value may be a secret
             known = [text for action in self._actions for text in action.option_strings]
@@ -264,12 +264,17 @@ class Reporting(Settings):
 
 
 PLACEMENT = ("dtype", "device", "attn_implementation", "device_map", "quantization")
+PAIRS = "a pair by name: bundled, or smollm2 = SmolLM2-135M-Instruct and its draft (a download of 93 MB)"
+NOT_OF_PAIRS = "models target draft revision draft_revision dtype attn_implementation device_map quantization"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loading(Settings):
-    """How models are loaded, and where."""
+class PairSettings(Settings):
+    """The models, and how they are loaded."""
 
+    pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes=NOT_OF_PAIRS)
+    target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
+    draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
     revision: str | None = flag("revision of the target on the Hub", None, needs="target draft models compare")
     draft_revision: str | None = flag("revision of the draft on the Hub", None, needs="draft models compare")
     trust_remote_code: bool = flag("run code from the model repositories", False, needs="target draft models compare")
@@ -292,12 +297,8 @@ class Loading(Settings):
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of [`~osd_hf.models.load_pair`]."""
-        return {field.name: getattr(self, field.name) for field in fields(Loading)}
-
-    @property
-    def target_loading(self) -> dict[str, Any]:
-        """Arguments of [`~osd_hf.models.load_model`] for the target."""
-        return {name: getattr(self, name) for name in PLACEMENT} | self.fetching
+        names = ("revision", "draft_revision", "trust_remote_code", *PLACEMENT)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def draft_loading(self) -> dict[str, Any]:
@@ -305,24 +306,21 @@ class Loading(Settings):
         names = ("dtype", "device", "attn_implementation")
         return {name: getattr(self, name) for name in names} | self.draft_fetching
 
-
-PAIRS = "a pair by name: bundled, or smollm2 = SmolLM2-135M-Instruct and its draft (a download of 93 MB)"
-NOT_OF_PAIRS = "target draft revision draft_revision dtype attn_implementation device_map quantization"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSettings(Loading):
-    """The models to serve, and how they are loaded."""
-
-    pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes=NOT_OF_PAIRS)
-    target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
-    draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
-
     def load_pair(self, **changes: Any) -> Pair:
         """Load the models, by default the bundled ones; raises the errors of [`~osd_hf.models.load_pair`]."""
         if self.pair == "smollm2":
             return Pair(*importlib.import_module("osd_hf_app.pair").smollm2_pair(self.device or "cpu"))
+        if self.pair:
+            return load_pair(device=self.device)
         return load_pair(self.target, self.draft, **self.loading | changes)
+
+    def load_target(self) -> tuple[Any, Any]:
+        """Load the target and its tokenizer; raises UnsupportedModelError."""
+        if self.target is None:
+            target, _, tokenizer = self.load_pair()
+            return target, tokenizer
+        loading = {name: getattr(self, name) for name in PLACEMENT} | self.fetching
+        return load_model(self.target, **loading), load_tokenizer(self.target, **self.fetching)
 
 
 SOURCES = "prompts eval_prompts"
@@ -330,7 +328,24 @@ NAME, CONFIG = (["--dataset_name", "--dataset-name"], ["--dataset_config", "--da
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSettings(Settings):
+class TemplateSettings(Settings):
+    """Arguments of the chat template."""
+
+    chat_template_kwargs: str | None = flag("arguments of the chat template", None, needs="url", metavar="JSON")
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """The arguments as a mapping; raises ConfigError."""
+        text, value = self.chat_template_kwargs, None
+        with contextlib.suppress(ValueError):
+            value = None if text is None else json.loads(text)
+        if text is not None and not isinstance(value, dict):
+            raise ConfigError(f"--chat-template-kwargs must be a JSON object, got {text!r}.")
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings(TemplateSettings):
     """How rows of a file or data set become prompts."""
 
     split: str = flag("split of a data set", "train", needs=SOURCES)
@@ -339,12 +354,6 @@ class RowSettings(Settings):
     template: str | None = flag("text with columns, such as '{db} {question}'", None, needs=SOURCES, metavar="FORMAT")
     domain_column: str | None = flag("column of each prompt's label", None, needs="prompts", metavar="COLUMN")
     chat_template: bool = flag("put prompts into the tokenizer's chat template, if there is one", True, needs="url")
-    chat_template_kwargs: str | None = flag("arguments of the chat template", None, needs="url", metavar="JSON")
-
-    @property
-    def template_kwargs(self) -> dict[str, Any] | None:
-        """The arguments of the chat template; raises ConfigError."""
-        return json_object("--chat-template-kwargs", self.chat_template_kwargs)
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -369,19 +378,6 @@ class RowSettings(Settings):
         parts = [dataset_id or Path(location).name, self.subset, self.split if dataset_id else None]
         name = ", ".join(part for part in parts if part)
         return EvaluationSet(name, prompts, max_new_tokens)
-
-
-def json_object(name: str, text: str | None) -> dict[str, Any] | None:
-    """Return the JSON object that a flag holds; raises ConfigError."""
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be a JSON object, got {text!r}: {error}.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{name} must be a JSON object, got {text!r}.")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,8 +412,8 @@ class PromptSettings(RowSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerSettings(Settings):
-    """How a target answers the prompts that a draft is trained on for a long time."""
+class AnswerSettings(PairSettings, Reporting):
+    """The models of a command that trains a draft, and how its target answers prompts for a long training."""
 
     answers: Path | None = flag("folder of sampled answers to train on for long", None, excludes="store")
     answer_tokens: int = flag("tokens of answers in all", 1_000_000, minimum=1, needs="answers")
