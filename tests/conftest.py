@@ -32,10 +32,15 @@ settings.load_profile("everywhere" if os.environ.get("CI") else "home")
 MAX_WORKERS = 8  # each loads torch and the bundled pair
 # The longest files, longest first. They start first, so that no worker waits for one at the end.
 LONG_FILES = (
-    "browser forward generation_config lossless recipes app_strangers hook store_learning faults "
-    "learner offline batches hub server proxy experiments replay memory_plan models text draft_vocabulary docs "
-    "assistant benchmark drafting serving"
+    "browser recipes app_strangers store_learning faults hub server proxy serving session store "
+    "forward exactness generation_config lossless hook learner offline batches experiments replay memory_plan models "
+    "recurrent text draft_vocabulary docs assistant benchmark changed_target draft_length gate"
 ).split()
+# Their processes are forks of one that imports the package, which takes seconds (tests/processes.py).
+STARTS_PROCESSES = {
+    f"test_{name}"
+    for name in "browser recipes app_strangers store_learning faults hub server proxy serving session store".split()
+}
 
 
 @pytest.hookimpl(optionalhook=True)  # only pytest-xdist calls it
@@ -48,9 +53,12 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long files first and keep the order of the others."""
+    """Put the long files first, and keep together what runs in one process: a file, or those that start processes."""
     places = {f"test_{name}": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    for item in items:
+        stem = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("processes" if stem in STARTS_PROCESSES else stem))
 
 
 def pytest_collection_finish() -> None:

@@ -375,16 +375,15 @@ def test_a_public_page_serves_visitors_and_shows_no_owners_controls(open_page: P
         assert page.errors == []  # type: ignore[attr-defined]
 
 
-def test_the_newest_answer_is_in_sight(browser: Browser, address: str) -> None:
-    long = " Think of it." * 40
-    with window(browser) as context:
-        page = opened(context, address)
-        for i in range(2):
-            ask(page, f"Say {i}.{long}")  # higher than what Gradio follows by itself
-            expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
-        page.locator("#chat .osd-you").first.scroll_into_view_if_needed()  # who reads an older one is left there
-        page.evaluate("() => new Promise(requestAnimationFrame)")
-        expect(page.locator("#chat .osd-figures").last).not_to_be_in_viewport()
-        ask(page, f"Say more.{long}")
+def test_the_newest_answer_is_in_sight(new_page: Page) -> None:
+    page, long = new_page, "  \n" * 20
+    page.set_viewport_size({"width": 1280, "height": 600})
+    for i in range(2):
+        ask(page, f"What is {i} +{long}4?")  # higher than what Gradio follows by itself
         expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
-        assert page.errors == []  # type: ignore[attr-defined]
+    page.locator("#chat .osd-you").first.scroll_into_view_if_needed()  # who reads an older one is left there
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    expect(page.locator("#chat .osd-figures").last).not_to_be_in_viewport()
+    ask(page, f"What is 2 +{long}4?")
+    expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
+    assert page.errors == []  # type: ignore[attr-defined]

@@ -115,6 +115,7 @@ def test_a_recipe_serves_the_lab_pair_exactly(lab: Path, tmp_path: Path, monkeyp
     assert live["token_identical"] == live["equal_counts_by_replay_of_captured"] == live["requests"] == 2
 
 
+@pytest.mark.slow
 def test_the_accelerator_recipe_runs_with_tiny_shapes_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +142,7 @@ def run_with_forks(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.slow
 def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = run_with_forks("serve_load", tmp_path, monkeypatch)
     assert (report["holds"], report["failed"]) == (True, {})
