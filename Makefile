@@ -10,8 +10,8 @@ LOWEST := $(VENV)-lowest
 CORE := contract offline_contract guards hook losses updater session store completions app_view
 LOSSLESS := greedy_answers_are_the_targets_while_the_draft_learns \
 	sampled_answers_have_the_targets_distribution_while_the_draft_learns
-# One process per core (tests/conftest.py), each test file in one of them, long files first.
-SPREAD := -n auto --dist loadgroup --no-loadscope-reorder
+# One process per core, each test file in one of them, long files first (tests/conftest.py).
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # pip compiles on one core, so compile afterwards on all of them, without tests and transformers' models. Some files of
 # other packages cannot be compiled.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt

@@ -52,13 +52,23 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return min(cores, MAX_WORKERS)
 
 
+@pytest.hookimpl(optionalhook=True)  # only pytest-xdist calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole files, and one worker all files that start processes."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "processes" if Path(file).stem in STARTS_PROCESSES else file
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long files first, and keep together what runs in one process: a file, or those that start processes."""
+    """Put the long files first and keep the order of the others."""
     places = {f"test_{name}": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    for item in items:
-        stem = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("processes" if stem in STARTS_PROCESSES else stem))
 
 
 def pytest_collection_finish() -> None:
