@@ -1,7 +1,7 @@
 """Measure speculation for targets with recurrent layers, on a quiet machine.
 
     python recipes/hybrid.py cost                        # a target with the shape of Qwen3.5-0.8B; 5 minutes
-    python recipes/hybrid.py train                       # a hybrid target on the data sets; 5 minutes
+    python recipes/hybrid.py train                       # a hybrid target on the data sets; 20 minutes
     python recipes/hybrid.py serve                       # the target alone against an assistant that learns; 8 minutes
     python recipes/hybrid.py train serve --max-steps 2   # a smoke test
 
@@ -26,6 +26,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from osd_hf import OnlineAssistant, make_draft
 from osd_hf.decoding.forward import MAX_LAG
+from osd_hf.learning.weights import hidden_matrices
 
 SHAPE = {  # of Qwen3.5-0.8B
     "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
@@ -34,12 +35,13 @@ SHAPE = {  # of Qwen3.5-0.8B
     "tie_word_embeddings": True,
 }  # fmt: skip
 SMALL = {
-    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "num_attention_heads": 4,
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "tie_word_embeddings": True,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 K, CONTEXT, TIMES = 4, 256, 15
+RATE = 0.02  # of Muon; a fifth for AdamW
 DATA = ("alpaca", "gsm8k", "finance_alpaca")
 
 
@@ -119,19 +121,25 @@ def train(folder: Path, seconds: float, max_steps: int | None) -> dict[str, Any]
             turns = [{"role": "user", "content": "\n".join(fields[:-1])}, {"role": "assistant", "content": fields[-1]}]
             texts += tokenizer.apply_chat_template(turns)["input_ids"]
     tokens = torch.tensor(texts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    matrices = hidden_matrices(model, dict(model.named_parameters()))
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(others, lr=RATE / 5, weight_decay=0.01)]
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     began, step, losses = time.time(), 0, list[float]()
     while (share := (time.time() - began) / seconds) < 1 and step != max_steps:
-        starts = torch.randint(0, len(tokens) - 257, (8,)).tolist()
+        starts = torch.randint(0, len(tokens) - 257, (16,)).tolist()
         batch = torch.stack([tokens[at : at + 256] for at in starts])
-        optimizer.param_groups[0]["lr"] = 1e-3 * min(1.0, (step + 1) / 50) * max(1 - share, 0.02)
         loss = model(input_ids=batch, labels=batch).loss
-        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20) * max(1 - share, 0.02)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(float(loss.detach()))
         step += 1
+        if step % 20 == 0:
+            print(f"step {step}: loss {statistics.mean(losses[-20:]):.3f}, {share:.0%}", flush=True)
     model.generation_config = copy.deepcopy(pair.target.generation_config)
     model.eval().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -166,7 +174,7 @@ def main() -> None:
     parser = make_parser(__doc__, "hybrid", seed=False, traces=False)
     parser.add_argument("what", nargs="+", choices=("cost", "train", "serve"))
     parser.add_argument("--folder", type=Path, default=Path("hybrid_target"), help="of the trained target")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of training")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="of training")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--max-steps", type=int, help="for a smoke test")
     args = parser.parse_args()
