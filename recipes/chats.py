@@ -7,9 +7,9 @@
 replay    acceptance of the draft (k = 5) on the target's own answers, sampled and greedy
 learn     sampled requests of one kind are served with the default settings, and the draft learns: acceptance on
           held-out answers before and after, learning's share of the time after the first 16 requests, seconds saved
-timing    systems answer the same requests in turns: the target alone, without and with the CPU kernels that osd_hf uses,
-          prompt lookup, transformers' assisted generation with the draft, and osd_hf with text, with the draft, and with
-          both; nothing is learned
+timing    systems answer the same requests in turns: the target alone, without and with the CPU kernels of osd_hf,
+          prompt lookup, transformers' assisted generation with the draft, and osd_hf with text, with the draft, and
+          with both; nothing is learned
 
 Sampled means temperature 0.7 and top-p 0.9. Finished results are kept in `--runs`, so that a killed run can continue.
 """
