@@ -191,7 +191,6 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str]:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "osd_hf.cli.main", "app", "--public", "--port", str(port)]
-    command += ["--output-dir", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "FORWARDED_ALLOW_IPS": "127.0.0.1"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)

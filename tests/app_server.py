@@ -33,7 +33,8 @@ def app_server(folder: Path, *flags: str, **config: Any) -> Iterator[str]:
         "GRADIO_SERVER_PORT": str(free_port()),
     }  # fmt: skip
     output, its_output = multiprocessing.Pipe(duplex=False)
-    process = process_for(serve, its_output, environment, ["--output-dir", str(folder), *flags], config)
+    saved = [] if "--public" in flags else ["--output-dir", str(folder)]
+    process = process_for(serve, its_output, environment, [*saved, *flags], config)
     process.start()
     its_output.close()
     said: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,7 +15,7 @@ import pytest
 import yaml
 
 from osd_hf.cli import learn, settings
-from osd_hf.cli.main import COMMANDS, command_module, main, parse
+from osd_hf.cli.main import COMMANDS, main, parse
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError
 from osd_hf.prompts import PromptSource, read_prompts
@@ -37,7 +38,7 @@ OWN = sorted(COMMANDS.keys() - {"distill"})  # whose flags are all our own
 
 
 def parser_of(command: str, given: Sequence[str] = ()) -> Any:
-    return command_module(command).make_parser(given, prog=f"osd-hf {command}")
+    return importlib.import_module(f"osd_hf.cli.{command}").make_parser(given, prog=f"osd-hf {command}")
 
 
 def flags_of(command: str) -> dict[str, argparse.Action]:
@@ -113,7 +114,7 @@ def names_read(node: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_setting_of_a_command_is_read(command: str) -> None:
-    module = command_module(command)
+    module = importlib.import_module(f"osd_hf.cli.{command}")
     sources = [Path(str(one.__file__)) for one in (module, settings, learn)]
     sources += [ROOT / "app" / "launch.py"] if command == "app" else []
     known = {f.name for kind in parser_of(command).dataclass_types for f in fields(kind)
@@ -146,6 +147,10 @@ def test_every_setting_of_a_command_is_read(command: str) -> None:
         (["learn", *NEEDED["learn"], "--flush-every", "8"], "--flush-every would change nothing without --url"),
         (["env", "--batch-size", "8"], "name them"),
         (["env", "t", "d", "--pair", "bundled"], "--pair and MODEL exclude each other"),
+        (["env", "--pair", "bundled", "--candidates", "text", "--num-assistant-tokens", "5"], "--candidates would"),
+        (["run", "--pair=bundled", "--no-learn", "--store", "s"], "--store would change nothing without --learn"),
+        (["push", "me/d", "--draft", "d", "--dry-run", "--output-dir", "o", "--public"], "--dry-run and --public"),
+        (["push", "me/d", "--draft", ".", "--draft-revision", "v"], "--draft-revision is for a model on the Hub"),
         (["draft", "d"], "Name a TARGET and the DIR of the draft, or --pair"),
         (["draft", "t", "--seed", "1", "d", "--pair", "bundled"], "--pair and TARGET exclude each other"),
         (["run", "--pair=bundled", "--domain", "poetry"], "--domain must be one of sql, math, python"),
@@ -242,6 +247,8 @@ def test_flags_go_before_a_file_and_lists_are_not_joined(tmp_path: Path) -> None
     assert (config.learning_rate, config.num_logprobs, config.gate) == (1e-3, None, False)
     assert settings_of("run", "--config", str(file))[0].domain == ["sql", "math"]
     assert settings_of("run", "--domain", "a", "--domain", "b", "c")[0].domain == ["a", "b", "c"]
+    file.write_text('{"paper": true}')
+    assert settings_of("serve", "--config", str(file))[1] == OnlineConfig.paper()
 
 
 @pytest.mark.parametrize(

@@ -394,6 +394,7 @@ def test_a_draft_is_trained_long_and_goes_on(tmp_path: Path, cheap: None, capsys
     first = made("first", "--answer-tokens", "300", "--epochs", "1")
     kept = {path.name for path in (tmp_path / "answers-training").glob("checkpoint-*")}
     second = made("second", "--answer-tokens", "300", "--epochs", "2")
+    assert "training the layers chosen before" in capsys.readouterr().err
     assert second["requests"] == first["requests"] and second["steps"] == 2 * first["steps"]
     evaluated = [entry for entry in second["log_history"] if "eval_alpha_sampled" in entry]
     assert len(evaluated) > 2 and all("eval_alpha_greedy" in entry for entry in evaluated)

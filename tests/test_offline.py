@@ -235,9 +235,9 @@ def test_the_loss_is_that_of_gkd_on_whole_logits(
             GKDTrainer.generalized_jsd_loss(q[:, :-1], p[:, :-1], labels[:, 1:], beta=beta, reduction="batchmean")
         )
         count += answer
-    result = run(
-        pair, tmp_path, ANSWERED, divergence=divergence, beta=beta or 0.5, per_device_train_batch_size=12, max_steps=1
-    )
+    given = {"beta": beta} if divergence == "jsd" else {}
+    how = {"per_device_train_batch_size": 12, "max_steps": 1}
+    result = run(pair, tmp_path, ANSWERED, divergence=divergence, **given, **how)
     assert losses(result) == pytest.approx([total / count], rel=models.rounding(1))  # as it is logged
 
 
@@ -658,6 +658,7 @@ def test_text_without_a_tokenizer_is_refused(t5_pair: Any, tmp_path: Any) -> Non
         ({"divergence": "kl"}, "`divergence` must be one of forward_kl, .* got 'kl'"),
         ({"sample_source": "both"}, "`sample_source` must be one of teacher, .* got 'both'"),
         ({"lmbda": 1.5}, "`lmbda` must be between 0 and 1"),
+        ({"beta": 1.0}, "`beta` must be left alone unless `divergence` is jsd"),
         ({"temperature": -1.0}, "`temperature` must be 0 or"),
         ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be at least 1"),
         ({"metric_for_best_model": "accuracy"}, "`metric_for_best_model` must be one of alpha, block_efficiency"),

@@ -148,6 +148,9 @@ def test_flags_that_make_no_sense_are_refused(tmp_path: Path, pair: Path, rows: 
         command(tmp_path, *draft, "--store", store, "--prompts", rows)
     with pytest.raises(ConfigError, match="--eval-store and --num-held-out exclude each other"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 2, "--eval-store", store)
+    for flag in (["--dtype", "float16"], ["--no-chat-template"]):
+        with pytest.raises(ConfigError, match="would change nothing without"):
+            command(tmp_path, *draft, "--store", store, *flag)
     with pytest.raises(DataError, match="leaves nothing of 16 requests"):
         command(tmp_path, *draft, "--store", store, "--num-held-out", 16)
     with pytest.raises(StoreError, match="There is no store"):

@@ -226,8 +226,10 @@ def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):
     assert "has 0 of the 5 saved requests" in capsys.readouterr().err
 
 
-def test_without_learning_the_journal_alone_says_where_to_go_on(pair, prompts, tmp_path, monkeypatch):
-    assert main(arguments(pair, prompts, tmp_path / "straight", "--no-learn")) == 0
+def test_without_learning_the_journal_alone_says_where_to_go_on(pair, prompts, tmp_path, monkeypatch, caplog, capsys):
+    assert main(arguments(pair, prompts, tmp_path / "straight", "--no-learn", "--resume")) == 0
+    assert "straight to resume: a new one starts." in caplog.text
+    assert "--optimizer, --gate would change nothing without --learn" in capsys.readouterr().err
     with monkeypatch.context() as patch:
         interrupt(patch, 8)
         assert main(arguments(pair, prompts, tmp_path / "run", "--no-learn")) == 130

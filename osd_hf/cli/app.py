@@ -19,7 +19,7 @@ class AppSettings(PairSettings):
     host: str | None = flag("address to listen at; other machines are let in by 0.0.0.0, which implies --public", None)
     port: int | None = flag("port to listen at; by default the first free one from 7860", None)
     share: bool = flag("also serve at a public address of Gradio's; implies --public", False)
-    public: bool = flag("serve strangers, who may not save, push, or reset what is shared", False, excludes="login")
+    public: bool = flag("serve strangers, who may not save, push, or reset", False, excludes="login output_dir")
     login: bool = flag("ask for the user `owner` and the password in OSD_HF_APP_PASSWORD, or a printed one", False)
     output_dir: Path = flag("folder where the page saves", Path("osd_hf_app"))
     state_dir: Path | None = flag("resume from a state that the page saved (its folder session)", None)

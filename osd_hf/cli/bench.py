@@ -60,7 +60,7 @@ class BenchSettings(RowSettings, PairSettings, Reporting):
     )
     max_new_tokens: int = flag("maximum tokens of an answer", 96, minimum=1, metavar="N")
     temperature: float = flag("temperature of the sampled answers; 0 = none are sampled", 0.7, minimum=0)
-    top_p: float = flag("top-p of the sampled answers", 0.9)
+    top_p: float = flag("top-p of the sampled answers", 0.9, needs="temperature")
     seed: int = flag("seed of prompts and learning", 0, minimum=0)
     threads: int | None = flag(THREADS, None, minimum=1, metavar="N")
     compare: list[str] | None = flag(

@@ -11,14 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import osd_hf
-from osd_hf.cli.settings import (
-    AnswerSettings,
-    CommandParser,
-    RowSettings,
-    flag,
-    lora_config,
-    open_recorded,
-)
+from osd_hf.cli.settings import AnswerSettings, CommandParser, RowSettings, flag, lora_config, open_recorded
 from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, shown_settings
 from osd_hf.evaluation.display import figure, plot_training, text_table
@@ -47,6 +40,8 @@ class DistillSettings(AnswerSettings, RowSettings):
             raise ConfigError("Name a --draft, or --pair bundled.")
         if self.prompts is None and self.store is None:
             raise ConfigError("Name the data to train on: --prompts or --store.")
+        if (self.chat_template_kwargs or not self.chat_template) and not (self.prompts or self.eval_prompts):
+            raise ConfigError("Flags of the chat template would change nothing without --prompts or --eval-prompts.")
 
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
@@ -126,6 +121,8 @@ def _read(settings: DistillSettings, tokenizer: Any, room: int | None) -> tuple[
         names, read = open_rows(source)
         is_plain = settings.column is None and settings.template is None
         if is_plain and {"prompt", "messages"} & set(names):  # rows with TRL's columns, maybe with answers
+            if not settings.chat_template:
+                raise ConfigError(f"--no-chat-template changes nothing here: name a --column of {prompts}.")
             rows = itertools.islice(read(ROW_COLUMNS), limit)
             return [_with_kwargs(row, settings.template_kwargs) for row in rows]
         encoded = encode_prompts(read_prompts(source), tokenizer, limit=limit, max_prompt_tokens=room, **settings.chat)

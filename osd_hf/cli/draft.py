@@ -25,6 +25,7 @@ from osd_hf.vocabulary import write_usual_tokens
 
 NUM_TRIAL_ANSWERS = 2000  # that layers are compared with
 LEARNING_RATE = 3e-3  # of Muon, at its highest
+NOT_STORED = "prompts chat_template chat_template_kwargs max_new_tokens"  # without an effect with --store
 EVALUATED_SHARE = 0.05  # of a long training, between evaluations and checkpoints
 
 
@@ -34,9 +35,7 @@ class DraftSettings(AnswerSettings, PromptSettings):
 
     target: str | None = flag("Hub id or folder of the target", None, positional=True, nargs="?", metavar="TARGET")
     output_dir: Path = flag("new or empty folder of the draft", positional=True)
-    store: str | None = flag(
-        "recordings to train on", None, excludes="prompts chat_template chat_template_kwargs", metavar="DIR"
-    )
+    store: str | None = flag("recordings to train on", None, excludes=NOT_STORED, metavar="DIR")
     epochs: float = flag("passes over the answers", 3.0, needs="answers")
     report_to: str = flag("tracker of the training on answers, such as tensorboard", "none", needs="answers")
 
@@ -117,6 +116,8 @@ def train_long(
         made = train_draft(target, tokenizer, config, traces=training[:NUM_TRIAL_ANSWERS])
         made.draft.save_pretrained(start)
         write_report(chosen, made.to_dict())
+    else:
+        print(f"osd-hf: training the layers chosen before; remove {folder} to choose again", file=sys.stderr)
     draft, choice = load_model(str(start), dtype=str(target.dtype)[6:], device=str(target.device)), read_config(chosen)
     result = osd_hf.distill(
         target=None, draft=draft, dataset=training, eval_dataset=held_out, tokenizer=tokenizer,

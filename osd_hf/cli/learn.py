@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from osd_hf.acceptance import Comparison
 from osd_hf.cli import FAILED, INTERRUPTED
 from osd_hf.cli.settings import (
-    NOTHING_DRAFTED,
+    NOTHING_SERVED,
     PAPER,
     CommandParser,
     PairSettings,
@@ -127,7 +127,7 @@ class CollectSettings(PromptSettings):
 OF_LEARNING = """
     output_dir draft paper lora_rank threads by_domain once state_dir keep publish_seconds repo_id public token
     license metrics_port metrics_host report_to deploy watch_requests deploy_seconds
-    dtype device attn_implementation device_map quantization
+    dtype device attn_implementation poll_seconds
 """
 OF_LEARNING += " ".join(f.name for f in fields(OnlineConfig) if f.name not in ("num_logprobs", "seed"))
 
@@ -197,7 +197,7 @@ class LearnSettings(CollectSettings, StoreSettings):
 
 def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
     """Return the parser of the command."""
-    return learning_parser(LearnSettings, arguments, without=NOTHING_DRAFTED, k=5, **how)
+    return learning_parser(LearnSettings, arguments, without=NOTHING_SERVED, k=5, **how)
 
 
 def learn_command(settings: LearnSettings, config: OnlineConfig) -> int:

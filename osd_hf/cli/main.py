@@ -65,15 +65,11 @@ def parse(argv: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
         parser.parse_args(argv[:1])
         parser.error("name a command")
     name, arguments = argv[0], argv[1:]
-    module, usage = command_module(name), f"osd-hf {name} [-h] {POSITIONALS.get(name, '')}[--NAME VALUE ...]"
+    module: Any = importlib.import_module(f"osd_hf.cli.{name}")
+    usage = f"osd-hf {name} [-h] {POSITIONALS.get(name, '')}[--NAME VALUE ...]"
     description = f"{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}."
     parser = module.make_parser(arguments, prog=f"osd-hf {name}", description=description, epilog=EPILOG, usage=usage)
     return getattr(module, f"{name}_command"), parser.parse_settings(arguments)
-
-
-def command_module(name: str) -> Any:
-    """Import the module of a command."""
-    return importlib.import_module(f"osd_hf.cli.{name}")
 
 
 def disable_telemetry() -> None:

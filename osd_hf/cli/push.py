@@ -24,6 +24,7 @@ from osd_hf.utils.report import provenance
 # Flags without an effect with --export.
 NOT_EXPORTED = "repo_id before before_revision prompts num_requests max_new_tokens timed_requests domain license"
 NOT_EXPORTED += " private public token output_dir dry_run"
+NOT_OF_PAIR = "target revision before before_revision device_map quantization"
 SIDES = {"before": "draft before", "after": "this draft"}
 
 
@@ -34,7 +35,7 @@ class PushSettings(RowSettings, PairSettings, Reporting):
     repo_id: str | None = flag("Hub repository of the draft", None, positional=True, nargs="?", metavar="REPO")
     draft: str = flag("folder of the learned draft", metavar="PATH")
     target: str | None = flag("its target; by default the one on the draft's model card", None, metavar="ID|PATH")
-    pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes="target revision before before_revision")
+    pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes=NOT_OF_PAIR)
     export: Path | None = flag("only write it for vLLM to this new folder", None, excludes=NOT_EXPORTED)
     before: str | None = flag("the draft before it learned; by default from its card", None, metavar="ID|PATH")
     before_revision: str | None = flag("branch, tag or commit of that draft on the Hub", None, metavar="NAME")
@@ -50,11 +51,9 @@ class PushSettings(RowSettings, PairSettings, Reporting):
     public: bool = flag("let everybody read it; a draft may have memorized answers", False)
     token: str | None = flag("token of the Hub; by default HF_TOKEN, or this machine's login", None)
     output_dir: Path | None = flag("folder that keeps what is pushed", None)
-    dry_run: bool = flag("write --output-dir and push nothing", False)
+    dry_run: bool = flag("write --output-dir and push nothing", False, excludes="private public token")
 
     def check(self) -> None:
-        if self.draft_revision is not None and Path(self.draft).exists():
-            raise ConfigError(f"--draft-revision is for a draft on the Hub, and {self.draft} is local. Leave it out.")
         if self.export is not None:
             return
         if self.repo_id is None:

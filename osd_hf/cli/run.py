@@ -24,7 +24,6 @@ from osd_hf.cli.settings import (
     PairSettings,
     PromptSettings,
     Reporting,
-    check_auto,
     flag,
     learning_parser,
     stop_on_signal,
@@ -65,10 +64,10 @@ class RunSettings(PromptSettings, PairSettings, Reporting):
     paper: bool = flag(PAPER, False)
     output_dir: Path = flag("folder of report, plot, journal, draft and state", Path("osd_hf_run"))
     resume: bool = flag("resume the run in the output folder, with its settings", False)
-    save_every: int | None = flag("updates between two saves; by default one minute", None, minimum=1)
+    save_every: int | None = flag("updates between two saves; by default one minute", None, minimum=1, needs="learn")
     keep_text: bool = flag("keep prompts and answers in the journal", False)
-    store: str | None = flag("also store the captured requests", None, metavar="DIR")
-    report_to: list[str] | None = flag("also log to trackio, tensorboard, wandb, ...", None, metavar="NAME")
+    store: str | None = flag("also store the captured requests", None, metavar="DIR", needs="learn")
+    report_to: list[str] | None = flag("also log to trackio, tensorboard, ...", None, metavar="NAME", needs="learn")
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:
@@ -124,7 +123,6 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     """Serve, learn and report; returns the exit code."""
-    check_auto(config)
     if config.num_assistant_tokens is None:
         raise ConfigError("--num-assistant-tokens must not be none: comparisons need one k throughout.")
     folder = settings.output_dir
@@ -213,6 +211,8 @@ def _check_folder(folder: Path, identity: Mapping[str, Any], *, resume: bool) ->
     """Raise ConfigError for a folder in use, and StateError if it has no run with this identity to resume."""
     try:
         if not folder.exists() or all(entry.name.startswith(".") for entry in folder.iterdir()):
+            if resume:
+                logger.warning("There is no run in %s to resume: a new one starts.", folder)
             return
     except (OSError, ValueError) as error:
         raise ConfigError(f"The output folder {folder} cannot be used: {error}.") from error

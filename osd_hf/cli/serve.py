@@ -19,7 +19,6 @@ from osd_hf.cli.settings import (
     CommandParser,
     PairSettings,
     TemplateSettings,
-    check_auto,
     flag,
     learning_parser,
     read_key,
@@ -82,7 +81,6 @@ def make_parser(arguments: Sequence[str], **how: Any) -> CommandParser:
 
 def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     """Serve until a signal; returns the exit code."""
-    check_auto(config)
     if config.update_strategy == "manual":
         raise ConfigError("--update-strategy manual would never learn here: choose another, or --no-learn.")
     key, template_kwargs = settings.key, settings.template_kwargs

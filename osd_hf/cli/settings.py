@@ -136,14 +136,14 @@ class CommandParser(HfArgumentParser):
         for one in settings:
             if isinstance(one, Settings):
                 one.check()
+            elif isinstance(one, OnlineConfig) and one.unused:
+                names = " and ".join(map(option, one.unused))
+                raise ConfigError(f"{names} would change nothing with this --num-assistant-tokens, and --candidates.")
         return settings
 
     def read(self, arguments: Sequence[str]) -> dict[str, Any]:
         """Return the value of each field from the command line and the `--config` file, without checks."""
-        file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        file.add_argument("--config", type=Path)
-        path = file.parse_known_args(arguments)[0].config
-        given, rest = self.parse_known_intermixed_args([*self._of_file(path, arguments), *arguments])
+        given, rest = self.parse_known_intermixed_args(self.with_file(arguments))
         if rest:
             name = rest[0].partition("=")[0]  # the value may be a secret
             known = [text for action in self._actions for text in action.option_strings]
@@ -164,8 +164,12 @@ class CommandParser(HfArgumentParser):
             raise ConfigError(f"The settings do not go together: {first_line(error)}.") from error
 
     def check_flags(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a value below its minimum, and for a flag that has no effect with the others."""
+        """Raise ConfigError for a value below its minimum, and for a flag that has no effect with the others. Those of
+        learning are only named."""
         given = {name for name, value in values.items() if value != self.get_default(name)}
+        for name, model in (("revision", "target"), ("draft_revision", "draft")):
+            if values.get(name) and values.get(model) and Path(values[model]).exists():
+                raise ConfigError(f"{option(name)} is for a model on the Hub, and {values[model]} is local.")
         for name, rules in self.rules.items():
             value, minimum = values[name], rules.get("minimum")
             for number in value if isinstance(value, list) else [value]:
@@ -179,10 +183,20 @@ class CommandParser(HfArgumentParser):
             if value and excluded:
                 shown = self._shown([name, excluded[0]], " and ")
                 raise ConfigError(f"{shown} exclude each other: give one of them.")
+        idle = [option(name) for name, rules in self.rules.items() if rules.get("learns") and name in given]
+        if idle and not values.get("learn", True):  # a baseline may have the flags of the run that learns
+            print(f"osd-hf: warning: {', '.join(idle)} would change nothing without --learn", file=sys.stderr)
 
     def _shown(self, names: Sequence[str], word: str = " or ") -> str:
         rules = [(name, self.rules[name]) for name in names]
         return word.join(how["metavar"] if how.get("positional") else option(name) for name, how in rules)
+
+    def with_file(self, arguments: Sequence[str]) -> list[str]:
+        """Return what the `--config` file sets, as arguments, and then the arguments."""
+        file = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        file.add_argument("--config", type=Path)
+        path = file.parse_known_args(arguments)[0].config
+        return [*self._of_file(path, arguments), *arguments]
 
     def _of_file(self, path: Path | None, arguments: Sequence[str]) -> Iterator[str]:
         """Yield what a file sets as arguments, without the flags that the command line sets."""
@@ -265,6 +279,7 @@ class Reporting(Settings):
 
 PLACEMENT = ("dtype", "device", "attn_implementation", "device_map", "quantization")
 PAIRS = "a pair by name: bundled, or smollm2 = SmolLM2-135M-Instruct and its draft (a download of 93 MB)"
+OF_TARGET = "target models compare repo_id export"  # one of which names a target, maybe by a model card
 NOT_OF_PAIRS = "models target draft revision draft_revision dtype attn_implementation device_map quantization"
 
 
@@ -275,14 +290,14 @@ class PairSettings(Settings):
     pair: Literal["bundled", "smollm2"] | None = flag(PAIRS, None, excludes=NOT_OF_PAIRS)
     target: str | None = flag("Hub id or folder of the target", None, metavar="ID|PATH")
     draft: str | None = flag("Hub id or folder of the draft", None, metavar="ID|PATH")
-    revision: str | None = flag("revision of the target on the Hub", None, needs="target draft models compare")
+    revision: str | None = flag("revision of the target on the Hub", None, needs=OF_TARGET)
     draft_revision: str | None = flag("revision of the draft on the Hub", None, needs="draft models compare")
     trust_remote_code: bool = flag("run code from the model repositories", False, needs="target draft models compare")
-    dtype: Dtype = flag("dtype of the weights; auto = each checkpoint's own; only float32 is exact", "auto")
+    dtype: Dtype = flag("dtype of weights; auto = the checkpoint's; only float32 is exact", "auto", needs=OF_TARGET)
     device: str | None = flag("device of the models, such as cpu or cuda:0; by default CUDA if there is one", None)
     attn_implementation: str | None = flag("attention kernels, such as sdpa or eager", None, metavar="NAME")
-    device_map: str | None = flag("placement of the target's layers, such as auto", None, metavar="MAP")
-    quantization: Quantization | None = flag("quantize the target by bitsandbytes or torchao", None)
+    device_map: str | None = flag("device map of the target, such as auto", None, metavar="MAP", needs=OF_TARGET)
+    quantization: Quantization | None = flag("quantize the target by bitsandbytes or torchao", None, needs=OF_TARGET)
 
     @property
     def fetching(self) -> dict[str, Any]:
@@ -441,25 +456,21 @@ class AnswerSettings(PairSettings, Reporting):
 
 
 PAPER = "learn by the rule of arXiv 2310.07177, which other flags change"
-NOTHING_DRAFTED = ("candidates", "text_scope", "compile_draft", "compile_target", "update_strategy")
+NOTHING_SERVED = "candidates text_scope compile_draft compile_target update_strategy device_map quantization".split()
+OF_SERVING = "num_assistant_tokens candidates text_scope compile_draft compile_target seed".split()
 
 
 def learning_parser(kind: type, arguments: Sequence[str], *, k: int | None = None, **how: Any) -> CommandParser:
     """Return the parser of a command whose draft learns, with `k` as the default number of drafted tokens. Defaults
     come from the paper's rule if `--paper` is given."""
     parser = CommandParser([kind, OnlineConfig], **how)
-    if "--paper" in arguments:
+    learned = {f.name for f in fields(OnlineConfig)} - {*OF_SERVING}
+    parser.rules |= {name: {"learns": True} for name in learned & parser.rules.keys()}
+    if {"--paper", "--paper=true"} & {word.lower() for word in parser.with_file(arguments)}:
         parser.set_defaults(**OnlineConfig.paper().to_dict())
     elif k is not None:
         parser.set_defaults(num_assistant_tokens=k)
     return parser
-
-
-def check_auto(config: OnlineConfig) -> None:
-    """Raise ConfigError for flags that have no meaning with a fixed number of drafted tokens."""
-    if config.unused:
-        names = " and ".join(map(option, config.unused))
-        raise ConfigError(f"{names} would change nothing with this --num-assistant-tokens and these --candidates.")
 
 
 def require_extra(extra: str, *modules: str) -> None:

@@ -116,6 +116,9 @@ class DistillConfig(GKDConfig):
         defaults = {f.name: f.default for f in fields(self)}
         for name in _WITHOUT_MEANING:
             must(name, getattr(self, name) == defaults[name], "left alone: it has no meaning in distillation")
+        for name, other, value in (("lmbda", "sample_source", "mix_request"), ("beta", "divergence", "jsd")):
+            is_used = getattr(self, other) == value or getattr(self, name) == defaults[name]
+            must(name, is_used, f"left alone unless `{other}` is {value}")
         self.hub_private_repo = self.hub_private_repo is not False
         if self.resume_from_checkpoint in ("true", "false"):  # as a flag says it
             self.resume_from_checkpoint = self.resume_from_checkpoint == "true"  # type: ignore[assignment]
