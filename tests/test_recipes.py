@@ -1,8 +1,8 @@
 """Recipes run their smallest form on a tiny pair."""
 
-import contextlib
 import importlib
 import json
+import logging
 import os
 import runpy
 import subprocess
@@ -83,8 +83,14 @@ def run(name: str, flags: list[str], folder: Path, monkeypatch: pytest.MonkeyPat
     common = importlib.import_module("common")
     monkeypatch.setattr(common, "RESULTS", folder / "results")
     monkeypatch.setattr(common, "MAX_NEW_TOKENS", 16)
-    with contextlib.suppress(SystemExit):
+    logger = logging.getLogger("osd_hf")
+    level = logger.level
+    try:
         runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit:
+        pass
+    finally:
+        logger.setLevel(level)
     report = json.loads((folder / f"results/{name}.json").read_text())
     assert report["provenance"]["command"].startswith(f"{name}.py")
     assert report.keys() >= {"defaults"}
