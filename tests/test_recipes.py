@@ -26,19 +26,8 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 ON_LAB = ["--requests", "10", "--seeds", "0", "--datasets", "gsm8k", "--rates", "1e-3", "--epochs", "1", "--live", "2"]
 SMOKES = {
     "chats": [
-        *(
-            "--target",
-            "{data}/lab/target",
-            "--draft",
-            "{data}/lab/draft",
-            "--requests",
-            "4",
-            "--held-out",
-            "2",
-            "--timed",
-            "1",
-        ),
-        *("--kinds", "mixed", "--max-new-tokens", "4"),
+        *("--target", "{data}/lab/target", "--draft", "{data}/lab/draft", "--requests", "2", "--held-out", "2"),
+        *("--timed", "1", "--kinds", "mixed", "--max-new-tokens", "3"),
     ],
     "break_even": ["--requests", "9", "--datasets", "spider", "--no-compile"],
     "batches": [*("--requests", "2", "--sizes", "2", "--learn", "0", "--datasets", "gsm8k", "--max-new-tokens", "4")],
