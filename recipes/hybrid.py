@@ -24,9 +24,9 @@ from common import data_folder, load_pair, make_parser, prompts, rows, run_facts
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from osd_hf import OnlineAssistant, make_draft
+from osd_hf import OnlineAssistant, OnlineConfig, make_draft
 from osd_hf.decoding.forward import MAX_LAG
-from osd_hf.learning.weights import hidden_matrices
+from osd_hf.learning.updater import make_optimizers
 
 SHAPE = {  # of Qwen3.5-0.8B
     "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
@@ -41,7 +41,7 @@ SMALL = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
 }  # fmt: skip
 K, CONTEXT, TIMES = 4, 256, 15
-RATE = 0.02  # of Muon; a fifth for AdamW
+RATE = 6e-3  # of Muon
 DATA = ("alpaca", "gsm8k", "finance_alpaca")
 
 
@@ -121,13 +121,11 @@ def train(folder: Path, seconds: float, max_steps: int | None) -> dict[str, Any]
             turns = [{"role": "user", "content": "\n".join(fields[:-1])}, {"role": "assistant", "content": fields[-1]}]
             texts += tokenizer.apply_chat_template(turns)["input_ids"]
     tokens = torch.tensor(texts)
-    matrices = hidden_matrices(model, dict(model.named_parameters()))
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    optimizers = [torch.optim.Muon(matrices, lr=RATE), torch.optim.AdamW(others, lr=RATE / 5, weight_decay=0.01)]
+    optimizers = make_optimizers(model, dict(model.named_parameters()), OnlineConfig(learning_rate=RATE))
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     began, step, losses = time.time(), 0, list[float]()
     while (share := (time.time() - began) / seconds) < 1 and step != max_steps:
-        starts = torch.randint(0, len(tokens) - 257, (16,)).tolist()
+        starts = torch.randint(0, len(tokens) - 257, (8,)).tolist()
         batch = torch.stack([tokens[at : at + 256] for at in starts])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
