@@ -179,7 +179,7 @@ class AcceptanceStats:
         return self._counts() == other._counts() and np.array_equal(self.requests, other.requests)
 
     def __repr__(self) -> str:
-        parts = [f"{self.block_efficiency:.2f} tokens per target forward"]
+        parts = [f"{self.block_efficiency:.2f} tokens per target forward"] if self.num_requests else []
         if self.speedup is not None:
             parts.append(f"{self.speedup:.2f} times the speed of the target alone")
             parts.append(f"{self.speedup_with_learning:.2f} with the time of learning")

@@ -551,7 +551,8 @@ class OnlineAssistant:
         if self.drafts.serving_version(domain) == 0:
             learned = [name for name in self.drafts.domains if self.drafts.serving_version(name)]
             hint = f" Domains that have learned: {', '.join(map(str, learned))}." if learned else ""
-            logger.warning("The original draft is saved, as no learned version serves the domain %s.%s", domain, hint)
+            where = f"serves the domain {domain}" if self.drafts.per_domain else "serves yet"
+            logger.warning("The original draft is saved, as no learned version %s.%s", where, hint)
 
     def push_to_hub(self, repo_id: str, *, domain: str | None = None, **kw: Any) -> str:
         """Push a draft, adapters merged, with its tokenizer and a card without figures, which `osd-hf push` measures.

@@ -194,7 +194,7 @@ def test_repr_reads_well():
         repr(requests([(3, 4)] * 5)) == "4.00 tokens per target forward, acceptance 0.750 [0.750, 0.750], 5 requests"
     )
     assert str(request(3, 4)) == "4.00 tokens per target forward, acceptance 0.750, 1 request"
-    assert repr(AcceptanceStats()) == "nan tokens per target forward, 0 requests"
+    assert repr(AcceptanceStats()) == "0 requests"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import osd_hf
-from osd_hf.cli.settings import AnswerSettings, CommandParser, RowSettings, flag, lora_config, open_recorded
+from osd_hf.cli.settings import NAME, AnswerSettings, CommandParser, RowSettings, flag, lora_config, open_recorded
 from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.errors import ConfigError, DataError, shown_settings
 from osd_hf.evaluation.display import figure, plot_training, text_table
@@ -27,7 +27,7 @@ class DistillSettings(AnswerSettings, RowSettings):
     target: str | None = flag("Hub id or folder of the target; not needed with --store", None, metavar="ID|PATH")
     draft: str | None = flag("Hub id or folder of the draft, which learns in float32", None, metavar="ID|PATH")
     lora_rank: int | None = flag("train adapters of this rank, merged at the end", None, minimum=1)
-    prompts: str | None = flag("data set or file to train on", None, excludes="store", metavar="ID|FILE")
+    prompts: str | None = flag("data set or file to train on", None, excludes="store", metavar="ID|FILE", aliases=NAME)
     store: str | None = flag("captured requests to train on, in place of prompts", None, metavar="DIR")
     num_requests: int | None = flag("first N requests; by default all", None, minimum=1)
     eval_prompts: str | None = flag("held-out prompts", None, excludes="eval_store num_held_out", metavar="ID|FILE")
