@@ -1,8 +1,8 @@
 """Measure speculation for targets with recurrent layers, on a quiet machine.
 
-    python recipes/hybrid.py cost                        # a target with the shape of Qwen3.5-0.8B; 5 minutes
-    python recipes/hybrid.py train                       # a hybrid target on the data sets; 20 minutes
-    python recipes/hybrid.py serve                       # the target alone against an assistant that learns; 8 minutes
+    python recipes/hybrid.py cost                        # a target with the shape of Qwen3.5-0.8B; 2 minutes
+    python recipes/hybrid.py train                       # a hybrid target on the data sets; 10 minutes
+    python recipes/hybrid.py serve                       # the target alone against an assistant that learns; 4 minutes
     python recipes/hybrid.py train serve --max-steps 2   # a smoke test
 
 `cost` alternates forwards and reports a round by three ways to take states back: (a) keep the state after each
@@ -172,7 +172,7 @@ def main() -> None:
     parser = make_parser(__doc__, "hybrid", seed=False, traces=False)
     parser.add_argument("what", nargs="+", choices=("cost", "train", "serve"))
     parser.add_argument("--folder", type=Path, default=Path("hybrid_target"), help="of the trained target")
-    parser.add_argument("--seconds", type=float, default=1200.0, help="of training")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of training")
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--max-steps", type=int, help="for a smoke test")
     args = parser.parse_args()
