@@ -516,10 +516,10 @@ def test_answers_are_the_targets_for_any_number_of_drafted_tokens_and_in_any_mod
     architecture: str, fed: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     assistant, graphs = traced(architecture)
-    for number, k in enumerate([*range(1, 13), "auto", 3, "auto"]):
+    for number, k in enumerate([1, 2, 4, 7, 12, "auto", 3, "auto"]):
         same_as_alone(assistant, models.prompt(1 + 5 * number % 13, number), 13 + number, num_assistant_tokens=k)
     same_as_alone(assistant, models.prompt(40), 60)
-    assert {1, *range(2, 14)} <= set(fed)
+    assert {1, 2, 3, 5, 8, 13} <= set(fed)
     assert 0 < assistant.stats.alpha < 1
     ids = models.prompt(7)
     alone = answer(assistant.target.generate, ids)
