@@ -229,9 +229,8 @@ def test_bundled_prompts_are_answered_by_any_pair(pair, tmp_path):
 
 def test_a_differing_output_exits_with_1(pair, rows, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("osd_hf.evaluation.benchmark.compare_outputs", lambda *args: "differing")
-    arguments = served(
-        pair, rows, tmp_path / "out", "--learn-requests", "0", "--num-assistant-tokens", "3", "--num-requests", "1"
-    )
+    fewer = ["--learn-requests", "0", "--num-requests", "1", "--num-assistant-tokens", "2", "3"]
+    arguments = served(pair, rows, tmp_path / "out", *fewer)
     assert main([*arguments, "--dtype", "bfloat16"]) == 0
     assert "wider forwards round differently in bfloat16" in capsys.readouterr().out
     assert main(arguments) == 1
