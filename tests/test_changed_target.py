@@ -96,12 +96,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[set[str | None]]]:
 # --- live -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["interval", "spread"])
 def test_a_target_trained_between_requests_begins_a_new_lesson(
-    pair: Any, judged: Any, strategy: Any, caplog: pytest.LogCaptureFixture
+    pair: Any, judged: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     target, draft = pair
-    with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy=strategy)) as assistant:
+    with OnlineAssistant(target, draft, config=replace(CONFIG, update_strategy="spread")) as assistant:
         before = serve(assistant, 22)
         lesson, version = lesson_of(assistant), assistant.version
         lesson.effort.share = lesson.effort.least

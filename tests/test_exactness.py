@@ -372,8 +372,10 @@ def arguments_of(target: Any) -> dict[str, Any]:
     return {"generation_config": config}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma3"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("llama", torch.bfloat16), ("llama", torch.float16), ("mixtral", torch.float16), ("gemma3", torch.bfloat16)],
+)
 def test_targets_in_half_precision_are_served_with_speculation(
     architecture: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:

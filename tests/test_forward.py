@@ -139,11 +139,8 @@ def serves_as_eagerly(architecture: str = "llama", *, sampled: bool = True) -> N
     assert 0 < eager.alpha < 1
 
 
-@pytest.mark.parametrize("architecture", COMPILABLE)
-def test_compiled_drafts_are_the_eager_ones(
-    architecture: str, graphs: Graphs, caplog: pytest.LogCaptureFixture
-) -> None:
-    serves_as_eagerly(architecture)
+def test_compiled_drafts_are_the_eager_ones(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
+    serves_as_eagerly()
     assert len(graphs) > 0
     assert "not compiled" not in caplog.text
 

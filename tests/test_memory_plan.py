@@ -99,8 +99,6 @@ TIED = {"tie_word_embeddings": True}
     ("architecture", "dtype", "rank", "changes"),
     [
         ("llama", torch.float32, None, WIDE),
-        ("qwen3", torch.bfloat16, None, WIDE | TIED),
-        ("llama", torch.float32, 2, WIDE),
         ("qwen3", torch.bfloat16, 2, WIDE | TIED),
         ("t5", torch.float32, None, {"d_model": 96, "d_ff": 256, "vocab_size": 128}),
         ("llama", torch.float32, None, WIDE | CUT),

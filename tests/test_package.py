@@ -49,28 +49,33 @@ def test_a_setting_is_read_by_some_module(name):
     assert any(read.search(path.read_text()) for path in MODULES if path.name != "config.py")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_no_module_imports_another_one_inside_a_function(path):
-    tree = ast.parse(path.read_text())
-    inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
-    found = [n for f in inside for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)]
-    names = [n.module if isinstance(n, ast.ImportFrom) else alias.name for n in found for alias in n.names]
-    assert [name for name in names if name is None or name.split(".")[0] in ("osd_hf", "osd_hf_app")] == []
+def test_no_module_imports_another_one_inside_a_function():
+    for path in MODULES:
+        tree = ast.parse(path.read_text())
+        inside = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+        found = [n for f in inside for n in ast.walk(f) if isinstance(n, ast.Import | ast.ImportFrom)]
+        names = [n.module if isinstance(n, ast.ImportFrom) else alias.name for n in found for alias in n.names]
+        own = [name for name in names if name is None or name.split(".")[0] in ("osd_hf", "osd_hf_app")]
+        assert own == [], relative(path)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=relative)
-def test_a_module_says_its_job_in_one_line(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
-    assert docstring, "no docstring"
-    first, *rest = docstring.splitlines()
-    assert first.endswith(".")
-    assert not rest or rest[0] == ""
+def test_a_module_says_its_job_in_one_line():
+    for path in MODULES:
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        assert docstring, f"no docstring in {relative(path)}"
+        first, *rest = docstring.splitlines()
+        assert first.endswith("."), relative(path)
+        assert not rest or rest[0] == "", relative(path)
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=relative)
-def test_a_text_holds_nothing_that_only_one_machine_knows(path):
-    text = path.read_text()
-    found = [(what, match.group()) for what, rule in FORBIDDEN.items() for match in re.finditer(rule, text)]
+def test_texts_hold_nothing_that_only_one_machine_knows():
+    texts = {path: path.read_text() for path in TEXTS}
+    found = [
+        (relative(path), what, match.group())
+        for path, text in texts.items()
+        for what, rule in FORBIDDEN.items()
+        for match in re.finditer(rule, text)
+    ]
     assert found == []
 
 

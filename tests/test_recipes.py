@@ -144,6 +144,7 @@ def test_servers_under_load_answer_as_the_target_does(tmp_path: Path, monkeypatc
     assert report["heard"] == {"own": 34, "sampled": 4, "left": 2}
 
 
+@pytest.mark.slow
 def test_a_proxy_answers_through_faults(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OSD_HF_DATA", str(folder))
     report = run_with_forks("proxy_chaos", tmp_path, monkeypatch)
