@@ -201,7 +201,7 @@ def test_acceptance_rises_while_one_chats(new_page: Page) -> None:
 
 
 def test_a_new_page_shows_what_learning_does_without_a_click(browser: Browser, tmp_path: Path) -> None:
-    with app_server(tmp_path, "--threads", "1", demonstrates=True, **QUICK) as address, window(browser) as context:
+    with app_server(tmp_path, "--threads", "1", demonstrates=True) as address, window(browser) as context:
         page = opened(context, address)
         learned = page.locator("#compared .osd-head").nth(1)
         expect(learned).to_contain_text(re.compile(r"learning draft, version [1-9]"))
