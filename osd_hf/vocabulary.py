@@ -152,7 +152,8 @@ class RestrictedDraft:
         self.model = copy.copy(draft)
         self.model._modules = {**draft._modules, name: None}
         self._source: tuple[Any, ...] = ()
-        self.token_ids = torch.tensor(token_ids, device=self._head.weight.device)
+        with torch.inference_mode(False):  # they are changed in place
+            self.token_ids = torch.tensor(token_ids, device=self._head.weight.device)
         self.choose(token_ids)
         self._check(draft)
 

@@ -1,5 +1,6 @@
 """Drafts that choose among the tokens in use alone."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from test_lossless import PAIRS, answer_distribution, fits, greedy_divergences, 
 from transformers import AutoTokenizer
 
 from osd_hf import LabelRouter, OnlineAssistant, OnlineConfig, Trace, vocabulary
-from osd_hf.recording import record_traces
+from osd_hf.recording import measured_costs, record_traces
 from osd_hf.trace import bare_trace
 
 
@@ -177,3 +178,10 @@ def test_characters_and_added_tokens_are_usual(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(save_pair(tmp_path) / "target")
     usual = set(vocabulary.usual_tokens(models.build(), tokenizer))
     assert usual >= {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a")}
+
+
+def test_forwards_are_timed_with_a_head_of_the_size_that_serves() -> None:
+    target, draft = models.pair(num_hidden_layers=1)
+    ticks = itertools.count()
+    [costs] = measured_costs(target, [draft], [3, 4, 5], lambda: float(next(ticks)))
+    assert costs.draft > 0

@@ -15,6 +15,7 @@ from test_models import LEARNING, PROMPT, family, greedy
 from transformers import DynamicCache
 
 from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf.decoding.checks import unsupported
 from osd_hf.decoding.forward import TargetForward
 from osd_hf.decoding.rows import BatchTargetForward
 from osd_hf.decoding.sources import DraftForward
@@ -165,7 +166,15 @@ def test_sampled_answers_have_the_targets_distribution(name: str) -> None:
     assert fits(counts, answer_distribution(target, ids), PAIRS) > 1e-3
 
 
-def test_plain_rounds_that_read_tokens_again_are_not_timed_as_plain() -> None:
+def test_rows_of_layers_with_states_and_windows_do_not_go_on_independently() -> None:
+    target = family("qwen3_next")
+    assert unsupported(target, allows_states=True) is None
+    target.config.sliding_window = 8
+    target.config.layer_types = ["hybrid_sliding" for _ in target.config.layer_types]
+    assert unsupported(target, allows_states=True) == "it has layers other than full attention and sliding windows"
+
+
+def test_plain_rounds_that_read_tokens_again_are_a_cost_of_speculation() -> None:
     target, tokens = family("qwen3_next"), [0]
     config = OnlineConfig(candidates="draft", update_strategy="manual")
     assistant = OnlineAssistant(target, models.draft_of(target, 0.4), config=config)
@@ -176,11 +185,15 @@ def test_plain_rounds_that_read_tokens_again_are_not_timed_as_plain() -> None:
 
     target.register_forward_pre_hook(count, with_kwargs=True)
     assistant.drafting.clock = lambda: float(tokens[0])  # reading a token takes a second
-    for _ in range(2):
+    alone = list[float]()  # seconds of all requests by the target alone, as estimated
+    for _ in range(4):
         greedy(assistant.generate, max_new_tokens=40)
+        alone.append((assistant.stats.speedup or 1.0) * tokens[0])
     plan = assistant.drafting_plan()
     assert plan is not None
     assert plan.plain_seconds == pytest.approx(1.0, rel=0.01)
+    took = 3 * (PROMPT.shape[1] + 39)  # the target alone; reading again is a cost of speculation
+    assert 0.94 * took < alone[-1] - alone[0] <= took
 
 
 @pytest.mark.parametrize(

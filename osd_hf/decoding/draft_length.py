@@ -56,6 +56,7 @@ class RoundTime(NamedTuple):
     draft_seconds: float = 0.0  # of all these forwards
     seconds: float | None = None  # of the round; `None` if it also read a prompt
     rounds: int = 1
+    rereads: bool = False  # a plain round that reads known tokens again, behind a rejection
 
     @property
     def is_plain(self) -> bool:
@@ -228,10 +229,18 @@ class Pacer:
         self._answered, self._saved_seconds = (0.0, 0.0), 0.0
         self._costs: dict[int, Costs] = {}  # by the number of rows, rounded up to a power of two
         self._latest = (1, Costs())  # rows and costs of the last round
+        self._rereading_seconds = 0.0  # of plain rounds since the last one with candidates, beyond a usual one's
         self._domains: dict[Any, Acceptance] = {}
 
     def took(self, time: RoundTime, emitted: int, costs: Costs, rows: int) -> None:
         """Take in rounds and the number of tokens that they emitted. The lock is held."""
+        if time.rereads:
+            if time.seconds is not None and costs.token < math.inf:
+                self._rereading_seconds += max(time.seconds - costs.level * costs.token, 0.0)
+            return
+        if time.candidates and time.seconds is not None:  # part of the cost of speculation
+            time = time._replace(seconds=time.seconds + self._rereading_seconds)
+            self._rereading_seconds = 0.0
         costs.add(time)
         # Where a round also read a prompt, the target alone would have read it as well, and emitted a token.
         seconds, tokens = time.draft_seconds, emitted / rows - 1
@@ -463,7 +472,7 @@ class DraftLength:
                     self._own.add(accepted / examined, examined)
                 else:
                     self._own.fade()  # acceptance may change while nothing is drafted
-            cold = time._replace(seconds=None) if time.is_plain and is_cold else time
+            cold = time._replace(seconds=None) if time.is_plain and is_cold and not time.rereads else time
             self._pacer.took(cold, emitted, self._costs, self._rows)
 
     def ended(self, accepted: int, examined: int) -> None:

@@ -182,9 +182,9 @@ class Loop:
             verdict = accept(candidates, scores, do_sample=self.do_sample)
             self._take(plan, candidates, logits, scores, verdict)
             k = candidates.tokens.shape[1]
-            # A plain round that reads tokens again is part of the cost of speculation.
-            is_usual = not is_first and (k > 0 or not self.target.reread)
-            time = self._round_time(k, self.clock() - began if is_usual else None, looked_up)
+            time = self._round_time(k, None if is_first else self.clock() - began, looked_up)
+            if time.is_plain and self.target.reread:
+                time = time._replace(rereads=True)
             self.length.took(time, self.emitted - emitted, self.judged, self.guessed)
             is_first = False
         for row in self.rows:
