@@ -185,7 +185,7 @@ def rolled_back_after(
 
 @pytest.mark.parametrize("likeness", [0.0, 0.8, 0.97])
 def test_versions_as_good_as_each_other_are_never_rolled_back(likeness: float) -> None:
-    for seed in range(8):
+    for seed in range(12):
         before, after = stream(np.random.default_rng(seed), 1000, likeness=likeness)
         for promoted_every in (8, 16, None):
             assert rolled_back_after(before, after, promoted_every=promoted_every) is None, (seed, promoted_every)

@@ -751,6 +751,7 @@ def unsupported(model: PreTrainedModel, *, allows_states: bool = False) -> str |
     layers = {type(layer) for layer in DynamicCache(config=config).layers}
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     is_known = kinds <= {FULL, SLIDING, "global"} and getattr(config, "attention_chunk_size", None) is None
+    # A layer of the kind `hybrid_sliding` has a window, for which there is no mask.
     has_known_states = allows_states and kinds <= {FULL, SLIDING, *STATE_KINDS} - {"hybrid_sliding"}
     if not (has_known_states or (is_known and layers <= {DynamicLayer, DynamicSlidingWindowLayer})):
         return "it has layers other than full attention and sliding windows"
