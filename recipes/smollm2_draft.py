@@ -23,13 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import common
+import torch
 from common import K, kept_answers, make_parser, write_report
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from osd_hf import CorrectionStore, DistillConfig, Trace, distill, replay
 from osd_hf.acceptance import figures_of
 from osd_hf.distillation.answers import sample_answers
-from osd_hf.distillation.make_draft import copy_layers, save_layers
+from osd_hf.distillation.make_draft import copy_layers
+from osd_hf.learning.weights import ends_of
 from osd_hf.models import set_fixed_k
 from osd_hf.prompts import encode_turn
 from osd_hf.recording import scored
@@ -80,12 +83,23 @@ class Measured(TrainerCallback):
             file.write(line + "\n")
 
 
+def save_layers(draft: Any, folder: Path) -> None:
+    """Save a draft that was cut from its target without embeddings and head, in bfloat16, for `load_layers`."""
+    ends = {id(weight) for _, weight in ends_of(draft)}
+    own = {name: p.detach().to(torch.bfloat16) for name, p in draft.named_parameters() if id(p) not in ends}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(own, folder / "model.safetensors")
+    draft.config.save_pretrained(folder)
+    draft.generation_config.save_pretrained(folder)
+
+
 def main() -> None:
     parser = make_parser(__doc__, "smollm2_draft", traces=False)
     parser.add_argument("--layers", type=int, nargs="+", default=[0], help="layers of the target to copy")
     parser.add_argument("--tokens", type=int, default=0, help="sample answers until there are so many tokens")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--rate", type=float, default=1e-2, help="highest learning rate of Muon")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; twice as fast if the CPU has it")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--answers", type=Path, default=Path("runs/smollm2_answers"))
     parser.add_argument("--held-out", type=Path, default=Path("runs/smollm2_held_out"))
@@ -119,7 +133,7 @@ def main() -> None:
             freeze_embeddings=True, lr_scheduler_type="cosine", warmup_steps=0.02,
             per_device_train_batch_size=args.batch_size, eval_strategy="steps", eval_steps=10**6,
             save_strategy="epoch", save_total_limit=2, logging_steps=10, report_to="none", seed=args.seed,
-            use_cpu=target.device.type == "cpu",
+            use_cpu=target.device.type == "cpu", bf16=args.bf16,
             resume_from_checkpoint="true" if any(args.runs.glob("checkpoint-*/trainer_state.json")) else None,
         ),
     )  # fmt: skip

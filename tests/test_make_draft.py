@@ -22,7 +22,7 @@ from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_lay
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
 from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.learning.weights import ends_of
-from osd_hf.recording import record_traces
+from osd_hf.recording import GPU_BANDWIDTH, measured_costs, record_traces
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import fingerprint
 from osd_hf.trace import bare_trace
@@ -74,7 +74,7 @@ def steep() -> Any:
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards take what they would on a quiet machine: one layer of a draft a tenth of the target's forward."""
 
-    def costs(target: Any, drafts: Any, prompt: Any, clock: Any) -> list[ForwardSeconds]:
+    def costs(target: Any, drafts: Any, *how: Any) -> list[ForwardSeconds]:
         return [replace(CHEAP, draft=0.1 * num_layers_of(draft)) for draft in drafts]
 
     monkeypatch.setattr(making, "measured_costs", costs)
@@ -212,6 +212,19 @@ def test_no_draft_is_made_where_none_pays(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(UnsupportedModelError, match=r"No draft pays.*takes 0\.85"):
             make_draft(target, prompts=asked(), show_progress=False)
         assert forwards.count == 3 * cutting  # of each piece; nothing was answered
+
+
+def test_costs_are_planned_for_the_gpu_that_will_serve() -> None:
+    target = models.build(num_hidden_layers=8, hidden_size=64, intermediate_size=4096)
+    drafts = [copy_layers(target, range(size)) for size in (1, 4)]
+    planned = {gpu: measured_costs(target, drafts, [3], lambda: 0.0, gpu) for gpu in GPU_BANDWIDTH}
+    for one, four in planned.values():
+        assert one.target == four.target > four.draft > one.draft > 2e-4
+    assert planned["l4"][0].target > planned["h100"][0].target > planned["h200"][0].target
+    with pytest.raises(UnsupportedModelError, match=r"No draft pays.*takes 1\.0"):  # a graph of any size takes 0.2 ms
+        make_draft(target, prompts=asked(), gpu="h100", show_progress=False)
+    with pytest.raises(ConfigError, match=r"`gpu` must be one of a100, h100, h200, l4, l40s, got 'b200'"):
+        make_draft(target, prompts=asked(), gpu="b200")
 
 
 def test_traces_stores_rows_and_prompts_give_the_same_draft(cheap: None) -> None:

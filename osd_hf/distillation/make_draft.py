@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tqdm import tqdm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -39,12 +38,11 @@ from osd_hf.models import (
     unwrap,
     vocab_size_of,
 )
-from osd_hf.recording import measured_costs, record_traces, scored
+from osd_hf.recording import GPU_BANDWIDTH, measured_costs, record_traces, scored
 from osd_hf.replay import replay
 from osd_hf.speedup import ForwardSeconds
 from osd_hf.target_version import is_fingerprint, target_version
 from osd_hf.trace import Trace
-from osd_hf.utils.report import make_folder
 from osd_hf.vocabulary import VOCABULARY_SETTING, write_usual_tokens
 
 logger = logging.getLogger(__name__)
@@ -72,6 +70,7 @@ class MakeDraftConfig:
     max_steps: int | None = setting(None, "maximum number of optimizer steps")
     max_new_tokens: int = setting(128, "maximum length of an answer")
     seed: int = setting(0, "seed of the held-out split and of the batches")
+    gpu: str | None = setting(None, f"GPU that will serve ({', '.join(GPU_BANDWIDTH)}); none = this machine")
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "max_steps", "max_new_tokens"):
@@ -80,6 +79,8 @@ class MakeDraftConfig:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
         if not self.max_seconds > 0:
             raise ConfigError(f"`max_seconds` must be positive, got {self.max_seconds}.")
+        if self.gpu not in (None, *GPU_BANDWIDTH):
+            raise ConfigError(f"`gpu` must be one of {', '.join(GPU_BANDWIDTH)}, got {self.gpu!r}.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def make_draft(
         show_progress (`bool`, *optional*, defaults to `True`): Whether to show a bar on the standard error.
         settings (`Any`):
             `num_layers`, by default chosen by trials, `max_seconds` (600), `max_steps`, `max_new_tokens` (128) of an
-            answer, and `seed` (0).
+            answer, `seed` (0), and `gpu`, such as `"h100"`, to choose for that device and not for this machine.
 
     Returns:
         `PreTrainedModel`: an ordinary model of the target's kind, in evaluation mode, with the target's dtype and
@@ -185,7 +186,11 @@ def train_draft(
         training, held_out = split_requests(requests, config.seed)
         held_out = held_out if traces is not None else [unanswered(trace) for trace in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
-        trials = _worthwhile(target, trials, held_out[0].prompt_ids, new_tokens, budget)
+        drafts = [trial.draft for trial in trials]
+        costs = measured_costs(target, drafts, held_out[0].prompt_ids, budget.clock, config.gpu)
+        for trial, cost in zip(trials, costs, strict=True):
+            trial.costs = cost
+        trials = _worthwhile(trials, new_tokens, budget)
         held_out = read_traces(_answers(target, held_out, config.max_new_tokens), target)
         training = read_traces(_answers(target, training, config.max_new_tokens, budget), target)
         new_tokens = float(np.mean([len(trace) for trace in held_out]))
@@ -390,20 +395,13 @@ def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list
     return [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
 
 
-def _worthwhile(
-    target: PreTrainedModel, trials: list[LayerDraft], prompt: NDArray[np.int32], new_tokens: float, budget: TimeBudget
-) -> list[LayerDraft]:
-    """Measure the costs of drafts, and return those that can pay at an acceptance of 0.8. Raises UnsupportedModelError
-    if none can."""
-    costs = measured_costs(target, [trial.draft for trial in trials], prompt, budget.clock)
+def _worthwhile(trials: list[LayerDraft], new_tokens: float, budget: TimeBudget) -> list[LayerDraft]:
+    """Return the drafts that can pay at an acceptance of 0.8; raises UnsupportedModelError if none can."""
     speedups = []
-    for trial, cost in zip(trials, costs, strict=True):
-        trial.costs = cost
-        speedups.append(cost.best_k(REACHABLE_ALPHA, new_tokens)[1])
-        budget.report(
-            f"{trial.name}: a drafted token costs {cost.c:.2f} of a target token; speed-up {speedups[-1]:.2f} at "
-            f"alpha {REACHABLE_ALPHA}"
-        )
+    for trial in trials:
+        speedups.append(trial.costs.best_k(REACHABLE_ALPHA, new_tokens)[1])
+        promise = f"speed-up {speedups[-1]:.2f} at alpha {REACHABLE_ALPHA}"
+        budget.report(f"{trial.name}: a drafted token costs {trial.costs.c:.2f} of a target token; {promise}")
     if able := [trial for trial, speedup in zip(trials, speedups, strict=True) if speedup > 1]:
         return able
     cheapest = min(trials, key=lambda trial: trial.costs.c)
@@ -411,7 +409,7 @@ def _worthwhile(
         budget.report("no draft pays with eager forwards; captured or compiled forwards, used here, are faster")
         return trials
     raise UnsupportedModelError(
-        f"No draft pays for this target on this machine: with {cheapest.name} alone, a drafted token takes "
+        f"No draft pays for this target: with {cheapest.name} alone, a drafted token takes "
         f"{cheapest.costs.c:.2f} of the time of a target token. Even at an acceptance of {REACHABLE_ALPHA}, answers "
         f"of {new_tokens:.0f} tokens would be {max(speedups):.2f} times as fast. Use the target alone, a smaller "
         "model of its family, or text candidates."
@@ -545,19 +543,9 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
             ) from error
 
 
-def save_layers(draft: PreTrainedModel, folder: Path) -> None:
-    """Save a draft that was cut from its target without embeddings and head, in bfloat16, for [`load_layers`]."""
-    ends = {id(weight) for _, weight in ends_of(draft)}
-    own = {name: p.detach().to(torch.bfloat16) for name, p in draft.named_parameters() if id(p) not in ends}
-    make_folder(folder)
-    save_file(own, folder / "model.safetensors")
-    draft.config.save_pretrained(folder)
-    draft.generation_config.save_pretrained(folder)
-
-
 def load_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Load a draft that [`save_layers`] has saved, with the embeddings and the head of its target. Raises
-    UnsupportedModelError for another target."""
+    """Load a draft that was saved without embeddings and head, with those of its target. Raises UnsupportedModelError
+    for another target."""
     config = type(target.config).from_pretrained(folder)
     if any(getattr(config, name) != getattr(target.config, name) for name in ("vocab_size", "hidden_size")):
         raise UnsupportedModelError(f"The draft in {folder} is of another target.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 import time
@@ -19,7 +18,6 @@ from torch.nn.functional import linear as torch_linear
 
 from osd_hf.utils.context import neutral_context
 
-MIN_WEIGHTS = 1 << 18  # of a layer; below, calling oneDNN takes longer than it saves
 MIN_SPEEDUP = 1.2
 MAX_PACKED_BYTES, MAX_PACKED_SHARE = 2 << 30, 0.25  # the share is of the available memory
 
@@ -31,17 +29,21 @@ _packed_weights: dict[int, _PackedWeight] = {}  # by `id`
 @functools.cache
 @neutral_context()
 @torch.inference_mode()
-def onednn_is_faster() -> bool:
-    """Return whether this CPU multiplies a few rows with fp32 weights faster by oneDNN than by MKL."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    weights = torch.ones(8, 1024, 1024, dtype=torch.float32)  # 32 MiB, so that no cache holds them
-    seconds = {torch_linear: math.inf, _multiply: math.inf}
-    for kernel, weight in itertools.product([torch_linear, _multiply] * 3, weights):
-        started = time.perf_counter()
-        kernel(weights[0, :4], weight)
-        seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
-    return seconds[_multiply] * MIN_SPEEDUP < seconds[torch_linear]
+def min_weights() -> int | None:
+    """Return the size of an fp32 weight from which on this CPU multiplies it faster by oneDNN than by MKL."""
+    for side in (256, 1024) if hasattr(torch.ops.mkldnn, "_linear_pointwise") else ():
+        pack = torch.ops.mkldnn._reorder_linear_weight.default
+        weights = torch.ones(1 << 23, dtype=torch.float32).view(-1, side, side)  # 32 MiB, so that no cache holds them
+        kept = {torch_linear: weights, _multiply: [pack(w, 4) for w in weights] if side < 1024 else weights}
+        seconds = {torch_linear: math.inf, _multiply: math.inf}
+        for kernel in list(seconds) * 3:
+            started = time.perf_counter()
+            for weight in kept[kernel]:
+                kernel(weights[0, :4], weight)
+            seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
+        if seconds[_multiply] * MIN_SPEEDUP < seconds[torch_linear]:
+            return side * side
+    return None
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -83,7 +85,7 @@ class OneDnnLinear(torch.nn.Linear):
 
 def _is_supported(weight: torch.Tensor) -> bool:
     is_dense = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_contiguous()
-    return is_dense and weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_WEIGHTS
+    return is_dense and weight.dtype == torch.float32 and weight.device.type == "cpu"
 
 
 class _PackedWeight:
@@ -134,11 +136,13 @@ def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> I
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    modules = list(model.modules()) if torch.backends.mkldnn.enabled and onednn_is_faster() else []
+    smallest = min_weights() if torch.backends.mkldnn.enabled else None
+    modules = list(model.modules()) if smallest else []
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
         return []  # the owner has compiled the model, which changed layers would compile again
     linears = [m for m in modules if isinstance(m, torch.nn.Linear)]
-    return [m for m in linears if (type(m) is torch.nn.Linear or m in _num_blocks) and _is_supported(m.weight)]
+    plain = [m for m in linears if (type(m) is torch.nn.Linear or m in _num_blocks) and _is_supported(m.weight)]
+    return [m for m in plain if m.weight.numel() >= (smallest or 0)]
 
 
 def unpack(*models: torch.nn.Module) -> None:
