@@ -29,10 +29,10 @@ NEEDED = {  # arguments without which a command cannot start
     "push": ["me/draft", "--draft", "d"],
     "serve": ["--num-assistant-tokens", "5"],  # which other flags need
 }
-VALUES = {"gpu": "h100",   # values for flags that take neither any number nor any word
+VALUES = {  # values for flags that take neither any number nor any word
     "divergence": "reverse_kl", "json": "-", "learner_device": "cpu", "num_assistant_tokens": 3, "num_layers": 2,
     "max_steps": 2, "chat_template_kwargs": '{"enable_thinking": false}', "compile_draft": True,
-    "compile_target": False,
+    "compile_target": False, "gpu": "h100",
 }  # fmt: skip
 OWN = sorted(COMMANDS.keys() - {"distill"})  # whose flags are all our own
 
