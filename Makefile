@@ -32,7 +32,7 @@ help:
 	@echo "make quickstart   serve the bundled pair, learn, and compare before and after"
 	@echo "make bench        target alone, stock assisted generation, and osd_hf on the bundled pair"
 	@echo "make app          chat in the browser and watch the draft learn"
-	@echo "make smollm2      measure SmolLM2-135M with its draft, sampled chats first; takes hours"
+	@echo "make smollm2      measure SmolLM2-135M with its draft on the data sets of OSD_HF_DATA; takes hours"
 	@echo "make test         the tests"
 	@echo "make test-lowest  the core tests with the lowest versions that pyproject.toml allows"
 	@echo "make newest       check the package index for versions newer than the tested ones"

@@ -226,12 +226,14 @@ def measured_costs(
 
 
 def _planned_costs(target: PreTrainedModel, drafts: Sequence[PreTrainedModel], gpu: str) -> list[ForwardSeconds]:
-    """Estimate captured forwards in bfloat16, limited by the memory of the GPU, with constants measured on an H200."""
+    """Estimate captured forwards in bfloat16, limited by the memory of the GPU; the constants are those of an H200."""
 
     def seconds(model: Any) -> float:
-        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        read = sum(p.numel() for p in model.parameters() if p is not table or p is head)  # a lookup reads one row
-        return 2e-4 + 2.0 * float(read) / (0.7 * GPU_BANDWIDTH[gpu])
+        layers = {*model.get_decoder().parameters()} - {*model.get_input_embeddings().parameters()}
+        read = layers | {*model.get_output_embeddings().parameters()}  # of the embeddings one row
+        size: int = sum(p.numel() * min(p.element_size(), 2) for p in read)
+        depth = model.config.get_text_config(decoder=True).num_hidden_layers
+        return 1e-4 * (1 + int(depth)) + size / (0.9 * GPU_BANDWIDTH[gpu])
 
     one = seconds(unwrap(target))
     return [ForwardSeconds(one, 0.02 * one, seconds(_with_serving_vocabulary(draft))) for draft in drafts]

@@ -17,6 +17,7 @@ from osd_hf.distillation.make_draft import K, MadeDraft, MakeDraftConfig, train_
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, plot_training, stats_interval, text_table
 from osd_hf.hub import facts_of, save_draft
+from osd_hf.learning.weights import learns_in_bf16
 from osd_hf.models import device_clock, load_model, prompt_room, set_fixed_k
 from osd_hf.recording import measured_costs
 from osd_hf.replay import replay
@@ -129,7 +130,7 @@ def train_long(
             eval_strategy="steps", eval_steps=EVALUATED_SHARE, save_strategy="steps", save_steps=EVALUATED_SHARE,
             save_total_limit=2, load_best_model_at_end=True, logging_steps=10, report_to=settings.report_to,
             seed=config.seed, use_cpu=is_cpu, disable_tqdm=False,
-            bf16=torch.cpu._is_avx512_bf16_supported() if is_cpu else torch.cuda.is_bf16_supported(),
+            bf16=torch.cpu._is_avx512_bf16_supported() if is_cpu else learns_in_bf16(torch.bfloat16, target.device),
             resume_from_checkpoint="true" if any(folder.glob("checkpoint-*/trainer_state.json")) else None,
         ),
     )  # fmt: skip

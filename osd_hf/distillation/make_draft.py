@@ -130,10 +130,10 @@ def make_draft(
     embeddings and the output head are the target's own, frozen, in the same memory if dtype and device allow it. A
     saved draft has copies of them. To train all weights, use a `copy.deepcopy` of the draft.
 
-    The layers are chosen by measurement. Several drafts are timed with eager forwards and trained for a short time on
-    the same requests. The draft with the best expected speed-up is trained to the end. For a large vocabulary a draft
-    is timed with an output head of a few thousand tokens, as [`OnlineAssistant`] uses it; transformers' own assisted
-    generation computes all logits.
+    The layers are chosen by trials. Several drafts are timed with eager forwards, or planned for `gpu`, and trained
+    for a short time on the same requests. The one with the best expected speed-up is trained to the end. With a large
+    vocabulary, costs are those of an output head of a few thousand tokens, as [`OnlineAssistant`] uses it;
+    transformers' own assisted generation computes all logits.
 
     Args:
         target (`PreTrainedModel` or `PeftModel`):
@@ -186,11 +186,10 @@ def train_draft(
         training, held_out = split_requests(requests, config.seed)
         held_out = held_out if traces is not None else [unanswered(trace) for trace in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
-        drafts = [trial.draft for trial in trials]
-        costs = measured_costs(target, drafts, held_out[0].prompt_ids, budget.clock, config.gpu)
+        costs = measured_costs(target, [t.draft for t in trials], held_out[0].prompt_ids, budget.clock, config.gpu)
         for trial, cost in zip(trials, costs, strict=True):
             trial.costs = cost
-        trials = _worthwhile(trials, new_tokens, budget)
+        trials = _worthwhile(trials, new_tokens, budget, config.gpu)
         held_out = read_traces(_answers(target, held_out, config.max_new_tokens), target)
         training = read_traces(_answers(target, training, config.max_new_tokens, budget), target)
         new_tokens = float(np.mean([len(trace) for trace in held_out]))
@@ -395,7 +394,7 @@ def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list
     return [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
 
 
-def _worthwhile(trials: list[LayerDraft], new_tokens: float, budget: TimeBudget) -> list[LayerDraft]:
+def _worthwhile(trials: list[LayerDraft], new_tokens: float, budget: TimeBudget, gpu: Any) -> list[LayerDraft]:
     """Return the drafts that can pay at an acceptance of 0.8; raises UnsupportedModelError if none can."""
     speedups = []
     for trial in trials:
@@ -405,7 +404,7 @@ def _worthwhile(trials: list[LayerDraft], new_tokens: float, budget: TimeBudget)
     if able := [trial for trial, speedup in zip(trials, speedups, strict=True) if speedup > 1]:
         return able
     cheapest = min(trials, key=lambda trial: trial.costs.c)
-    if compiles_draft(OnlineConfig(), cheapest.draft.device.type):
+    if gpu is None and compiles_draft(OnlineConfig(), cheapest.draft.device.type):
         budget.report("no draft pays with eager forwards; captured or compiled forwards, used here, are faster")
         return trials
     raise UnsupportedModelError(
@@ -544,8 +543,7 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 
 
 def load_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Load a draft that was saved without embeddings and head, with those of its target. Raises UnsupportedModelError
-    for another target."""
+    """Load a draft saved without its target's embeddings and head; raises UnsupportedModelError for another target."""
     config = type(target.config).from_pretrained(folder)
     if any(getattr(config, name) != getattr(target.config, name) for name in ("vocab_size", "hidden_size")):
         raise UnsupportedModelError(f"The draft in {folder} is of another target.")

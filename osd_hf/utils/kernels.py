@@ -31,19 +31,20 @@ _packed_weights: dict[int, _PackedWeight] = {}  # by `id`
 @torch.inference_mode()
 def min_weights() -> int | None:
     """Return the size of an fp32 weight from which on this CPU multiplies it faster by oneDNN than by MKL."""
-    for side in (256, 1024) if hasattr(torch.ops.mkldnn, "_linear_pointwise") else ():
-        pack = torch.ops.mkldnn._reorder_linear_weight.default
+    found, pack = None, torch.ops.mkldnn._reorder_linear_weight.default
+    for side, size in ((1024, 1 << 18), (256, 1 << 16)):  # large ones also pay if they are not packed
         weights = torch.ones(1 << 23, dtype=torch.float32).view(-1, side, side)  # 32 MiB, so that no cache holds them
-        kept = {torch_linear: weights, _multiply: [pack(w, 4) for w in weights] if side < 1024 else weights}
+        kept = {torch_linear: weights, _multiply: [pack(w, 4) for w in weights] if side == 256 else weights}
         seconds = {torch_linear: math.inf, _multiply: math.inf}
-        for kernel in list(seconds) * 3:
+        for kernel in list(seconds) * 5:
             started = time.perf_counter()
             for weight in kept[kernel]:
                 kernel(weights[0, :4], weight)
             seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
-        if seconds[_multiply] * MIN_SPEEDUP < seconds[torch_linear]:
-            return side * side
-    return None
+        if seconds[_multiply] * MIN_SPEEDUP >= seconds[torch_linear]:
+            return found
+        found = size
+    return found
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,12 +138,11 @@ def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> I
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
     smallest = min_weights() if torch.backends.mkldnn.enabled else None
-    modules = list(model.modules()) if smallest else []
+    modules = [*model.modules()] if smallest else []
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
         return []  # the owner has compiled the model, which changed layers would compile again
-    linears = [m for m in modules if isinstance(m, torch.nn.Linear)]
-    plain = [m for m in linears if (type(m) is torch.nn.Linear or m in _num_blocks) and _is_supported(m.weight)]
-    return [m for m in plain if m.weight.numel() >= (smallest or 0)]
+    plain = [m for m in modules if type(m) is torch.nn.Linear or (type(m) is OneDnnLinear and m in _num_blocks)]
+    return [m for m in plain if _is_supported(m.weight) and m.weight.numel() >= (smallest or 0)]
 
 
 def unpack(*models: torch.nn.Module) -> None:
