@@ -18,7 +18,7 @@ from osd_hf.models import vocab_size_of
 from osd_hf.replay import completion_logits
 from osd_hf.trace import Trace, bare_trace
 from osd_hf.utils.context import neutral_context
-from osd_hf.utils.kernels import OneDnnLinear, min_weights
+from osd_hf.utils.kernels import OneDnnLinear, min_side
 
 SIZES = (2048, 8192, 32768)  # of draft vocabularies; each is compiled once
 MIN_VOCAB_SIZE = 1 << 14  # a smaller head is not worth restricting
@@ -172,7 +172,7 @@ class RestrictedDraft:
         head, part = self._head, self.model._modules[self._name]
         with torch.inference_mode(False), torch.no_grad():
             if part is None or (part.weight.dtype, part.weight.device) != (head.weight.dtype, head.weight.device):
-                part = (OneDnnLinear if min_weights() else torch.nn.Linear)(
+                part = (OneDnnLinear if min_side() else torch.nn.Linear)(
                     head.in_features, len(token_ids), head.bias is not None, "meta", head.weight.dtype
                 ).to_empty(device=head.weight.device)
                 self.model._modules[self._name] = part.requires_grad_(False)

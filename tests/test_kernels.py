@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise
 
 @pytest.fixture(autouse=True)
 def faster_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "min_weights", lambda: 1)
+    monkeypatch.setattr(kernels, "min_side", lambda: 1)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_other_layers_are_left_to_torch(
     if state == "half":
         model, states = model.bfloat16(), states.bfloat16()
     elif state == "small":
-        monkeypatch.setattr(kernels, "min_weights", lambda: 24 * 16 + 1)
+        monkeypatch.setattr(kernels, "min_side", lambda: 17)
     elif state == "disabled":
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     elif state == "subclass":

@@ -38,6 +38,7 @@ SMOKES = {
     "proxy_cost": ["--url", "{engine}", "--smoke"],
     "exactness_survey": [*("--only", "Qwen2ForCausalLM default", "LoRA, mixed", "(mamba)", "--ways", "k = 3")],
     "random_settings": ["--examples", "2"],
+    "lab_draft": [*("--tokens", "300", "--seconds", "0.1", "--held-out", "2", "--traces", "{traces}")],
 }
 
 

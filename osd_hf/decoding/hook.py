@@ -293,7 +293,7 @@ class Call:
         )
         self.clock = self.draftings[0].clock
         drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
-        if drafts and kernels.min_weights():
+        if drafts and kernels.min_side():
             stack.enter_context(kernels.fast_kernels(self.model, *drafts.values(), is_request=True))
 
     def decode(self) -> Any:

@@ -29,10 +29,10 @@ _packed_weights: dict[int, _PackedWeight] = {}  # by `id`
 @functools.cache
 @neutral_context()
 @torch.inference_mode()
-def min_weights() -> int | None:
-    """Return the size of an fp32 weight from which on this CPU multiplies it faster by oneDNN than by MKL."""
+def min_side() -> int | None:
+    """Return the rows and columns of fp32 weights from which on this CPU multiplies them faster by oneDNN than MKL."""
     found, pack = None, torch.ops.mkldnn._reorder_linear_weight.default
-    for side, size in ((1024, 1 << 18), (256, 1 << 16)):  # large ones also pay if they are not packed
+    for side, smallest in ((1024, 512), (256, 256)):  # large ones also pay if they are not packed
         weights = torch.ones(1 << 23, dtype=torch.float32).view(-1, side, side)  # 32 MiB, so that no cache holds them
         kept = {torch_linear: weights, _multiply: [pack(w, 4) for w in weights] if side == 256 else weights}
         seconds = {torch_linear: math.inf, _multiply: math.inf}
@@ -43,7 +43,7 @@ def min_weights() -> int | None:
             seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
         if seconds[_multiply] * MIN_SPEEDUP >= seconds[torch_linear]:
             return found
-        found = size
+        found = smallest
     return found
 
 
@@ -137,12 +137,12 @@ def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> I
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
-    smallest = min_weights() if torch.backends.mkldnn.enabled else None
+    smallest = min_side() if torch.backends.mkldnn.enabled else None
     modules = [*model.modules()] if smallest else []
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
         return []  # the owner has compiled the model, which changed layers would compile again
     plain = [m for m in modules if type(m) is torch.nn.Linear or (type(m) is OneDnnLinear and m in _num_blocks)]
-    return [m for m in plain if _is_supported(m.weight) and m.weight.numel() >= (smallest or 0)]
+    return [m for m in plain if _is_supported(m.weight) and min(m.weight.shape) >= (smallest or 0)]
 
 
 def unpack(*models: torch.nn.Module) -> None:
