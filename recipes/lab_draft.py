@@ -37,12 +37,12 @@ REQUESTS = 600  # of each data set, the last of which are held out
 class Stopwatch(TrainerCallback):
     """Let the learning rate fall with the time, and stop when it is over; pauses of the process are not counted."""
 
-    def __init__(self, seconds: float, rate: float) -> None:
-        self.seconds, self.rate, self.begun = seconds, rate, time.process_time()
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.begun = seconds, time.process_time()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **others: Any) -> None:
         share = min((time.process_time() - self.begun) / self.seconds, 1.0)
-        for group in optimizer.optimizer.param_groups if hasattr(optimizer, "optimizer") else optimizer.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = max(1 - share, 0.0) * group.setdefault("highest", group["lr"])
         control.should_training_stop = share >= 1
 
@@ -58,15 +58,16 @@ def main() -> None:
     pair, store = load_pair(), CorrectionStore(args.answers)
     first = REQUESTS - args.held_out
     held_out = {name: recorded(name, 0, REQUESTS, args.traces, pair, start=first) for name in TEMPLATES}
-    known = {trace.prompt_ids.tobytes() for part in held_out.values() for trace in part}
+    known = {tuple(trace.prompt_ids.tolist()) for part in held_out.values() for trace in part}
     asked = [ids for name in TEMPLATES for ids in prompts(name, pair.tokenizer, 10**6, args.seed)]
+    asked = [ids for ids in asked if tuple(ids) not in known]
     begun = time.perf_counter()
     sample_answers(
         pair.target, asked, store, num_tokens=args.tokens, max_new_tokens=MAX_NEW_TOKENS, sampling=SAMPLING,
         batch_size=64, seed=args.seed,
     )  # fmt: skip
     answering = time.perf_counter() - begun
-    training = [trace for trace in split_answers(store)[0] if trace.prompt_ids.tobytes() not in known]
+    training, _ = split_answers(store)
     config = DistillConfig(
         output_dir=f"{args.answers}-training", num_train_epochs=10**6, learning_rate=args.rate, optimizer="muon",
         lr_scheduler_type="constant", per_device_train_batch_size=16, eval_strategy="no", save_strategy="no",
@@ -74,7 +75,7 @@ def main() -> None:
     )  # fmt: skip
     result = distill(
         dataset=training, config=config, target=None, draft=pair.draft, tokenizer=pair.tokenizer,
-        callbacks=[Stopwatch(args.seconds, args.rate)],
+        callbacks=[Stopwatch(args.seconds)],
     )  # fmt: skip
     rows = {}
     for name, part in held_out.items():

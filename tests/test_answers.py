@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import CorrectionStore, bundled
@@ -60,23 +60,24 @@ def test_sampling_is_the_targets_own_unless_changed() -> None:
     assert sampling_of(target, temperature=0.7, top_k=0) == {"temperature": 0.7, "top_p": 0.8}
 
 
-def test_layers_are_loaded_with_the_ends_that_the_target_has(tmp_path: Path) -> None:
+def test_layers_are_saved_without_the_ends_that_the_target_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "recipes"))
     target = models.build()
     draft = copy_layers(target, [0])
     with torch.no_grad():
         draft.model.norm.weight.mul_(2)
     draft.generation_config.num_assistant_tokens = 3
-    ends = {id(weight) for _, weight in ends_of(draft)}
-    own = {name: p.detach().bfloat16() for name, p in draft.named_parameters() if id(p) not in ends}
-    save_file(own, tmp_path / "model.safetensors")
-    draft.config.save_pretrained(tmp_path)
-    draft.generation_config.save_pretrained(tmp_path)
+    importlib.import_module("smollm2_draft").save_layers(draft, tmp_path)
     loaded = load_layers(target, tmp_path)
     assert all(own is not theirs and own.data_ptr() == theirs.data_ptr()
                for (_, own), (_, theirs) in zip(ends_of(loaded), ends_of(target), strict=True))  # fmt: skip
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(loaded(ids).logits, draft(ids).logits, rtol=0.05, atol=0.05)
     assert loaded.generation_config.num_assistant_tokens == 3
+    size = sum(p.numel() for n, p in draft.named_parameters() if "embed" not in n and "lm_head" not in n)
+    assert (tmp_path / "model.safetensors").stat().st_size < 2 * size + 4000
     with pytest.raises(UnsupportedModelError, match="of another target"):
         load_layers(models.build(hidden_size=target.config.hidden_size * 2), tmp_path)
 

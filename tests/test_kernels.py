@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.utils import kernels
-from osd_hf.utils.kernels import OneDnnLinear, fast_kernels
+from osd_hf.utils.kernels import OneDnnLinear, fast_kernels, min_side
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
 
@@ -56,6 +56,13 @@ def request(layer: torch.nn.Module, states: torch.Tensor) -> torch.Tensor:
 
 def plain(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
     return linear(states, layer.weight, layer.bias).detach()
+
+
+def test_builds_of_torch_without_the_kernel_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    min_side.cache_clear()
+    assert min_side() is None
+    min_side.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (1, 3, 24), (2, 5, 24), (3, 7, 24), (0, 24), (2, 0, 24)], ids=str)

@@ -187,8 +187,7 @@ def train_draft(
         held_out = held_out if traces is not None else [unanswered(trace) for trace in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
         costs = measured_costs(target, [t.draft for t in trials], held_out[0].prompt_ids, budget.clock, config.gpu)
-        for trial, cost in zip(trials, costs, strict=True):
-            trial.costs = cost
+        trials = [replace(trial, costs=cost) for trial, cost in zip(trials, costs, strict=True)]
         trials = _worthwhile(trials, new_tokens, budget, config.gpu)
         held_out = read_traces(_answers(target, held_out, config.max_new_tokens), target)
         training = read_traces(_answers(target, training, config.max_new_tokens, budget), target)

@@ -31,8 +31,8 @@ _packed_weights: dict[int, _PackedWeight] = {}  # by `id`
 @torch.inference_mode()
 def min_side() -> int | None:
     """Return the rows and columns of fp32 weights from which on this CPU multiplies them faster by oneDNN than MKL."""
-    found, pack = None, torch.ops.mkldnn._reorder_linear_weight.default
-    for side, smallest in ((1024, 512), (256, 256)):  # large ones also pay if they are not packed
+    pack: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)  # builds without oneDNN have none
+    for side, larger in ((1024, None), (256, 512)) if pack else ():  # large weights also pay if they are not packed
         weights = torch.ones(1 << 23, dtype=torch.float32).view(-1, side, side)  # 32 MiB, so that no cache holds them
         kept = {torch_linear: weights, _multiply: [pack(w, 4) for w in weights] if side == 256 else weights}
         seconds = {torch_linear: math.inf, _multiply: math.inf}
@@ -42,9 +42,8 @@ def min_side() -> int | None:
                 kernel(weights[0, :4], weight)
             seconds[kernel] = min(seconds[kernel], time.perf_counter() - started)
         if seconds[_multiply] * MIN_SPEEDUP >= seconds[torch_linear]:
-            return found
-        found = smallest
-    return found
+            return larger
+    return 256 if pack else None
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -138,7 +137,7 @@ def fast_kernels(*models: torch.nn.Module | None, is_request: bool = False) -> I
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Linear]:
     smallest = min_side() if torch.backends.mkldnn.enabled else None
-    modules = [*model.modules()] if smallest else []
+    modules = list(model.modules()) if smallest else []
     if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
         return []  # the owner has compiled the model, which changed layers would compile again
     plain = [m for m in modules if type(m) is torch.nn.Linear or (type(m) is OneDnnLinear and m in _num_blocks)]
