@@ -96,15 +96,8 @@ def test_progress_is_told_and_without_updates_the_draft_is_the_given_one(do_samp
     seen: list[int] = []
     report = simulate(draft, traces, CONFIG, on_request=lambda number, stats: seen.append(number))
     assert seen == [0, 1, 2, 3]
-    expected = [*replay_each(draft, traces[:3]), *replay_each(report.draft, traces[3:])]
-    for ours, theirs in zip(report.stats, expected, strict=True):
-        # Counts of sampled answers are sums of probabilities, which other batches round differently on some CPUs.
-        assert ours == theirs or do_sample
-        counts = [{name: value for name, value in vars(side).items() if isinstance(value, int | float)}
-                  for side in (ours, theirs)]  # fmt: skip
-        assert counts[0] == pytest.approx(counts[1], rel=1e-6)
-        lengths = [dict(side.accepted_length_histogram) for side in (ours, theirs)]
-        assert lengths[0] == pytest.approx(lengths[1], rel=1e-6)
+    served = [draft] * 3 + [report.draft]
+    assert list(report.stats) == [stats for d, t in zip(served, traces, strict=True) for stats in replay_each(d, [t])]
     assert all(map(torch.equal, draft.parameters(), before))
     report = simulate(draft, traces, replace(CONFIG, update_strategy="manual"))
     assert report.updates == ()
