@@ -25,6 +25,7 @@ from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.hook import bind, warn_unused
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_target
+from osd_hf.drafts.head import DraftHead
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.learning.drafts import DomainDrafts
@@ -120,6 +121,8 @@ class OnlineAssistant:
         self.target, source = load_named(target, draft, **model_kwargs)
         source = uncompiled(source)
         check_pair(self.target, source)
+        if isinstance(unwrap(source), DraftHead):
+            unwrap(source).bind(unwrap(self.target))
         check_learner(unwrap(source))
         self.tokenizer = common_tokenizer(tokenizer, unwrap(self.target), unwrap(source))
         source = align_vocab(source, unwrap(self.target), tokenizer)

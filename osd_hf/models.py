@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import linear
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,6 +36,7 @@ from transformers.utils import cached_file, extract_commit_hash, find_adapter_co
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
 from osd_hf.utils.context import Seeded
+from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ HUB_ARGUMENTS = "cache_dir force_download local_files_only revision subfolder to
 TARGET_ARGUMENTS = "device_map max_memory offload_buffers offload_folder quantization quantization_config".split()
 BUNDLED_ARGUMENTS = (("dtype", "auto"), ("dtype", "float32"))  # true of the bundled pair
 MAKE_ADVICE = "make one from the target with `make_draft`, or choose a draft of the target's family"
+# Kinds of layers in configurations.
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Tokenizers of models that were loaded by name, fetched with the same arguments.
 _TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -462,6 +466,55 @@ def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> A
     with Seeded(0):  # new rows are random, and a saved session needs the same ones
         aligned.resize_token_embeddings(size, mean_resizing=size > old_size)
     return aligned.eval()
+
+
+# --- output heads and masks -------------------------------------------------------------------------------------------
+
+
+def output_head(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from states to logits, of all tokens or of those with these ids: the output head and what
+    some model families apply to its output."""
+    inner = unwrap(model)
+    config = inner.config.get_text_config(decoder=True)
+    head, cap = inner.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
+    bias = getattr(inner, "final_logits_bias", None)
+    scales = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        scales.append(1 / divisor)
+    scale = next((scale for scale in scales if scale is not None), 1)
+
+    if ids is not None:
+        bias = None if bias is None else bias[..., ids]
+        weight, head_bias = head.weight[ids], None if head.bias is None else head.bias[ids]
+
+    def logits_of(states: torch.Tensor) -> torch.Tensor:
+        with fast_kernels(head):
+            logits: torch.Tensor = head(states) if ids is None else linear(states, weight.to(states), head_bias)
+        if scale != 1:
+            logits = logits * scale
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits if bias is None else logits + bias.to(logits.device)
+
+    return logits_of
+
+
+def model_masks(model: PreTrainedModel, mask: torch.Tensor, distance: torch.Tensor) -> Any:
+    """Return an attention mask, bool, `(rows, 1, queries, keys)`, in the form that a model takes: by the kind of its
+    layers, where it has several, and additive for eager attention. `distance` counts the positions from a key to a
+    query, int64, and limits windows; it can be broadcast to the mask."""
+    config = model.config.get_text_config(decoder=True)
+    window, layer_types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    kinds = set(layer_types if layer_types is not None else [SLIDING] if window else ())
+    masks = {FULL: mask}
+    if SLIDING in kinds:
+        masks[SLIDING] = mask & (distance < int(window or 0))
+    if config._attn_implementation == "eager":
+        lowest, zero = torch.finfo(model.dtype).min, torch.zeros((), dtype=model.dtype, device=mask.device)
+        masks = {kind: zero.where(allowed, lowest) for kind, allowed in masks.items()}
+    if SLIDING not in kinds:
+        return masks[FULL]
+    return masks[SLIDING] if layer_types is None else {kind: masks.get(kind) for kind in kinds}
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------

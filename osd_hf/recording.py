@@ -179,7 +179,7 @@ def scored(
 ) -> list[Trace]:
     """Return traces with the rows of a target, by one forward over each. `widths` are the entries stored per row."""
     found = list(traces)
-    for i, first, part in raw_rows(target, traces, batch_size):
+    for i, first, part, _ in raw_rows(target, traces, batch_size):
         trace, width = traces[i], widths[i]
         if first == 0:
             rows = Rows({width})

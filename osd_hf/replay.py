@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError, is_out_of_memory
 from osd_hf.logits_processors import Processors
-from osd_hf.models import eos_ids, evaluating, uncompiled, unwrap, vocab_size_of
+from osd_hf.drafts.head import DraftHead
+from osd_hf.models import eos_ids, evaluating, output_head, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.utils.context import neutral_context
 from osd_hf.utils.kernels import fast_kernels
@@ -64,9 +64,10 @@ def replay(draft: PreTrainedModel, traces: Iterable[Trace], num_assistant_tokens
 
 def replay_each(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list[AcceptanceStats]:
     """Compute [`replay`] for each trace."""
+    blind = int(isinstance(unwrap(draft), DraftHead))
     return [
-        _expected_stats(t, score, k) if t.is_sampled else AcceptanceStats.from_rounds(rounds_of(t, score, k))
-        for t, score in zip(traces, _scores(draft, traces, k), strict=True)
+        _expected_stats(t, s, k, blind) if t.is_sampled else AcceptanceStats.from_rounds(rounds_of(t, s, k, blind))
+        for t, s in zip(traces, _scores(draft, traces, k), strict=True)
     ]
 
 
@@ -75,8 +76,9 @@ def redraft(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list
     are -1. Takes the arguments of [`replay`]; raises DataError for sampled traces."""
     if any(trace.is_sampled for trace in traces):
         raise DataError("The rounds of sampled traces cannot be computed for another draft. Leave them out.")
+    blind = int(isinstance(unwrap(draft), DraftHead))
     return [
-        replace(trace, rounds=tuple(rounds_of(trace, predicted, k)))
+        replace(trace, rounds=tuple(rounds_of(trace, predicted, k, blind)))
         for trace, predicted in zip(traces, _scores(draft, traces, k), strict=True)
     ]
 
@@ -85,26 +87,30 @@ def redraft(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list
 @torch.inference_mode()
 def _scores(draft: PreTrainedModel, traces: Sequence[Trace], k: int) -> list[NDArray[Any]]:
     """Return what the draft predicts at each position of a greedy trace, and the expected acceptance at each position
-    of a sampled trace."""
+    of a sampled trace: `(depths, completion)`. A model predicts the same at each place of a round (one depth). A head
+    does not; its row `d` has the positions as the token `d` of a round, -1 where no round can reach them."""
     if k < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {k}.")
-    scores: list[list[NDArray[Any]]] = [[] for _ in traces]
-    for i, first, rows in raw_rows(draft, traces):
-        if first == 0:
+    depths = k if isinstance(unwrap(draft), DraftHead) else 1
+    scores: list[NDArray[Any]] = [np.full((depths, len(t)), -1, float if t.is_sampled else np.int64) for t in traces]
+    for i, first, rows, depth in raw_rows(draft, traces, depths=depths):
+        if first == depth:
             processors = Processors(draft, traces[i])
         if traces[i].is_sampled:
-            scores[i].append(processors.acceptance(rows, first))
+            found = processors.acceptance(rows, first)
         else:
-            scores[i].append(processors(rows, first).argmax(-1).cpu().numpy())
-    return [np.concatenate(parts) if parts else np.zeros(0, np.int64) for parts in scores]
+            found = processors(rows, first).argmax(-1).cpu().numpy()
+        scores[i][depth, first : first + len(found)] = found
+    return scores
 
 
 def raw_rows(
-    draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int = 32
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+    draft: PreTrainedModel, traces: Sequence[Trace], batch_size: int = 32, *, depths: int = 1
+) -> Iterator[tuple[int, int, torch.Tensor, int]]:
     """Yield the raw logits of the draft in parts of at most `GROUP_LOGITS` elements: index of the trace, position of
-    the first row, and rows `(positions, vocab)`. The output head computes at most `CHUNK_LOGITS` elements together if
-    it can be called alone. Raises VocabularyMismatchError."""
+    the first row, rows `(positions, vocab)`, and how many tokens of its round were drafted before (below `depths`).
+    The output head computes at most `CHUNK_LOGITS` elements together if it can be called alone. Raises
+    VocabularyMismatchError."""
     vocab_size = vocab_size_of(draft)
     if other := next((trace.vocab_size for trace in traces if trace.vocab_size != vocab_size), None):
         raise VocabularyMismatchError(
@@ -116,16 +122,17 @@ def raw_rows(
             chosen = [traces[i] for i in batch]
             lengths = [len(trace) for trace in chosen]
             size, group_size = (max(1, limit // chosen[0].vocab_size) for limit in (CHUNK_LOGITS, GROUP_LOGITS))
-            if len(batch) * max(lengths) > size and has_plain_head(draft):
-                inputs, head = torch.split(completion_states(draft, chosen), lengths), output_head(draft)
+            if depths > 1 or (len(batch) * max(lengths) > size and has_plain_head(draft)):
+                all_states, head = [states for states, _ in draft_states(draft, chosen, depths)], output_head(draft)
+                inputs = [s.split([max(n - d, 0) for n in lengths]) for d, s in enumerate(all_states)]
             else:
                 logits = completion_logits(draft, chosen)
-                inputs, head = tuple(row[:length] for row, length in zip(logits, lengths, strict=True)), None
-            for i, rows in zip(batch, inputs, strict=True):
+                inputs, head = [tuple(row[:length] for row, length in zip(logits, lengths, strict=True))], None
+            for depth, i, rows in ((d, *pair) for d, part in enumerate(inputs) for pair in zip(batch, part, strict=True)):
                 for first in range(0, len(rows), size):
                     part = rows[first : first + size]
                     for group in torch.split(part if head is None else head(part), group_size):
-                        yield i, first, group
+                        yield i, depth + first, group, depth
                         first += len(group)
 
 
@@ -139,20 +146,20 @@ def _max_drafted(trace: Trace, position: int, k: int) -> int:
     return max(min(k, budget), 0)
 
 
-def rounds_of(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]:
-    """Return the rounds of a draft that predicts `predicted[t]` at position `t` of a greedy answer."""
-    # Position of the first mismatch from each position on.
-    wrong = np.append(np.flatnonzero(predicted != trace.completion_ids), len(trace))
-    next_wrong = wrong[np.searchsorted(wrong, np.arange(len(trace)))]
+def rounds_of(trace: Trace, predicted: NDArray[Any], k: int, blind: int = 0) -> list[DraftRound]:
+    """Return the rounds of a draft that predicts `predicted[d, t]` at position `t` of a greedy answer as the token `d`
+    of a round (the last row holds for further ones). It drafts nothing for the first `blind` tokens of an answer."""
     eos = eos_ids(trace.sampling)
     rounds = []
     start = 0
     while start < len(trace):
-        limit = _max_drafted(trace, start, k)
-        accepted = min(int(next_wrong[start]) - start, limit)
+        limit = 0 if start < blind else _max_drafted(trace, start, k)
+        at = np.arange(start, min(start + limit, len(trace)))
+        guesses = predicted[np.minimum(at - start, len(predicted) - 1), at]
+        accepted = int((guesses == trace.completion_ids[at]).cumprod().sum())
         emitted = min(accepted + 1, len(trace) - start)
-        has_ended = accepted < limit and accepted < emitted and int(predicted[start + accepted]) in eos
-        drafted = predicted[start : start + (accepted + 1 if has_ended else limit)].astype(np.int32)
+        has_ended = accepted < limit and accepted < emitted and int(guesses[accepted]) in eos
+        drafted = guesses[: accepted + 1 if has_ended else limit].astype(np.int32)
         if start + accepted < len(trace) and len(drafted) < limit and not has_ended:
             # Only the number of tokens drafted after the end of the answer is known.
             drafted = np.append(drafted, np.full(limit - len(drafted), -1, dtype=np.int32))
@@ -161,20 +168,20 @@ def rounds_of(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]
     return rounds
 
 
-def _expected_stats(trace: Trace, acceptance: NDArray[np.float64], k: int) -> AcceptanceStats:
-    """Return the expected counts if each position is accepted with its probability."""
+def _expected_stats(trace: Trace, acceptance: NDArray[np.float64], k: int, blind: int = 0) -> AcceptanceStats:
+    """Return the expected counts if each position is accepted with its probability; arguments as in [`rounds_of`]."""
     begins = np.zeros(len(trace) + 1)  # probability that a round begins at each position of the recorded answer
     begins[0] = 1.0
     drafted = examined = accepted = forwards = 0.0
     histogram: dict[int, float] = defaultdict(float)
     for start in range(len(trace)):
         reach = float(begins[start])
-        limit = _max_drafted(trace, start, k)
+        limit = 0 if start < blind else _max_drafted(trace, start, k)
         forwards += reach
         drafted += reach * limit
         length = 0
         while length < limit and start + length < len(trace):
-            accept = float(acceptance[start + length])
+            accept = float(acceptance[min(length, len(acceptance) - 1), start + length])
             examined += reach
             accepted += reach * accept
             histogram[length] += reach * (1 - accept)
@@ -225,7 +232,7 @@ def emitted_tokens(trace: Trace, draft: PreTrainedModel | None = None) -> list[E
     if unknown and draft is not None:
         processors = Processors(draft, trace)
         with torch.inference_mode():
-            for _, first, raw in raw_rows(draft, [trace]):
+            for _, first, raw, _ in raw_rows(draft, [trace]):
                 rows = processors(raw, first)
                 for i in (i for i in unknown if first <= i < first + len(rows)):
                     probability = float(rows[i - first].softmax(-1)[tokens[i].drafted_id])
@@ -276,6 +283,9 @@ def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.
     completions on the right, so that the positions are the same columns in every row."""
     device = model.device
     width = max(len(t) for t in traces)
+    if isinstance(unwrap(model), DraftHead):
+        logits = output_head(model)(unwrap(model).unrolled(traces, 1)[0][0])
+        return pad_sequence(logits.split([len(t) for t in traces]), batch_first=True)
     inputs: dict[str, Any] = {"use_cache": False}
     if traces[0].is_encoder_decoder:
         starts = [t.decoder_prompt_ids for t in traces if t.decoder_prompt_ids is not None]
@@ -307,6 +317,8 @@ def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.
 def completion_states(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.Tensor:
     """Compute the inputs of the output head at the positions of [`completion_logits`]: `(positions, hidden)`, one
     completion after the other. Raises UnsupportedModelError if the model has no output embeddings."""
+    if isinstance(unwrap(model), DraftHead):
+        return draft_states(model, traces, 1)[0][0]
     head = unwrap(model).get_output_embeddings()
     if head is None:
         raise UnsupportedModelError(
@@ -332,32 +344,13 @@ def completion_states(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.
     return seen[0][:, -mask.shape[1] :][mask]
 
 
-def output_head(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function from states to logits, of all tokens or of those with these ids: the output head and what
-    some model families apply to its output."""
-    inner = unwrap(model)
-    config = inner.config.get_text_config(decoder=True)
-    head, cap = inner.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
-    bias = getattr(inner, "final_logits_bias", None)
-    scales = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        scales.append(1 / divisor)
-    scale = next((scale for scale in scales if scale is not None), 1)
-
-    if ids is not None:
-        bias = None if bias is None else bias[..., ids]
-        weight, head_bias = head.weight[ids], None if head.bias is None else head.bias[ids]
-
-    def logits_of(states: torch.Tensor) -> torch.Tensor:
-        with fast_kernels(head):
-            logits: torch.Tensor = head(states) if ids is None else linear(states, weight.to(states), head_bias)
-        if scale != 1:
-            logits = logits * scale
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits if bias is None else logits + bias.to(logits.device)
-
-    return logits_of
+def draft_states(
+    draft: PreTrainedModel, traces: Sequence[Trace], depths: int
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return the inputs of the output head, `(positions, hidden)`, and their places among the completion positions of
+    all traces, int64, `(positions,)`; `None` for all. A head has others for each token of a round."""
+    inner = unwrap(draft)
+    return inner.unrolled(traces, depths) if isinstance(inner, DraftHead) else [(completion_states(draft, traces), None)]
 
 
 @neutral_context()
@@ -376,6 +369,8 @@ def check_head(model: PreTrainedModel) -> None:
 def has_plain_head(model: PreTrainedModel) -> bool:
     """Return whether logits can be computed in parts, by [`output_head`]."""
     inner = unwrap(model)
+    if isinstance(inner, DraftHead):
+        return True
     if inner not in _has_plain_head:
         try:
             check_head(model)

@@ -38,10 +38,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.forward import (
-    FULL,
     LOOP_ARGUMENTS,
     MASKED_ATTENTION,
-    SLIDING,
     STATE_KINDS,
     Ragged,
     TargetForward,
@@ -50,7 +48,16 @@ from osd_hf.decoding.forward import (
 )
 from osd_hf.errors import UnsupportedGenerationError, first_line
 from osd_hf.logits_processors import ReplayedProcessor
-from osd_hf.models import config_value, evaluating, has_soft_prompt, num_positions, unwrap, vocab_size_of
+from osd_hf.models import (
+    FULL,
+    SLIDING,
+    config_value,
+    evaluating,
+    has_soft_prompt,
+    num_positions,
+    unwrap,
+    vocab_size_of,
+)
 from osd_hf.utils.context import neutral_context
 
 logger = logging.getLogger(__name__)

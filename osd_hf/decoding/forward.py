@@ -23,6 +23,8 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
+from osd_hf.drafts.states import joined
+from osd_hf.models import model_masks
 from osd_hf.utils.context import to_device
 
 AHEAD = 256  # tokens of an answer in a request's first cache; longer answers move to larger caches
@@ -30,8 +32,7 @@ GROWTH = 1.5  # of a full cache
 MAX_LAG = 24  # tokens that a forward may read again and verify, where recurrent states were rolled back
 # A mask hides the unused end of a cache; attention by lengths would see it.
 MASKED_ATTENTION = ("sdpa", "eager", None)
-# Kinds of layers in configurations.
-FULL, SLIDING = "full_attention", "sliding_attention"
+# Kinds of layers with states in configurations.
 STATE_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # Arguments of transformers' loop that the model's forward does not take.
 LOOP_ARGUMENTS = (
@@ -45,6 +46,11 @@ USUAL_ARGUMENTS = {"use_cache", "logits_to_keep", "output_attentions", "output_h
 def forward_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the loop without those that the forward does not take."""
     return {name: value for name, value in kwargs.items() if name not in LOOP_ARGUMENTS}
+
+
+def asking_for_states(kwargs: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of the loop with a request for hidden states, unless the caller asks for all of them."""
+    return kwargs if kwargs.get("output_hidden_states") else {**kwargs, "output_hidden_states": list(layers)}
 
 
 def layers_with_state(model: PreTrainedModel) -> set[int]:
@@ -140,12 +146,23 @@ def usual_inputs(model: PreTrainedModel, input_ids: Tensor, kwargs: dict[str, An
 
 class TargetForward:
     """Verify the candidates of one row, as transformers' assisted loop does, with any cache that it can crop. `kwargs`
-    are the arguments of the loop. The cache holds `num_cached` tokens of the prompt already."""
+    are the arguments of the loop. The cache holds `num_cached` tokens of the prompt already. `state_layers` are the
+    hidden states that a draft head reads."""
 
     def __init__(
-        self, model: PreTrainedModel, input_ids: Tensor, kwargs: dict[str, Any], num_cached: int | None = None
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        kwargs: dict[str, Any],
+        num_cached: int | None = None,
+        state_layers: Sequence[int] = (),
     ) -> None:
         self.model, self.ids = model, input_ids
+        if state_layers:
+            kwargs = asking_for_states(kwargs, state_layers)
+        self._state_layers, self._padding = state_layers, 0  # before the prompt
+        if isinstance(mask := kwargs.get("attention_mask"), Tensor) and mask.shape == input_ids.shape:
+            self._padding = int((mask[0] == 0).sum())
         self.kwargs = forward_arguments(kwargs)
         self.outputs: Any = None
         self._num_cached, self._count = num_cached or 0, 0
@@ -179,6 +196,13 @@ class TargetForward:
             if self._states is not None and self._usual is None:
                 raise NotImplementedError("its recurrent states are rolled back only where it prepares usual inputs")
         return self.outputs.logits[:, -count - 1 :]  # type: ignore[no-any-return]
+
+    def states(self, row: int, count: int) -> Tensor:
+        """Return the states of tokens that were known before the last forward and had none yet, and of its candidates:
+        of as many as were emitted, `count`. They are in half precision, `(tokens, width)`."""
+        states = joined(self.outputs.hidden_states, self._state_layers)[0]
+        first = self._padding if len(states) > self._lag + self._count + 1 else len(states) - self._count - 1
+        return states[first : len(states) - self._count - 1 + count]
 
     def _catch_up(self) -> None:
         """Read the known tokens behind the position of recurrent states, except for the newest."""
@@ -348,11 +372,7 @@ class Ragged:
         self.device = None if model.device.type == "meta" else model.device  # offloaded weights have no device
         self.place = _Place()
         self.cache = DynamicCache()
-        config = model.config.get_text_config(decoder=True)
-        self._is_additive = config._attn_implementation == "eager"
-        self._window = getattr(config, "sliding_window", None)
-        self._has_kinds = getattr(config, "layer_types", None) is not None
-        self._kinds = set(config.layer_types if self._has_kinds else [SLIDING] if self._window else ())
+        self.outputs: Any = None  # of the last eager forward
 
     def load(self, cache: DynamicCache, padding: Sequence[int]) -> None:
         """Copy the content of a cache with padded rows."""
@@ -373,41 +393,37 @@ class Ragged:
                 for layer in self.cache.layers:
                     layer.resize(self.rows, self.size)
         last = None if last is None else last.to(device)
-        return self.forward(self.model, ids.to(device), to_device(starts, device)[:, None], last, width, **settings)
+        self.outputs = self.run(self.model, ids.to(device), to_device(starts, device)[:, None], last, width, **settings)
+        logits: Tensor = self.outputs.logits
+        return logits
 
     def forward(
         self, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor | None, width: int, **settings: Any
     ) -> Tensor:
-        """Return the logits of tokens, from `starts` on, `(rows, 1)`, on the device. The first `width` columns are
+        """Return the logits of [`~Ragged.run`]."""
+        logits: Tensor = self.run(model, ids, starts, last, width, **settings).logits
+        return logits
+
+    def run(
+        self, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor | None, width: int, **settings: Any
+    ) -> Any:
+        """Return the outputs of tokens, from `starts` on, `(rows, 1)`, on the device. The first `width` columns are
         read."""
         columns = starts + torch.arange(ids.shape[1], device=ids.device)
         self.place.rows = torch.arange(len(ids), device=ids.device)[:, None]
         self.place.columns = columns
         self.place.width = width
-        logits: Tensor = model(
+        # A token sees its row up to itself, or a window of it.
+        distance = columns[:, None, :, None] - torch.arange(width, device=columns.device)
+        return model(
             input_ids=ids,
-            attention_mask=self._mask(model, columns, width),
+            attention_mask=model_masks(model, distance >= 0, distance),
             position_ids=columns if last is None else columns.minimum(last),
             past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
             **settings,
-        ).logits
-        return logits
-
-    def _mask(self, model: PreTrainedModel, columns: Tensor, width: int) -> Any:
-        """Return the mask in the form that the model takes: a token sees its row up to itself, or a window of it."""
-        at, columns = torch.arange(width, device=columns.device), columns[:, None, :, None]
-        masks = {FULL: at <= columns}
-        if SLIDING in self._kinds:
-            masks[SLIDING] = masks[FULL] & (at > columns - int(self._window or 0))
-        if self._is_additive:
-            dtype = model.dtype
-            lowest, zero = torch.finfo(dtype).min, torch.zeros((), dtype=dtype, device=columns.device)
-            masks = {kind: zero.where(mask, lowest) for kind, mask in masks.items()}
-        if SLIDING not in self._kinds:
-            return masks[FULL]
-        return {kind: masks.get(kind) for kind in self._kinds} if self._has_kinds else masks[SLIDING]
+        )
 
     def leave(self, row: int) -> None:
         """Remove a row; the last one takes its place."""

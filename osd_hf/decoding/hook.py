@@ -318,6 +318,7 @@ class Call:
         """Return forwards of the target over a static cache; `None` if it runs eagerly."""
         static = next((b.static for b in reversed(self.bindings) if b.static is not None), None)
         has_states = self.config.output_attentions or self.config.output_hidden_states
+        has_states = has_states or bool(self.draftings[0].state_layers)
         if static is None or has_states or (len(self.requests) == 1 and self._rows_hindrance()):  # batches passed it
             return None
         rows, mask = self.input_ids.tolist(), self.kwargs.get("attention_mask")
@@ -374,7 +375,7 @@ class Call:
             return "prompts are not token ids alone"
         if why := self._rows_hindrance():
             return why
-        drafts = {id(d.draft): d.draft for d in self.draftings if not layers_with_state(d.draft)}
+        drafts = {id(d.draft): d.draft for d in self.draftings if not (d.state_layers or layers_with_state(d.draft))}
         for name, model in (("the target", self.model), *(("the draft", draft) for draft in drafts.values())):
             if why := checks.batch_hindrance(model):
                 return f"{name} cannot hold rows that continue independently: {why}"
@@ -422,7 +423,8 @@ class Call:
 
     def _draft_source(self, loop: Loop, drafting: Drafting, rows: list[int]) -> DraftSource | None:
         texts = [loop.rows[number].tokens for number in rows]
-        forward = drafting.forward(self.kwargs, texts, int(self.config.max_length))
+        states = [loop.rows[number].states for number in rows]
+        forward = drafting.forward(self.kwargs, texts, int(self.config.max_length), states)
         if forward is None:
             return None
         return DraftSource(

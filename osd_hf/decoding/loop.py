@@ -87,6 +87,7 @@ class Row:
     prompt_tokens: int
     text: RequestText | None = None  # that may continue the row
     guesses: list[Guess] = field(default_factory=list)  # its continuation in this round
+    states: list[Tensor] = field(default_factory=list)  # of the target, if the draft reads them; `(tokens, width)` each
     source: DraftSource | None = None  # the draft of the row, once it has proposed
     end: int | None = None  # tokens of the answer, once it has ended
     accepted: int = 0  # drafted tokens so far
@@ -125,6 +126,9 @@ class Loop:
         self.emitted = 0  # tokens of all rows
         self.judged: list[tuple[int, int]] = []  # of a round; see `DraftLength.took`
         self.guessed: list[tuple[Guess, bool]] = []
+        # Without the states of a prompt that is in the cache already, a head cannot draft.
+        is_whole = not any(row.request.num_cached for row in self.rows)
+        self.state_layers = self.call.draftings[0].state_layers if is_whole and not self.length.is_plain else []
         self.target = self._make_target()
         self.returned = _Returned(self) if self.config.return_dict_in_generate else None
 
@@ -162,9 +166,10 @@ class Loop:
             static: BatchTargetForward = self.call.target
             return static
         if len(self.rows) == 1:
-            return TargetForward(self.model, self.input_ids, self.kwargs, self.rows[0].request.num_cached)
-        texts = [row.tokens for row in self.rows]
-        return BatchTargetForward(self.model, self.input_ids, self.kwargs, texts, self.max_new_tokens)
+            cached = self.rows[0].request.num_cached
+            return TargetForward(self.model, self.input_ids, self.kwargs, cached, self.state_layers)
+        texts, most, layers = [row.tokens for row in self.rows], self.max_new_tokens, self.state_layers
+        return BatchTargetForward(self.model, self.input_ids, self.kwargs, texts, most, state_layers=layers)
 
     def decode(self) -> Any:
         """Return the answers as `generate` returns them."""
@@ -324,6 +329,8 @@ class Loop:
                 self._record(i, row, drafted, emitted, logits[i], verdict, is_text)
             if row.text is not None:
                 self._check_guesses(row, emitted, len(drafted) if is_text else 1)
+            if self.state_layers:
+                row.states.append(self.target.states(i, len(emitted)))
             row.tokens += emitted
             self.emitted += len(emitted)
             if row.source is not None:  # the last token is still to be read, even if it was drafted
@@ -466,6 +473,7 @@ class Loop:
         sequences = torch.cat([self.input_ids, answers], 1)
         for i, row in enumerate(self.rows):
             row.request.sequence = sequences[i : i + 1, : self.input_ids.shape[1] + (row.end or 0)]
+            row.request.states = row.states
         if self.kwargs.get("streamer") is not None:
             self.kwargs["streamer"].end()
         return sequences if self.returned is None else self.returned.output(sequences)

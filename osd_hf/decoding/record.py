@@ -20,6 +20,7 @@ from osd_hf.decoding.checks import foreign_arguments, log_once
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.text import TextIndex
+from osd_hf.drafts.states import keep_states
 from osd_hf.errors import UnsupportedGenerationError
 from osd_hf.models import vocab_size_of
 from osd_hf.target_version import target_version
@@ -264,6 +265,7 @@ class Request:
         self.earlier: Sequence[TextIndex] = ()
         self.sequence = input_ids  # prompt and answer so far
         self.rounds: list[Round] = []
+        self.states: list[torch.Tensor] = []  # of the target, `(tokens, width)` each, if the draft reads them
         self.ended_at_seconds = 0.0
         self.rows = Rows({b.num_logprobs for b in bindings})
 
@@ -325,7 +327,7 @@ class Request:
         completion, rounds = _as_draft_rounds(self.sequence[0, self.input_ids.shape[1] :], self.rounds)
         width, size = 0 if has_changed else binding.num_logprobs, vocab_size_of(self.model)
         top_logits, top_ids, tail = self.rows.stored(width, len(completion), size)
-        return Trace(
+        trace = Trace(
             prompt_ids=self.prompts[0],
             decoder_prompt_ids=self.prompts[1],
             completion_ids=completion,
@@ -340,6 +342,9 @@ class Request:
             created_at_seconds=self.ended_at_seconds,
             target=None if has_changed else self.version,
         )
+        if self.states:
+            keep_states(trace, torch.cat(self.states)[: len(trace.prompt_ids) + len(trace) - 1])
+        return trace
 
 
 def stores_rows(bindings: Sequence[Binding]) -> bool:

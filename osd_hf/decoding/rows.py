@@ -20,6 +20,7 @@ from osd_hf.decoding.forward import (
     usual_tensors,
 )
 from osd_hf.decoding.static import MAX_STATIC_TOKENS, StaticForward
+from osd_hf.drafts.states import joined
 from osd_hf.utils.context import to_device
 
 DRAFTED_AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, MAX_K)  # tokens of a graph; other numbers are rounded up
@@ -88,6 +89,8 @@ class BatchDraftForward:
     """Run a draft over rows, each with its own length. The methods are those of
     [`~osd_hf.decoding.sources.DraftForward`]. For the draft, [`~osd_hf.decoding.checks.batch_hindrance`] returns
     `None`. Sequences have at most `most` tokens."""
+
+    is_ready = True
 
     def __init__(
         self,
@@ -222,8 +225,14 @@ class BatchTargetForward:
         texts: Sequence[Sequence[int]],
         max_new_tokens: int,
         static: StaticForward | None = None,
+        state_layers: Sequence[int] = (),
     ) -> None:
         self.model, self.input_ids, self.kwargs = model, input_ids, forward_arguments(kwargs)
+        self._state_layers = list(state_layers)
+        self._hidden: Any = None  # `(rows, tokens, width)` of the last forward
+        # Of each row: the place of the first token that had no states before, and that of the newest known token.
+        self._places: list[tuple[int, int]] = []
+        self._states_settings = {"output_hidden_states": self._state_layers} if state_layers else {}
         self._padding = [input_ids.shape[1] - len(text) for text in texts]
         self._known = [len(text) for text in texts]
         self._unread = [list(text[-1:]) for text in texts]  # known tokens behind the position of each row's states
@@ -264,8 +273,21 @@ class BatchTargetForward:
         places = count + torch.arange(k + 1, device=tokens.device)
         ids = copied[:, :-2].scatter(1, places[:, :-1], tokens)
         last = at + count - 1 + is_proposed.sum(1, keepdim=True)
-        logits = self._forward.feed(ids, [fact[-2] for fact in facts], last)
+        logits = self._forward.feed(ids, [fact[-2] for fact in facts], last, **self._states_settings)
+        self._take_states([(len(row) - 1, len(row) - 1) for row in self._unread])
         return logits if most == 1 else logits.gather(1, (places - 1)[..., None].expand(-1, -1, logits.shape[2]))
+
+    def _take_states(self, places: list[tuple[int, int]], hidden_states: Any = None) -> None:
+        if self._state_layers:
+            if hidden_states is None and self._forward.ragged is not None:
+                hidden_states = self._forward.ragged.outputs.hidden_states
+            self._hidden, self._places = joined(hidden_states, self._state_layers), places
+
+    def states(self, row: int, count: int) -> Tensor:
+        """Return the states of a row's tokens as [`~osd_hf.decoding.forward.TargetForward.states`] does."""
+        first, newest = self._places[row]
+        states: Tensor = self._hidden[row, first : newest + count]
+        return states
 
     def _catch_up(self) -> None:
         """Let rows read the known tokens behind the positions of their states, except for the newest: as many as the
@@ -295,7 +317,10 @@ class BatchTargetForward:
         inputs["past_key_values"] = kwargs["past_key_values"]  # Phi-3 drops an empty one behind a length
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = count + 1
-        logits: Tensor = self.model(**inputs, return_dict=True).logits
+        outputs = self.model(**inputs, **self._states_settings, return_dict=True)
+        newest = self.input_ids.shape[1] - 1
+        self._take_states([(padding, newest) for padding in self._padding], outputs.hidden_states)
+        logits: Tensor = outputs.logits
         self._forward.load(self.cache, self._padding, self._max_new_tokens)
         if self._forward.ragged is not None:
             self._states = RecurrentStates.of(self._forward.ragged.cache)

@@ -18,8 +18,10 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.draft_length import DraftLength, Pacer
 from osd_hf.decoding.forward import RecurrentStates
+from osd_hf.decoding.head import HeadForward
 from osd_hf.decoding.rows import BatchDraftForward
 from osd_hf.decoding.static import StaticForward
+from osd_hf.drafts.head import DraftHead
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL, WITHOUT_CONTEXT, RowProcessors, is_capturable, sample
 from osd_hf.models import has_soft_prompt, num_positions, unwrap
@@ -108,12 +110,24 @@ class Drafting:
         """Number of positions of the draft."""
         return num_positions(self.draft.config)
 
+    @property
+    def state_layers(self) -> list[int]:
+        """The hidden states of the target that the draft reads."""
+        return self.draft.config.state_layers if isinstance(self.draft, DraftHead) else []
+
     def forward(
-        self, kwargs: dict[str, Any], texts: Sequence[Sequence[int]], most: int
-    ) -> DraftForward | BatchDraftForward | None:
+        self,
+        kwargs: dict[str, Any],
+        texts: Sequence[Sequence[int]],
+        most: int,
+        states: Sequence[list[Tensor]] = (),
+    ) -> DraftForward | BatchDraftForward | HeadForward | None:
         """Return the forwards of rows with these tokens, and at most `most` in the end, of a request with these loop
-        arguments. `None` if the source is longer than the draft's positions."""
+        arguments, to whose `states` the loop appends those of the target. `None` if the source is longer than the
+        draft's positions."""
         model, limit = self.model()[0], self.max_positions
+        if isinstance(model, DraftHead):
+            return HeadForward(model, states, most if limit is None else min(most, limit))
         if self.draft.config.is_encoder_decoder:
             source = kwargs["inputs_tensor"]
             if not source.is_floating_point() and limit is not None and source.shape[1] > limit:
@@ -191,6 +205,7 @@ class DraftForward:
     """Run a draft over one row. `source` are further arguments of each forward, such as an encoder's outputs."""
 
     captures = False  # no graph drafts several tokens
+    is_ready = True
 
     def __init__(self, draft: PreTrainedModel, source: dict[str, Any] | None = None) -> None:
         self.draft = draft
@@ -256,7 +271,7 @@ class DraftSource:
 
     def __init__(
         self,
-        forward: DraftForward | BatchDraftForward,
+        forward: DraftForward | BatchDraftForward | HeadForward,
         rows: Sequence[int],
         processors: RowProcessors | None,
         *,
@@ -301,7 +316,7 @@ class DraftSource:
         A row ends with a token that is less probable than the `threshold`."""
         rooms = [self.room(len(text), room) for text, room in zip(texts, rooms, strict=True)]
         k, self.times = min(k, max(rooms)), []
-        if k <= 0:
+        if k <= 0 or not self.forward.is_ready:
             return None
         self.reads_prompt, self._has_read_prompt = not self._has_read_prompt, True
         began, drafted = self.clock(), None

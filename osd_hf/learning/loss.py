@@ -18,8 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from osd_hf.learning.weights import hidden_matrices
 from osd_hf.losses import outcome_logprobs
-from osd_hf.models import config_value, unwrap, vocab_size_of
-from osd_hf.replay import CHUNK_LOGITS, completion_states, output_head
+from osd_hf.models import config_value, output_head, unwrap, vocab_size_of
+from osd_hf.drafts.head import DEPTH_WEIGHT, TRAINED_DEPTH, DraftHead
+from osd_hf.replay import CHUNK_LOGITS, completion_states, draft_states
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.kernels import OneDnnLinear
 
@@ -50,12 +51,40 @@ def divergence_sum(
     """Sum a divergence (a value of `osd_hf.losses.DIVERGENCES`) from the target's `rows` over the completion positions
     of a batch, in the order of the traces, in nats: a scalar in float32. With `where`, bool, `(positions,)`, only
     these positions count. With `tail`, tokens outside of the stored rows are sampled. The layers run over all of the
-    batch. The output head runs over chunks of positions, and its logits are recomputed in the backward pass."""
-    states, head = completion_states(draft, traces), output_head(draft)
-    states = states if where is None else states[where.to(states.device)]
-    num_columns = traces[0].vocab_size
-    if tail is not None and len(states):
+    batch. The output head runs over chunks of positions, and its logits are recomputed in the backward pass. Of a
+    head, the tokens of a round are unrolled, and the divergences at later ones count less."""
+    head, num_columns = output_head(draft), traces[0].vocab_size
+    parts = draft_states(draft, traces, TRAINED_DEPTH)
+    weights = [DEPTH_WEIGHT**depth for depth in range(len(parts))]
+    sums = []
+    if tail is not None and sum(map(len, traces)):
         head, rows, num_columns = tail.restrict(draft, rows, num_columns)
+    for weight, (states, at) in zip(weights, parts, strict=True):
+        if at is None:
+            states = states if where is None else states[where.to(states.device)]
+            part = rows
+        else:
+            places = at.to("cpu") if where is None else (where.cumsum(0) - 1)[at.to("cpu")]
+            if where is not None:
+                is_counted = where[at.to("cpu")]
+                states, places = states[is_counted.to(states.device)], places[is_counted]
+            part = functools.partial(_rows_at, rows, places)
+        sums.append(weight * _chunked_sum(states, head, part, num_columns, divergence))
+    return torch.stack(sums).sum() / sum(weights)
+
+
+def _rows_at(rows: TargetRows, places: Tensor, where: slice) -> tuple[Tensor | None, Tensor]:
+    return rows(places[where])  # type: ignore[arg-type]
+
+
+def _chunked_sum(
+    states: Tensor,
+    head: Callable[[Tensor], Tensor],
+    rows: TargetRows,
+    num_columns: int,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Sum a divergence over positions, `(positions, hidden)`."""
     chunk_size = max(1, CHUNK_LOGITS // num_columns)
 
     def chunk_sum(chunk: Tensor, first: int) -> Tensor:
@@ -168,6 +197,8 @@ class ActivationMemory:
         # A fused kernel keeps a float32 mask, which holds the position biases of some encoder-decoders.
         rows = 3 * heads if is_eager else heads if config.is_encoder_decoder else 1
         width = config_value(config, "hidden_size") or 0
+        if isinstance(unwrap(draft), DraftHead):  # each token of a round is a forward, and none is recomputed
+            return cls(TRAINED_DEPTH * BYTES_PER_FEATURE * features, 4 * TRAINED_DEPTH**2 * rows * layers, 0, 1)
         return cls(BYTES_PER_FEATURE * features, 4 * rows * layers, 4 * width * layers, layers)
 
     def fits(self, rows: int, tokens: int) -> bool:
@@ -185,6 +216,8 @@ class ActivationMemory:
 
 
 def _layers(model: Any) -> list[Any]:
+    if isinstance(unwrap(model), DraftHead):  # its cache would be filled twice
+        return []
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -1,0 +1,1 @@
+"""The kinds of drafts that are more than a language model."""

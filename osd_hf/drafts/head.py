@@ -1,0 +1,253 @@
+"""Draft heads: one decoder layer that reads the hidden states of its target beside the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from osd_hf.drafts.states import StateSource
+from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.models import model_masks, output_head
+from osd_hf.trace import Trace
+
+DEPTH_WEIGHT = 0.8  # of a drafted token in the loss, relative to the one before
+TRAINED_DEPTH = 3  # tokens of a round that the loss unrolls
+
+
+class DraftHeadConfig(PreTrainedConfig):
+    """
+    Configuration of a [`DraftHead`].
+
+    Args:
+        text_config (`dict` or `PreTrainedConfig`): Configuration of a language model of the target's family with the
+            layers of the head.
+        state_layers (`list[int]`): Which hidden states of the target are read, as numbered by `output_hidden_states`;
+            -1 is the state behind the last norm.
+        state_size (`int`): Width of one of them.
+        layout (`str`): `"mtp"` or `"eagle3"`; see [`DraftHead`].
+        draft_vocab_size (`int`, *optional*): `"eagle3"` only: rows of the output head; by default the vocabulary's.
+        norm_before_residual, norm_before_fc, fc_norm (`bool`): `"eagle3"` only: the norms that a checkpoint has.
+    """
+
+    model_type = "osd_hf_head"
+    sub_configs = {"text_config": AutoConfig}
+
+    def __init__(
+        self,
+        text_config: Any = None,
+        state_layers: Sequence[int] = (-1,),
+        state_size: int | None = None,
+        layout: str = "mtp",
+        draft_vocab_size: int | None = None,
+        norm_before_residual: bool = False,
+        norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if isinstance(text_config, dict):
+            text_config = AutoConfig.for_model(**text_config)
+        self.text_config = text_config
+        self.state_layers = list(state_layers)
+        self.state_size = state_size
+        self.layout = layout
+        self.draft_vocab_size = draft_vocab_size
+        self.norm_before_residual = norm_before_residual
+        self.norm_before_fc = norm_before_fc
+        self.fc_norm = fc_norm
+        super().__init__(**kwargs)
+
+
+class DraftHead(PreTrainedModel):
+    """
+    A draft that reads hidden states of its target. At each token it reads the embedding and the target's state of the
+    token before; at drafted tokens, for which the target has no state yet, its own output in place of it.
+
+    - `"mtp"`: a projection mixes embedding and state, and the layers of a language model of the target's family read the
+      result. A head made by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with
+      `[identity | 0]`.
+    - `"eagle3"` (arXiv 2503.01840): three states are projected to one; the attention of one layer reads embedding and
+      state side by side; the output head may have a vocabulary of its own. Checkpoints are those of the `speculators`
+      package.
+
+    Heads are not called by transformers' loop: they draft inside of [`OnlineAssistant`].
+    """
+
+    config_class = DraftHeadConfig
+    config: DraftHeadConfig
+    base_model_prefix = ""
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _supports_flash_attn = True
+
+    def __init__(self, config: DraftHeadConfig) -> None:
+        super().__init__(config)
+        text = config.text_config
+        inner = AutoModelForCausalLM.from_config(text)
+        self.model = inner.get_decoder()
+        self.lm_head = inner.get_output_embeddings()
+        width, size = text.hidden_size, config.state_size or text.hidden_size
+        count = len(config.state_layers)
+        self.state_proj = nn.Linear(count * size, width, bias=False) if count * size != width else None
+        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.source: StateSource | None = None
+        self.generation_config = GenerationConfig()
+        self.post_init()
+
+    def _init_weights(self, module: Any) -> None:
+        if module is self.input_proj:
+            width = module.out_features
+            with torch.no_grad():
+                module.weight.zero_()
+                module.weight[:, :width] = torch.eye(width).to(module.weight)
+        elif module is self.state_proj:
+            with torch.no_grad():  # the last state
+                module.weight.zero_()
+                rows, columns = module.weight.shape
+                least = min(rows, columns)
+                module.weight[:least, columns - least :] = torch.eye(least).to(module.weight)
+
+    @classmethod
+    def from_draft(cls, draft: PreTrainedModel, target: PreTrainedModel, state_layers: Sequence[int] = (-1,)) -> Any:
+        """Return a head that drafts as this decoder-only language model until it learns. Embeddings and output head
+        share memory with the draft's."""
+        if draft.config.is_encoder_decoder:
+            raise UnsupportedModelError("A draft head needs a decoder-only target, got an encoder-decoder.")
+        config = DraftHeadConfig(draft.config, state_layers, target.config.get_text_config(decoder=True).hidden_size)
+        for name, value in vars(draft.config).items():
+            if name.startswith("osd_hf_"):
+                setattr(config, name, value)
+        with torch.inference_mode(False), torch.device("meta"):
+            head = cls(config)
+        head.model, head.lm_head = draft.get_decoder(), draft.get_output_embeddings()
+        with torch.inference_mode(False):
+            for name in ("input_proj", "state_proj"):
+                if (part := getattr(head, name)) is not None:
+                    setattr(head, name, part.to_empty(device=draft.device).to(draft.dtype))
+                    head._init_weights(getattr(head, name))
+        head.generation_config = draft.generation_config
+        return head.bind(target).eval()
+
+    def bind(self, target: PreTrainedModel) -> DraftHead:
+        """Read the states of this target from now on; raises UnsupportedModelError if it has no such states."""
+        text = target.config.get_text_config(decoder=True)
+        if target.config.is_encoder_decoder or text.hidden_size != self.config.state_size:
+            raise UnsupportedModelError(
+                f"The draft head reads states with {self.config.state_size} values, {type(target).__name__} has "
+                f"{text.hidden_size}. Use a head of this target."
+            )
+        self.source = StateSource(target, self.config.state_layers)
+        return self
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def set_input_embeddings(self, value: Any) -> None:
+        self.model.set_input_embeddings(value)
+
+    def set_output_embeddings(self, value: Any) -> None:
+        self.lm_head = value
+
+    def get_decoder(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ConfigError: a head needs its target."""
+        raise ConfigError("A draft head cannot generate without its target. Use `OnlineAssistant(target, head)`.")
+
+    # --- forwards ---------------------------------------------------------------------------------------------------
+
+    def reduced(self, states: Tensor) -> Tensor:
+        """Return the target's states, `(rows, tokens, width)`, as the head reads them, `(rows, tokens, hidden)`."""
+        states = states.to(device=self.input_proj.weight.device, dtype=self.input_proj.weight.dtype)
+        return states if self.state_proj is None else self.state_proj(states)
+
+    def outputs(self, ids: Tensor, states: Tensor, **inputs: Any) -> Tensor:
+        """Return the inputs of the output head at tokens, `(rows, tokens, hidden)`. They take the place of the
+        target's states behind drafted tokens. `states` are reduced ones of the tokens before."""
+        embeddings = self.get_input_embeddings()(ids).to(states.dtype)
+        mixed = self.input_proj(torch.cat([embeddings, states], -1))
+        hidden: Tensor = self.model(inputs_embeds=mixed, return_dict=True, **inputs).last_hidden_state
+        return hidden
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor, at: Tensor | None = None, **inputs: Any
+    ) -> CausalLMOutputWithPast:
+        """Return the logits behind tokens, `(rows, tokens, vocab)`, or behind one token of each row, `at`, int64,
+        `(rows,)`; and their states in `hidden_states`. `states` are reduced ones, `(rows, tokens, hidden)`."""
+        inputs.pop("return_dict", None)
+        hidden = self.outputs(input_ids, states, **inputs)
+        if at is not None:
+            hidden = hidden[torch.arange(len(hidden), device=hidden.device), at][:, None]
+        return CausalLMOutputWithPast(
+            logits=output_head(self)(hidden), past_key_values=inputs.get("past_key_values"), hidden_states=(hidden,)
+        )
+
+    def unrolled(self, traces: Sequence[Trace], depth: int) -> list[tuple[Tensor, Tensor]]:
+        """Return, for the first `depth` tokens of a round, the inputs of the output head where a round could begin,
+        with the true tokens as input: `(positions, hidden)`, and int64, `(positions,)`, the places of the predicted
+        tokens among the completion tokens of all traces, one trace after the other. Attention is that of drafting: a
+        drafted token sees the verified tokens up to where its round begins, and the drafted ones of its own round."""
+        if self.source is None:
+            raise ConfigError("The draft head does not know its target. Call `head.bind(target)` first.")
+        device = self.input_proj.weight.device
+        prompt, width = max(len(t.prompt_ids) for t in traces), max(len(t) for t in traces)
+        total = prompt + width - 1
+        ids = np.zeros((len(traces), prompt + width), np.int64)
+        padding = [prompt - len(t.prompt_ids) for t in traces]
+        for row, pad, t in zip(ids, padding, traces, strict=True):
+            row[pad : pad + len(t.prompt_ids)] = t.prompt_ids
+            row[prompt : prompt + len(t)] = t.completion_ids
+        tokens = torch.from_numpy(ids).to(device)
+        kept = self.source.of(traces)
+        before = torch.stack([
+            torch.nn.functional.pad(states, (0, 0, pad + 1, total - pad - 1 - len(states)))  # cut, if it is longer
+            for pad, states in zip(padding, kept, strict=True)
+        ])  # fmt: skip
+        pads = torch.tensor(padding, device=device)[:, None]
+        columns = torch.arange(total, device=device)
+        is_real = columns >= pads
+        places = (columns - pads).clamp(min=0)
+        mask = (columns[:, None] >= columns)[None] & is_real[:, None] | torch.eye(total, device=device).bool()
+        cache, distance = DynamicCache(), columns[:, None] - columns
+        states = self.outputs(
+            tokens[:, :total], self.reduced(before), attention_mask=model_masks(self, mask[:, None], distance),
+            position_ids=places, past_key_values=cache, use_cache=True,
+        )[:, prompt - 1 :]  # fmt: skip
+        lengths = [len(t) for t in traces]
+        firsts = np.cumsum([0, *lengths[:-1]])
+        begins = torch.arange(width, device=device)
+        mask, distance, diagonal = mask[:, prompt - 1 :], distance[prompt - 1 :], torch.eye(width, device=device).bool()
+        found = []
+        for j in range(depth):
+            if j:
+                mask = torch.cat([mask, diagonal.expand(len(traces), -1, -1)], -1)
+                distance = torch.cat([distance + 1, begins[:, None] - begins], -1)
+                drafted = tokens[:, (prompt - 1 + j + begins).clamp(max=tokens.shape[1] - 1)]
+                states = self.outputs(
+                    drafted, states, attention_mask=model_masks(self, mask[:, None], distance),
+                    position_ids=places[:, prompt - 1 :] + j, past_key_values=cache, use_cache=True,
+                )  # fmt: skip
+            rows = [states[i, : max(n - j, 0)] for i, n in enumerate(lengths)]
+            at = [np.arange(first + j, first + n) for first, n in zip(firsts, lengths, strict=True)]
+            found.append((torch.cat(rows), torch.from_numpy(np.concatenate(at)).to(device)))
+        return found
+
+
+AutoConfig.register(DraftHeadConfig.model_type, DraftHeadConfig)
+AutoModelForCausalLM.register(DraftHeadConfig, DraftHead)

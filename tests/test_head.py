@@ -1,0 +1,246 @@
+"""Draft heads: they start as the draft that they were made of, draft what replay computes, and change no answer."""
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from test_lossless import PAIRS, answer_distribution, fits, sampled_answers, small_pair
+from test_lossless import VOCAB as SMALL_VOCAB
+from test_models import family
+
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
+from osd_hf.distillation.make_draft import copy_layers
+from osd_hf.drafts.head import DraftHead
+from osd_hf.drafts.states import half, keep_states
+from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.learning.updater import Updater
+from osd_hf.recording import record_traces
+from osd_hf.replay import completion_logits
+from osd_hf.trace import bare_trace
+
+FAMILIES = (*models.DECODER_ONLY, "qwen2", "mixtral")
+FIXED = OnlineConfig(num_assistant_tokens=4, update_strategy="manual", gate=False)
+LEARNING = OnlineConfig(
+    num_assistant_tokens=4, update_strategy="interval", update_interval=2, steps_per_update=2, learning_rate=3e-3,
+    gate=False,
+)  # fmt: skip
+
+
+def head_of(target: Any, layers: tuple[int, ...] = (0,), states: tuple[int, ...] = (-1,), noise: float = 0.0) -> Any:
+    """A head of one layer; with noise, it reads the states."""
+    head = DraftHead.from_draft(copy_layers(target, list(layers)), target, states)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for projection in (head.input_proj, head.state_proj):
+            if projection is not None:
+                projection.weight.add_(noise * torch.randn(projection.weight.shape, generator=generator))
+    return models.fixed_k(head, 4)
+
+
+def prompts(count: int = 4, length: int = 7) -> list[torch.Tensor]:
+    return list(torch.randint(3, models.VOCAB, (count, 1, length)))
+
+
+def answered(assistant: OnlineAssistant, ids: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, list[Trace]]:
+    seen: list[Trace] = []
+    mask = settings.pop("attention_mask", torch.ones_like(ids))
+    output = assistant.generate(ids, attention_mask=mask, on_trace=seen.append, **{"do_sample": False, **settings})
+    return output, seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_starts_as_the_draft_that_it_was_made_of(family: str) -> None:
+    target = models.build(family)
+    cut = copy_layers(target, [0])
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts()], max_new_tokens=12))
+    head = DraftHead.from_draft(cut, target)
+    expected, found = completion_logits(cut, traces), completion_logits(head, traces)
+    assert torch.allclose(expected, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("states", [(-1,), (0, 1, 2)])
+def test_greedy_answers_are_the_targets_while_a_head_learns(family: str, states: tuple[int, ...]) -> None:
+    target = models.build(family)
+    with OnlineAssistant(target, head_of(target, states=states, noise=0.05), config=LEARNING) as assistant:
+        for ids in prompts(6):
+            output, _ = answered(assistant, ids, max_new_tokens=24)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=24))
+        assert assistant.learning_error is None
+        assert len(assistant.decisions) == 3
+        assert assistant.stats.drafted
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_batch_are_the_targets(family: str) -> None:
+    target = models.build(family)
+    ids = torch.randint(3, models.VOCAB, (4, 9))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate((0, 3, 1, 5)):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    with OnlineAssistant(target, head_of(target, noise=0.05), config=LEARNING) as assistant:
+        for _ in range(2):
+            output, seen = answered(assistant, ids, attention_mask=mask, max_new_tokens=20)
+            assert torch.equal(output, target.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20))
+        assert len(seen) == 4 and all(sum(r.num_drafted for r in trace.rounds) for trace in seen)
+
+
+@pytest.mark.parametrize("states", [(-1,), (0, 1, 2)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_replay_counts_what_a_live_head_did(rows: int, states: tuple[int, ...]) -> None:
+    target = models.build("llama").double()
+    head = head_of(target, states=states, noise=0.02)
+    with OnlineAssistant(target, head, config=FIXED) as assistant:
+        seen = [
+            trace
+            for ids in torch.randint(3, models.VOCAB, (4, rows, 7))
+            for trace in answered(assistant, ids, max_new_tokens=24)[1]
+        ]
+        live = sum(map(AcceptanceStats.from_trace, seen), AcceptanceStats())
+        replayed = replay(assistant.draft, seen, 4)
+        copies = [copy.copy(trace) for trace in seen]  # of which no states are kept
+        computed = replay(assistant.draft, copies, 4)
+    assert 0 < live.accepted < live.examined
+    for stats in (replayed, computed):
+        assert (stats.examined, stats.accepted, stats.emitted) == (live.examined, live.accepted, live.emitted)
+        assert stats.target_forwards == live.target_forwards
+        assert stats.accepted_length_histogram == live.accepted_length_histogram
+
+
+def test_a_head_learns_from_states_what_tokens_do_not_show() -> None:
+    target = models.build("llama")
+    texts = [ids[0].tolist() for ids in prompts(24)]
+    traces = list(record_traces(target, texts, max_new_tokens=24))
+    training, held_out = traces[:16], traces[16:]
+    scores = {}
+    for name, draft in (("cut", copy_layers(target, [0])), ("head", head_of(target))):
+        config = OnlineConfig(num_assistant_tokens=4, buffer_size=16, learning_rate=1e-2, gate=False)
+        updater = Updater(draft, config, frozen={"model.embed_tokens.weight", "lm_head.weight"})
+        updater.buffer.extend(training)
+        for _ in range(60):
+            updater.update(1)
+        updater.copy_to(draft)
+        scores[name] = replay(draft, held_out, 4).alpha
+    assert scores["head"] > scores["cut"] + 0.05
+
+
+def test_sampled_answers_have_the_targets_distribution_while_a_head_learns() -> None:
+    target, _ = small_pair()
+    ids = models.prompt(3, vocab_size=SMALL_VOCAB)
+    with OnlineAssistant(target, head_of(target, noise=0.3), config=LEARNING) as assistant:
+        counts = sampled_answers(assistant, ids, 250)
+        assert fits(counts, answer_distribution(target, ids), PAIRS) > 1e-3
+        assert len(assistant.decisions) == 125
+        assert 0.2 < assistant.stats.alpha < 0.95
+
+
+def test_states_that_the_caller_asks_for_are_the_targets() -> None:
+    target = models.build("llama")
+    ids, how = prompts(1)[0], {"max_new_tokens": 12, "return_dict_in_generate": True, "output_hidden_states": True}
+    with OnlineAssistant(target, head_of(target, noise=0.05), config=FIXED) as assistant:
+        output, seen = answered(assistant, ids, **how)
+    alone = target.generate(ids, do_sample=False, **how)
+    assert torch.equal(output.sequences, alone.sequences)
+    assert sum(r.num_drafted for r in seen[0].rounds)
+    for ours, theirs in zip(output.hidden_states, alone.hidden_states, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_head_is_saved_and_loaded(tmp_path: Path) -> None:
+    target = models.build("qwen3")
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts()], max_new_tokens=12))
+    with OnlineAssistant(target, head_of(target, states=(0, 2), noise=0.05), config=FIXED) as assistant:
+        assistant.save_pretrained(tmp_path / "head")
+        expected = completion_logits(assistant.draft, traces)
+    with OnlineAssistant(target, tmp_path / "head", config=FIXED, dtype="float32") as again:
+        assert isinstance(again.draft, DraftHead)
+        assert torch.allclose(expected, completion_logits(again.draft, traces), atol=1e-5)
+
+
+def test_a_session_with_a_head_goes_on(tmp_path: Path) -> None:
+    target, ids = models.build("llama"), prompts(3)
+    with OnlineAssistant(target, head_of(target), config=FIXED) as assistant:
+        for one in ids:
+            answered(assistant, one, max_new_tokens=12)
+        assistant.update(4)
+        assistant.save_state(tmp_path)
+        weights = assistant.draft.state_dict()
+    with OnlineAssistant(target, head_of(target), config=FIXED) as again:
+        again.load_state(tmp_path)
+        assert all(torch.equal(weights[name], found) for name, found in again.draft.state_dict().items())
+        again.update(1)
+
+
+def test_states_are_kept_within_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, kept = models.build("llama"), []
+    monkeypatch.setattr("osd_hf.drafts.states.MAX_KEPT_BYTES", 2500)
+    source = head_of(target).source
+    forwards = itertools.count()
+    target.model.register_forward_pre_hook(lambda *_: (next(forwards), None)[1])
+    for number in range(3):
+        trace = bare_trace([1, 2, 3], [4, 5, 6], models.VOCAB)
+        keep_states(trace, half(torch.full((5, 100), float(number))))
+        kept.append(trace)
+    assert source is not None
+    assert float(source.of(kept[2:])[0][0, 0]) == 2.0  # the newest
+    before = next(forwards)
+    assert source.of(kept[:1])[0].shape == (5, 32)  # recomputed
+    assert next(forwards) == before + 2  # one forward, and this call
+
+
+def test_a_head_of_another_target_is_refused() -> None:
+    head = head_of(models.build("llama"))
+    with pytest.raises(UnsupportedModelError, match="32 values"):
+        OnlineAssistant(models.build("llama", hidden_size=64), head)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        DraftHead.from_draft(copy_layers(models.build("t5"), [0]), models.build("t5"))
+    with pytest.raises(ConfigError, match="OnlineAssistant"):
+        head.generate(torch.ones(1, 2, dtype=torch.long))
+
+
+def test_a_failing_head_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, ids = models.build("llama"), prompts(1)[0]
+    with OnlineAssistant(target, head_of(target), config=FIXED) as assistant:
+        monkeypatch.setattr(DraftHead, "forward", lambda *_, **__: 1 / 0)
+        output, _ = answered(assistant, ids, max_new_tokens=12)
+    assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=12))
+
+
+def test_drafts_per_domain_are_adapters_of_a_head() -> None:
+    peft = pytest.importorskip("peft")
+    target = models.build("llama")
+    lora = peft.LoraConfig(r=4, target_modules=["input_proj", "q_proj", "down_proj"])
+    made = OnlineAssistant(target, head_of(target), config=LEARNING, router=lambda _: "sql", peft_config=lora)
+    with made as assistant:
+        for ids in prompts(4):
+            output, _ = answered(assistant, ids, domain="sql", max_new_tokens=16)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=16))
+        assert assistant.learning_error is None
+        assert assistant.decisions[-1].outcome == "promoted"
+
+
+def test_stored_traces_have_no_states(tmp_path: Path) -> None:
+    target = models.build("llama")
+    with OnlineAssistant(target, head_of(target), config=FIXED, store=tmp_path) as assistant:
+        _, seen = answered(assistant, prompts(1)[0], max_new_tokens=12)
+        expected = replay(assistant.draft, seen, 4)
+    (stored,) = CorrectionStore(tmp_path)
+    assert replay(assistant.draft, [stored], 4).accepted == expected.accepted
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_help_targets_with_recurrent_layers(name: str, rows: int) -> None:
+    target = family(name)
+    attention = next(i for i, kind in enumerate(target.config.layer_types) if kind == "full_attention")
+    ids = torch.randint(3, models.VOCAB, (rows, 7))
+    with OnlineAssistant(target, head_of(target, (attention,), noise=0.05), config=LEARNING) as assistant:
+        for _ in range(3):
+            output, seen = answered(assistant, ids, max_new_tokens=20)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=20))
+        assert sum(r.num_drafted for r in seen[0].rounds)
+        assert assistant.learning_error is None
