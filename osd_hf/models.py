@@ -477,7 +477,7 @@ def output_head(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Call
     inner = unwrap(model)
     config = inner.config.get_text_config(decoder=True)
     head, cap = inner.get_output_embeddings(), getattr(config, "final_logit_softcapping", None)
-    bias = getattr(inner, "final_logits_bias", None)
+    bias, spread = getattr(inner, "final_logits_bias", None), getattr(inner, "spread", None)  # of a draft head
     scales = [getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
     if (divisor := getattr(config, "logits_scaling", None)) is not None:
         scales.append(1 / divisor)
@@ -494,7 +494,8 @@ def output_head(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Call
             logits = logits * scale
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        return logits if bias is None else logits + bias.to(logits.device)
+        logits = logits if bias is None else logits + bias.to(logits.device)
+        return logits if spread is None else spread(logits)
 
     return logits_of
 

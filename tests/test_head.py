@@ -2,19 +2,22 @@
 
 import copy
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_lossless import PAIRS, answer_distribution, fits, sampled_answers, small_pair
 from test_lossless import VOCAB as SMALL_VOCAB
 from test_models import family
+from transformers import AutoConfig
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
 from osd_hf.distillation.make_draft import copy_layers
-from osd_hf.drafts.head import DraftHead
+from osd_hf.drafts.head import DraftHead, DraftHeadConfig, eagle3_head, save_eagle3
 from osd_hf.drafts.states import half, keep_states
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.learning.updater import Updater
@@ -244,3 +247,116 @@ def test_heads_help_targets_with_recurrent_layers(name: str, rows: int) -> None:
             assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=20))
         assert sum(r.num_drafted for r in seen[0].rounds)
         assert assistant.learning_error is None
+
+
+# --- EAGLE-3 ---------------------------------------------------------------------------------------------------------
+
+
+def eagle3_of(target: Any, kind: str = "llama", rows: int | None = None, **options: bool) -> Any:
+    """An EAGLE-3 head with random weights and, with `rows`, a vocabulary of its own: every other token."""
+    sizes = {name: getattr(target.config, name) for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    text = AutoConfig.for_model(
+        kind, **sizes, num_hidden_layers=1, num_key_value_heads=2, head_dim=8, intermediate_size=48,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    head = DraftHead(DraftHeadConfig(text, [0, 1, 2], 32, "eagle3", rows, **options))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1.0 / parameter.shape[-1] ** 0.5)
+        head.set_input_embeddings(target.get_input_embeddings())
+        if rows is not None:
+            head.d2t.copy_(torch.arange(rows))
+            head.t2d[2 * torch.arange(rows)] = True
+    return models.fixed_k(head.to(target.dtype).bind(target).eval(), 4)
+
+
+def reference(head: Any, ids: list[int], states: torch.Tensor, steps: int) -> list[torch.Tensor]:
+    """Logits of a round behind `ids`, one forward over everything for each token: the paper's layer written out."""
+    layer, found = head.model.layers[0], []
+    attention, known = layer.self_attn, len(ids)
+    hidden = head.state_proj(states if head.state_norm is None else head.state_norm(states))  # of all tokens but one
+    tokens, read = list(ids[1:]), list(hidden)
+    for _ in range(steps):
+        embedded = head.get_input_embeddings()(torch.tensor(tokens))
+        state = torch.stack(read)
+        normed = layer.hidden_norm(state)
+        both = torch.cat([layer.input_layernorm(embedded), normed], -1)
+        places = torch.arange(len(tokens))[None]
+        turn = head.model.rotary_emb(embedded[None], places)
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=state.dtype).triu(1)[None, None]
+        attended = attention(both[None], position_embeddings=turn, attention_mask=mask)[0][0]
+        out = (normed if layer.norm_before_residual else state) + attended
+        out = out + layer.mlp(layer.post_attention_layernorm(out))
+        found.append(head.lm_head(head.norm(out[-1])))
+        row = int(found[-1].argmax())
+        tokens.append(row if head.config.draft_vocab_size is None else row + int(head.d2t[row]))
+        read.append(out[-1])
+    assert len(tokens) == known - 1 + steps
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("rows", "residual", "fc"), [(None, False, False), (32, True, False), (32, False, True)])
+def test_an_eagle3_head_drafts_as_the_paper_says(kind: str, rows: int | None, residual: bool, fc: bool) -> None:
+    target = models.build("llama").double()
+    head = eagle3_of(target, kind, rows, norm_before_residual=residual, norm_before_fc=fc)
+    ids = prompts(1)[0]
+    with OnlineAssistant(target, head, config=FIXED) as assistant:
+        output, (trace,) = answered(assistant, ids, max_new_tokens=12)
+        assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=12))
+        with torch.no_grad():
+            hidden = target(output, output_hidden_states=True).hidden_states
+            states = half(torch.cat([hidden[i] for i in (0, 1, 2)], -1))[0].double()
+            known = 7 + trace.rounds[0].num_emitted
+            for r in trace.rounds[1:]:
+                text = output[0, :known].tolist()
+                expected = reference(assistant.draft, text, states[: known - 1], r.num_drafted)
+                rows_of = [int(logits.argmax()) for logits in expected]
+                offsets = [0] * len(rows_of) if rows is None else [int(head.d2t[row]) for row in rows_of]
+                assert r.drafted_ids.tolist() == [a + b for a, b in zip(rows_of, offsets, strict=True)]
+                known += r.num_emitted
+        live = AcceptanceStats.from_trace(trace)
+        replayed = replay(assistant.draft, [trace], 4)
+        assert (replayed.examined, replayed.accepted) == (live.examined, live.accepted)
+
+
+@pytest.mark.parametrize("rows", [None, 32])
+def test_an_eagle3_head_learns(rows: int | None) -> None:
+    target = models.build("llama")
+    with OnlineAssistant(target, eagle3_of(target, rows=rows), config=LEARNING) as assistant:
+        losses = []
+        for ids in prompts(6) * 3:
+            output, _ = answered(assistant, ids, max_new_tokens=16)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=16))
+        losses = [assistant.update(10).loss for _ in range(4)]
+        assert losses[-1] < losses[0]
+        assert assistant.learning_error is None
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_eagle3_checkpoints_are_saved_and_loaded(is_flat: bool, tmp_path: Path) -> None:
+    target = models.build("llama")
+    head = eagle3_of(target, rows=32, norm_before_residual=not is_flat)
+    save_eagle3(head, tmp_path, "org/target", ["LlamaForCausalLM"], 3)
+    if is_flat:  # as SpecForge saves them
+        saved = json.loads((tmp_path / "config.json").read_text())
+        flat = saved["transformer_layer_config"] | {"draft_vocab_size": 32, "architectures": ["LlamaForCausalLMEagle3"]}
+        (tmp_path / "config.json").write_text(json.dumps(flat | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+        weights = load_file(tmp_path / "model.safetensors")
+        renamed = {name.replace("layers.0.", "midlayer."): w for name, w in weights.items() if name != "t2d"}
+        save_file(renamed, tmp_path / "model.safetensors")
+    else:
+        assert not any("embed_tokens" in name for name in load_file(tmp_path / "model.safetensors"))
+    again = eagle3_head(tmp_path, target)
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts()], max_new_tokens=8))
+    assert torch.allclose(completion_logits(head, traces), completion_logits(again, traces), atol=1e-6)
+
+
+def test_a_checkpoint_with_other_weights_is_refused(tmp_path: Path) -> None:
+    target = models.build("llama")
+    save_eagle3(eagle3_of(target), tmp_path, "org/target", ["LlamaForCausalLM"], 3)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "fc_norm.0.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="fc_norm"):
+        eagle3_head(tmp_path, target)

@@ -40,7 +40,8 @@ class HeadForward:
     def __init__(self, head: DraftHead, states: Sequence[list[Tensor]], most: int) -> None:
         self.head, self.device = head, head.device
         self._states = list(states)
-        self._read = [0] * len(self._states)  # tokens of each row that were read with the target's states
+        self._first = head.first
+        self._read = [self._first] * len(self._states)  # tokens of each row that were read with the target's states
         self._known: list[int] = []
         self._fed = 0  # candidates of the round that were fed
         self._last: Any = None  # state behind the newest token of each row, `(rows, 1, hidden)`
@@ -69,15 +70,16 @@ class HeadForward:
         pairs = zip(self._read, texts, strict=True)
         ids = to_device([[*t[r:], *[0] * (count - len(t) + r)] for r, t in pairs], self.device)
         at = to_device([len(part) - 1 for part in parts], self.device)
-        last = to_device(self._known, self.device)[:, None] - 1
-        logits = self._ragged.feed(ids, self._read, last, states=self.head.reduced(states), at=at)
+        last = to_device(self._known, self.device)[:, None] - 1 - self._first
+        starts = [read - self._first for read in self._read]
+        logits = self._ragged.feed(ids, starts, last, states=self.head.reduced(states), at=at)
         self._last = self._ragged.outputs.hidden_states[0]
         self._read = list(self._known)
         return logits[:, -1]
 
     def feed(self, ids: Tensor) -> Tensor:
         """Append a candidate to each row, `(rows, 1)`, and return the logits after it."""
-        starts = [known + self._fed for known in self._known]
+        starts = [known - self._first + self._fed for known in self._known]
         logits = self._ragged.feed(ids, starts, states=self._last)
         self._last = self._ragged.outputs.hidden_states[0]
         self._fed += 1

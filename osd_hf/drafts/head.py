@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -24,6 +28,7 @@ from osd_hf.models import model_masks, output_head
 from osd_hf.trace import Trace
 
 DEPTH_WEIGHT = 0.8  # of a drafted token in the loss, relative to the one before
+ABSENT = 20.0  # a token that an output head lacks has this much less log-mass than all others together
 TRAINED_DEPTH = 3  # tokens of a round that the loss unrolls
 
 
@@ -39,7 +44,7 @@ class DraftHeadConfig(PreTrainedConfig):
         state_size (`int`): Width of one of them.
         layout (`str`): `"mtp"` or `"eagle3"`; see [`DraftHead`].
         draft_vocab_size (`int`, *optional*): `"eagle3"` only: rows of the output head; by default the vocabulary's.
-        norm_before_residual, norm_before_fc, fc_norm (`bool`): `"eagle3"` only: the norms that a checkpoint has.
+        norm_before_residual, norm_before_fc (`bool`): `"eagle3"` only: the norms that a checkpoint has.
     """
 
     model_type = "osd_hf_head"
@@ -54,7 +59,6 @@ class DraftHeadConfig(PreTrainedConfig):
         draft_vocab_size: int | None = None,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
-        fc_norm: bool = False,
         **kwargs: Any,
     ) -> None:
         if isinstance(text_config, dict):
@@ -66,8 +70,28 @@ class DraftHeadConfig(PreTrainedConfig):
         self.draft_vocab_size = draft_vocab_size
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
-        self.fc_norm = fc_norm
         super().__init__(**kwargs)
+
+
+class _Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads embedding and state side by side, `(rows, tokens, 2 * hidden)`."""
+
+    def __init__(self, layer: Any, width: int, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * width, old.out_features, bias=old.bias is not None))
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.hidden_norm = copy.deepcopy(layer.input_layernorm)
+        self.norm_before_residual = norm_before_residual
+
+    def forward(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        embeddings, states = hidden_states.chunk(2, -1)
+        normed = self.hidden_norm(states)
+        read = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        hidden: Tensor = (normed if self.norm_before_residual else states) + self.self_attn(read, **inputs)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class DraftHead(PreTrainedModel):
@@ -100,14 +124,52 @@ class DraftHead(PreTrainedModel):
         self.lm_head = inner.get_output_embeddings()
         width, size = text.hidden_size, config.state_size or text.hidden_size
         count = len(config.state_layers)
-        self.state_proj = nn.Linear(count * size, width, bias=False) if count * size != width else None
-        self.input_proj = nn.Linear(2 * width, width, bias=False)
+        self.state_proj = self.state_norm = self.norm = self.input_proj = None
+        if count * size != width or self.is_eagle3:
+            self.state_proj = nn.Linear(count * size, width, bias=False)
+        if self.is_eagle3:
+            self._become_eagle3(config, count * size)
+        else:
+            self.input_proj = nn.Linear(2 * width, width, bias=False)
         self.source: StateSource | None = None
         self.generation_config = GenerationConfig()
         self.post_init()
 
+    @property
+    def is_eagle3(self) -> bool:
+        return self.config.layout == "eagle3"
+
+    @property
+    def first(self) -> int:
+        """The first token that is read. EAGLE-3 leaves out the one before which there is no state."""
+        return int(self.is_eagle3)
+
+    def _become_eagle3(self, config: DraftHeadConfig, num_states: int) -> None:
+        """Give the layer a second input, and the head its own vocabulary."""
+        text = config.text_config
+        self.norm, self.model.norm = self.model.norm, nn.Identity()  # its input takes the place of states
+        if config.norm_before_fc:
+            self.state_norm = type(self.norm)(num_states, eps=text.rms_norm_eps)
+        self.model.layers[0] = _Eagle3Layer(self.model.layers[0], text.hidden_size, config.norm_before_residual)
+        rows = config.draft_vocab_size or text.vocab_size
+        self.lm_head = nn.Linear(text.hidden_size, rows, bias=False)
+        if rows != text.vocab_size:
+            self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))  # token - row
+            self.register_buffer("t2d", torch.zeros(text.vocab_size, dtype=torch.bool))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Return logits of the whole vocabulary, from those of the head's. The other tokens get hardly any mass, and no
+        gradient."""
+        if not self.is_eagle3 or logits.shape[-1] == self.config.text_config.vocab_size:
+            return logits
+        rest = (logits.float().logsumexp(-1, keepdim=True) - ABSENT).to(logits)
+        whole = rest.expand(*logits.shape[:-1], self.config.text_config.vocab_size)
+        return whole.index_copy(-1, torch.arange(len(self.d2t), device=logits.device) + self.d2t, logits)
+
     def _init_weights(self, module: Any) -> None:
-        if module is self.input_proj:
+        if self.is_eagle3:
+            super()._init_weights(module)
+        elif module is self.input_proj:
             width = module.out_features
             with torch.no_grad():
                 module.weight.zero_()
@@ -174,16 +236,22 @@ class DraftHead(PreTrainedModel):
 
     def reduced(self, states: Tensor) -> Tensor:
         """Return the target's states, `(rows, tokens, width)`, as the head reads them, `(rows, tokens, hidden)`."""
-        states = states.to(device=self.input_proj.weight.device, dtype=self.input_proj.weight.dtype)
+        states = states.to(device=self.device, dtype=self.dtype)
+        states = states if self.state_norm is None else self.state_norm(states)
         return states if self.state_proj is None else self.state_proj(states)
 
     def outputs(self, ids: Tensor, states: Tensor, **inputs: Any) -> Tensor:
-        """Return the inputs of the output head at tokens, `(rows, tokens, hidden)`. They take the place of the
+        """Return the outputs of the layers at tokens, `(rows, tokens, hidden)`. They take the place of the
         target's states behind drafted tokens. `states` are reduced ones of the tokens before."""
         embeddings = self.get_input_embeddings()(ids).to(states.dtype)
-        mixed = self.input_proj(torch.cat([embeddings, states], -1))
+        mixed = torch.cat([embeddings, states], -1)
+        mixed = mixed if self.input_proj is None else self.input_proj(mixed)
         hidden: Tensor = self.model(inputs_embeds=mixed, return_dict=True, **inputs).last_hidden_state
         return hidden
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the inputs of the output head."""
+        return hidden if self.norm is None else self.norm(hidden)
 
     def forward(
         self, input_ids: Tensor, states: Tensor, at: Tensor | None = None, **inputs: Any
@@ -195,7 +263,7 @@ class DraftHead(PreTrainedModel):
         if at is not None:
             hidden = hidden[torch.arange(len(hidden), device=hidden.device), at][:, None]
         return CausalLMOutputWithPast(
-            logits=output_head(self)(hidden), past_key_values=inputs.get("past_key_values"), hidden_states=(hidden,)
+            logits=output_head(self)(self.normed(hidden)), past_key_values=inputs.get("past_key_values"), hidden_states=(hidden,)
         )
 
     def unrolled(self, traces: Sequence[Trace], depth: int) -> list[tuple[Tensor, Tensor]]:
@@ -205,7 +273,7 @@ class DraftHead(PreTrainedModel):
         drafted token sees the verified tokens up to where its round begins, and the drafted ones of its own round."""
         if self.source is None:
             raise ConfigError("The draft head does not know its target. Call `head.bind(target)` first.")
-        device = self.input_proj.weight.device
+        device = self.device
         prompt, width = max(len(t.prompt_ids) for t in traces), max(len(t) for t in traces)
         total = prompt + width - 1
         ids = np.zeros((len(traces), prompt + width), np.int64)
@@ -221,8 +289,8 @@ class DraftHead(PreTrainedModel):
         ])  # fmt: skip
         pads = torch.tensor(padding, device=device)[:, None]
         columns = torch.arange(total, device=device)
-        is_real = columns >= pads
-        places = (columns - pads).clamp(min=0)
+        is_real = columns >= pads + self.first
+        places = (columns - pads - self.first).clamp(min=0)
         mask = (columns[:, None] >= columns)[None] & is_real[:, None] | torch.eye(total, device=device).bool()
         cache, distance = DynamicCache(), columns[:, None] - columns
         states = self.outputs(
@@ -245,8 +313,72 @@ class DraftHead(PreTrainedModel):
                 )  # fmt: skip
             rows = [states[i, : max(n - j, 0)] for i, n in enumerate(lengths)]
             at = [np.arange(first + j, first + n) for first, n in zip(firsts, lengths, strict=True)]
-            found.append((torch.cat(rows), torch.from_numpy(np.concatenate(at)).to(device)))
+            found.append((self.normed(torch.cat(rows)), torch.from_numpy(np.concatenate(at)).to(device)))
         return found
+
+
+def eagle3_head(folder: Path, target: PreTrainedModel, **kwargs: Any) -> DraftHead:
+    """Load an EAGLE-3 checkpoint of the `speculators` package, or of SpecForge (`midlayer.*`), for a target. Embeddings
+    that it lacks are the target's. Raises UnsupportedModelError for one with other weights."""
+    saved = json.loads((folder / "config.json").read_text())
+    is_flat = "transformer_layer_config" not in saved
+    layer = dict(saved if is_flat else saved["transformer_layer_config"])
+    text = AutoConfig.for_model(layer.pop("model_type", "llama"), **{**layer, "num_hidden_layers": 1})
+    target_text = target.config.get_text_config(decoder=True)
+    if not is_flat or "draft_vocab_size" in saved:
+        text.vocab_size = target_text.vocab_size
+    count = target_text.num_hidden_layers
+    ids = saved.get("eagle_aux_hidden_state_layer_ids") or [2, count // 2, count - 3]
+    config = DraftHeadConfig(
+        text, ids, saved.get("target_hidden_size") or target_text.hidden_size, "eagle3", saved.get("draft_vocab_size"),
+        bool(saved.get("norm_before_residual", False)), bool(saved.get("norm_before_fc", False)),
+    )  # fmt: skip
+    head = DraftHead(config)
+    weights = {ours: w for part in sorted(folder.glob("*.safetensors")) for name, w in load_file(part).items()
+               if (ours := _our_name(name)) is not None}  # fmt: skip
+    weights.setdefault("model.embed_tokens.weight", target.get_input_embeddings().weight.detach())
+    missing, unexpected = head.load_state_dict(weights, strict=False)
+    missing = [name for name in missing if name != "t2d"]
+    if missing or unexpected:
+        raise UnsupportedModelError(
+            f"The head in {folder} has other weights than EAGLE-3: missing {missing[:3]}, unexpected {unexpected[:3]}."
+        )
+    return head.to(target.device, target.dtype).bind(target).eval()
+
+
+_THEIR_NAMES = (("fc.", "state_proj."), ("input_norm.", "state_norm."), ("layers.0.", "model.layers.0."),
+                ("midlayer.", "model.layers.0."), ("embed_tokens.", "model.embed_tokens."))  # fmt: skip
+
+
+def _our_name(name: str) -> str | None:
+    """Return our name of a weight in a checkpoint; `None` for those of the target."""
+    if name.startswith("verifier_"):
+        return None
+    return next((ours + name[len(theirs) :] for theirs, ours in _THEIR_NAMES if name.startswith(theirs)), name)
+
+
+def save_eagle3(head: DraftHead, folder: Path, target_name: str, architectures: Sequence[str], k: int) -> None:
+    """Save an EAGLE-3 head as a checkpoint of the `speculators` package, which vLLM serves (`"method": "eagle3"`).
+    Embeddings are left out, because they are the target's."""
+    config, text = head.config, head.config.text_config
+    method = {"proposal_type": "greedy", "speculative_tokens": k, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    verifier = {"name_or_path": target_name, "architectures": list(architectures)}
+    saved = {
+        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
+        "draft_vocab_size": config.draft_vocab_size or text.vocab_size, "target_hidden_size": config.state_size,
+        "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc,
+        "eagle_aux_hidden_state_layer_ids": config.state_layers, "tie_word_embeddings": False,
+        "transformer_layer_config": text.to_dict(),
+        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy",
+                               "proposal_methods": [method], "verifier": verifier},
+    }  # fmt: skip
+    weights = {}
+    for name, weight in head.state_dict().items():
+        theirs = next((t + name[len(o) :] for t, o in _THEIR_NAMES if name.startswith(o)), name)
+        if not theirs.startswith("embed_tokens."):
+            weights[theirs] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
 
 
 AutoConfig.register(DraftHeadConfig.model_type, DraftHeadConfig)

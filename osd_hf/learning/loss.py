@@ -114,7 +114,8 @@ class SampledTail:
     def for_draft(cls, draft: PreTrainedModel, seed: int) -> Self | None:
         """Return a sampler for a large vocabulary; `None` if the vocabulary is small, or if the head is no plain
         linear layer, of which single rows could be taken."""
-        is_plain = type(unwrap(draft).get_output_embeddings()) in (torch.nn.Linear, OneDnnLinear)
+        head = unwrap(draft).get_output_embeddings()
+        is_plain = type(head) in (torch.nn.Linear, OneDnnLinear) and len(head.weight) == vocab_size_of(unwrap(draft))
         if not is_plain or vocab_size_of(unwrap(draft)) < MIN_SAMPLED_VOCABULARY:
             return None
         return cls(NUM_SAMPLED_TOKENS, torch.Generator("cpu").manual_seed(seed))
