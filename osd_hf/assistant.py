@@ -25,9 +25,10 @@ from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.hook import bind, warn_unused
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_target
-from osd_hf.drafts.head import DraftHead
+from osd_hf.drafts.head import DraftHead, eagle3_head, is_eagle3
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
+from osd_hf.layers import new_head
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import UpdateReport, make_accelerator
@@ -75,8 +76,10 @@ class OnlineAssistant:
     Args:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers: a model, a `PeftModel`, a compiled model, a Hub id or a folder.
-        draft (`PreTrainedModel` or `str` or `Path`):
-            A smaller model. Of a `PeftModel`, only the adapter learns. Of a draft made by [`make_draft`], embeddings
+        draft (`PreTrainedModel` or `str` or `Path`, *optional*):
+            A smaller model, or a [`DraftHead`], which reads the target's hidden states; EAGLE-3 checkpoints are read
+            from a folder. By default a new head, made of the target's first layer with attention, which learns from
+            the requests and drafts once that pays. Of a `PeftModel`, only the adapter learns. Of a draft made by [`make_draft`], embeddings
             and output head are shared with the target and do not learn. [`align_vocab`] aligns padded vocabularies.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both, saved with the draft; by default loaded from where the models came from.
@@ -106,7 +109,7 @@ class OnlineAssistant:
     def __init__(
         self,
         target: Any,
-        draft: Any,
+        draft: Any = None,
         tokenizer: Any = None,
         config: OnlineConfig | None = None,
         *,
@@ -118,8 +121,11 @@ class OnlineAssistant:
         on_update: Callable[[GateDecision], object] | None = None,
         **model_kwargs: Any,
     ) -> None:
-        self.target, source = load_named(target, draft, **model_kwargs)
-        source = uncompiled(source)
+        is_head = isinstance(draft, str | os.PathLike) and is_eagle3(Path(draft))
+        self.target, source = load_named(target, None if is_head else draft, **model_kwargs)
+        if is_head:
+            source = eagle3_head(Path(draft), unwrap(self.target))
+        source = new_head(self.target) if source is None else uncompiled(source)
         check_pair(self.target, source)
         if isinstance(unwrap(source), DraftHead):
             unwrap(source).bind(unwrap(self.target))
@@ -147,7 +153,7 @@ class OnlineAssistant:
             make_accelerator(report_to, self.config),
             self._on_update,
         )
-        if not isinstance(draft, str | os.PathLike):  # requests that name it are served by the newest version
+        if not isinstance(draft, str | os.PathLike | None):  # requests that name it are served by the newest version
             self.drafts.models.update({draft, unwrap(draft)})
         for name in self.config.unused:
             logger.warning("`%s` has no effect with this `num_assistant_tokens` and these `candidates`.", name)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from osd_hf.acceptance import AcceptanceStats
+from osd_hf.drafts.head import DraftHead
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError, is_out_of_memory
 from osd_hf.logits_processors import Processors
-from osd_hf.drafts.head import DraftHead
 from osd_hf.models import eos_ids, evaluating, output_head, uncompiled, unwrap, vocab_size_of
 from osd_hf.trace import DraftRound, Trace, bare_trace
 from osd_hf.utils.context import neutral_context
@@ -128,7 +128,9 @@ def raw_rows(
             else:
                 logits = completion_logits(draft, chosen)
                 inputs, head = [tuple(row[:length] for row, length in zip(logits, lengths, strict=True))], None
-            for depth, i, rows in ((d, *pair) for d, part in enumerate(inputs) for pair in zip(batch, part, strict=True)):
+            for depth, i, rows in (
+                (d, *pair) for d, part in enumerate(inputs) for pair in zip(batch, part, strict=True)
+            ):
                 for first in range(0, len(rows), size):
                     part = rows[first : first + size]
                     for group in torch.split(part if head is None else head(part), group_size):
@@ -350,7 +352,9 @@ def draft_states(
     """Return the inputs of the output head, `(positions, hidden)`, and their places among the completion positions of
     all traces, int64, `(positions,)`; `None` for all. A head has others for each token of a round."""
     inner = unwrap(draft)
-    return inner.unrolled(traces, depths) if isinstance(inner, DraftHead) else [(completion_states(draft, traces), None)]
+    return (
+        inner.unrolled(traces, depths) if isinstance(inner, DraftHead) else [(completion_states(draft, traces), None)]
+    )
 
 
 @neutral_context()

@@ -31,7 +31,7 @@ from transformers import TrainerCallback
 from osd_hf import CorrectionStore, DistillConfig, Trace, distill, replay
 from osd_hf.acceptance import figures_of
 from osd_hf.distillation.answers import sample_answers
-from osd_hf.distillation.make_draft import copy_layers
+from osd_hf.layers import copy_layers
 from osd_hf.learning.weights import ends_of
 from osd_hf.models import set_fixed_k
 from osd_hf.prompts import encode_turn

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import CorrectionStore, bundled
 from osd_hf.distillation.answers import is_held_out, sample_answers, sampling_of, split_answers
-from osd_hf.distillation.make_draft import copy_layers, load_layers
 from osd_hf.errors import UnsupportedModelError
+from osd_hf.layers import copy_layers, load_layers
 from osd_hf.learning.weights import ends_of
 from osd_hf.vocabulary import usual_tokens
 

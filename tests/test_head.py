@@ -16,10 +16,10 @@ from test_models import family
 from transformers import AutoConfig
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.distillation.make_draft import copy_layers
 from osd_hf.drafts.head import DraftHead, DraftHeadConfig, eagle3_head, save_eagle3
 from osd_hf.drafts.states import half, keep_states
 from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.layers import copy_layers
 from osd_hf.learning.updater import Updater
 from osd_hf.recording import record_traces
 from osd_hf.replay import completion_logits
@@ -341,7 +341,10 @@ def test_eagle3_checkpoints_are_saved_and_loaded(is_flat: bool, tmp_path: Path) 
     save_eagle3(head, tmp_path, "org/target", ["LlamaForCausalLM"], 3)
     if is_flat:  # as SpecForge saves them
         saved = json.loads((tmp_path / "config.json").read_text())
-        flat = saved["transformer_layer_config"] | {"draft_vocab_size": 32, "architectures": ["LlamaForCausalLMEagle3"]}
+        flat = saved["transformer_layer_config"] | {
+            "draft_vocab_size": 32,
+            "architectures": ["LlamaForCausalLMEagle3"],
+        }
         (tmp_path / "config.json").write_text(json.dumps(flat | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
         weights = load_file(tmp_path / "model.safetensors")
         renamed = {name.replace("layers.0.", "midlayer."): w for name, w in weights.items() if name != "t2d"}
@@ -360,3 +363,16 @@ def test_a_checkpoint_with_other_weights_is_refused(tmp_path: Path) -> None:
     save_file({**weights, "fc_norm.0.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="fc_norm"):
         eagle3_head(tmp_path, target)
+
+
+def test_an_assistant_without_a_draft_makes_a_head(tmp_path: Path) -> None:
+    target = models.build("llama")
+    with OnlineAssistant(target, config=LEARNING) as assistant:
+        assert isinstance(assistant.draft, DraftHead)
+        for ids in prompts(4):
+            output, _ = answered(assistant, ids, max_new_tokens=16)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=16))
+        assert assistant.decisions
+    save_eagle3(eagle3_of(target), tmp_path, "org/target", ["LlamaForCausalLM"], 3)
+    with OnlineAssistant(target, tmp_path, config=FIXED) as assistant:
+        assert assistant.draft.is_eagle3

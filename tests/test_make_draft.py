@@ -25,8 +25,9 @@ from transformers import (
 from osd_hf import CorrectionStore, Trace, make_draft, replay
 from osd_hf.cli.main import main
 from osd_hf.distillation import make_draft as making
-from osd_hf.distillation.make_draft import MakeDraftConfig, copy_layers, num_layers_of, train_draft
+from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
+from osd_hf.layers import copy_layers, num_layers_of
 from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows
 from osd_hf.learning.weights import ends_of
 from osd_hf.recording import measured_costs, record_traces

@@ -14,7 +14,7 @@ from peft import IA3Config, LoHaConfig, LoraConfig
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.bundled import load_bundled
 from osd_hf.cli.main import main
-from osd_hf.distillation.make_draft import copy_layers
+from osd_hf.layers import copy_layers
 from osd_hf.learning import learner as module
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision

@@ -16,8 +16,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from osd_hf import OnlineAssistant, OnlineConfig
-from osd_hf.distillation.make_draft import copy_layers, num_layers_of
 from osd_hf.errors import ConfigError, UnsupportedModelError
+from osd_hf.layers import copy_layers, num_layers_of
 from osd_hf.models import load_pair, quantization_config
 from osd_hf.recording import record_traces
 

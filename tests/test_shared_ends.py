@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from osd_hf import OnlineAssistant, OnlineConfig, vocabulary
-from osd_hf.distillation.make_draft import copy_layers
+from osd_hf.layers import copy_layers
 from osd_hf.learning.weights import ends_of
 
 CONFIG = OnlineConfig(update_strategy="manual", steps_per_update=2, num_assistant_tokens=3, gate=False)

@@ -393,7 +393,9 @@ class Ragged:
                 for layer in self.cache.layers:
                     layer.resize(self.rows, self.size)
         last = None if last is None else last.to(device)
-        self.outputs = self.run(self.model, ids.to(device), to_device(starts, device)[:, None], last, width, **settings)
+        self.outputs = self.run(
+            self.model, ids.to(device), to_device(starts, device)[:, None], last, width, **settings
+        )
         logits: Tensor = self.outputs.logits
         return logits
 

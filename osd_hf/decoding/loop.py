@@ -87,7 +87,9 @@ class Row:
     prompt_tokens: int
     text: RequestText | None = None  # that may continue the row
     guesses: list[Guess] = field(default_factory=list)  # its continuation in this round
-    states: list[Tensor] = field(default_factory=list)  # of the target, if the draft reads them; `(tokens, width)` each
+    states: list[Tensor] = field(
+        default_factory=list
+    )  # of the target, if the draft reads them; `(tokens, width)` each
     source: DraftSource | None = None  # the draft of the row, once it has proposed
     end: int | None = None  # tokens of the answer, once it has ended
     accepted: int = 0  # drafted tokens so far

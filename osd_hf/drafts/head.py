@@ -263,7 +263,9 @@ class DraftHead(PreTrainedModel):
         if at is not None:
             hidden = hidden[torch.arange(len(hidden), device=hidden.device), at][:, None]
         return CausalLMOutputWithPast(
-            logits=output_head(self)(self.normed(hidden)), past_key_values=inputs.get("past_key_values"), hidden_states=(hidden,)
+            logits=output_head(self)(self.normed(hidden)),
+            past_key_values=inputs.get("past_key_values"),
+            hidden_states=(hidden,),
         )
 
     def unrolled(self, traces: Sequence[Trace], depth: int) -> list[tuple[Tensor, Tensor]]:
@@ -300,7 +302,11 @@ class DraftHead(PreTrainedModel):
         lengths = [len(t) for t in traces]
         firsts = np.cumsum([0, *lengths[:-1]])
         begins = torch.arange(width, device=device)
-        mask, distance, diagonal = mask[:, prompt - 1 :], distance[prompt - 1 :], torch.eye(width, device=device).bool()
+        mask, distance, diagonal = (
+            mask[:, prompt - 1 :],
+            distance[prompt - 1 :],
+            torch.eye(width, device=device).bool(),
+        )
         found = []
         for j in range(depth):
             if j:
@@ -315,6 +321,17 @@ class DraftHead(PreTrainedModel):
             at = [np.arange(first + j, first + n) for first, n in zip(firsts, lengths, strict=True)]
             found.append((self.normed(torch.cat(rows)), torch.from_numpy(np.concatenate(at)).to(device)))
         return found
+
+
+def is_eagle3(folder: Path) -> bool:
+    """Whether a folder has an EAGLE-3 checkpoint."""
+    try:
+        saved = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return saved.get("speculators_model_type") == "eagle3" or "LlamaForCausalLMEagle3" in saved.get(
+        "architectures", ()
+    )
 
 
 def eagle3_head(folder: Path, target: PreTrainedModel, **kwargs: Any) -> DraftHead:

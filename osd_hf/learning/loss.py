@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from osd_hf.drafts.head import DEPTH_WEIGHT, TRAINED_DEPTH, DraftHead
 from osd_hf.learning.weights import hidden_matrices
 from osd_hf.losses import outcome_logprobs
 from osd_hf.models import config_value, output_head, unwrap, vocab_size_of
-from osd_hf.drafts.head import DEPTH_WEIGHT, TRAINED_DEPTH, DraftHead
 from osd_hf.replay import CHUNK_LOGITS, completion_states, draft_states
 from osd_hf.trace import DraftRound, Trace
 from osd_hf.utils.kernels import OneDnnLinear
