@@ -140,7 +140,8 @@ class OnlineAssistant:
         self.drafts = DomainDrafts(source, config, peft_config=peft_config, per_domain=per_domain, **given)
         self.config = self.drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
-        self.static_target = static_target(unwrap(self.target), self.config)
+        layers = source.config.state_layers if isinstance(source, DraftHead) else ()
+        self.static_target = static_target(unwrap(self.target), self.config, layers)
         # Threads must not keep the assistant alive, nor may `on_update`, which may refer to it: it is held here alone.
         self._on_update = None if on_update is None else functools.partial(on_update)
         self._live = LiveLearning(

@@ -468,7 +468,7 @@ def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> A
     return aligned.eval()
 
 
-# --- output heads and masks -------------------------------------------------------------------------------------------
+# --- output heads and masks -----------------------------------------------------------------------------------------
 
 
 def output_head(model: PreTrainedModel, ids: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -376,3 +377,16 @@ def test_an_assistant_without_a_draft_makes_a_head(tmp_path: Path) -> None:
     save_eagle3(eagle3_of(target), tmp_path, "org/target", ["LlamaForCausalLM"], 3)
     with OnlineAssistant(target, tmp_path, config=FIXED) as assistant:
         assert assistant.draft.is_eagle3
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # the compiler itself
+def test_a_compiled_target_returns_the_states() -> None:
+    target = models.build("llama")
+    config = replace(FIXED, compile_target=True)
+    with OnlineAssistant(target, head_of(target, states=(0, 1, 2), noise=0.02), config=config) as assistant:
+        for ids in prompts(2):
+            output, (trace,) = answered(assistant, ids, max_new_tokens=24)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=24))
+            live, replayed = AcceptanceStats.from_trace(trace), replay(assistant.draft, [copy.copy(trace)], 4)
+            assert live.accepted and (live.examined, live.accepted) == (replayed.examined, replayed.accepted)
+        assert assistant.static_target is not None and not assistant.static_target.is_eager

@@ -318,7 +318,6 @@ class Call:
         """Return forwards of the target over a static cache; `None` if it runs eagerly."""
         static = next((b.static for b in reversed(self.bindings) if b.static is not None), None)
         has_states = self.config.output_attentions or self.config.output_hidden_states
-        has_states = has_states or bool(self.draftings[0].state_layers)
         if static is None or has_states or (len(self.requests) == 1 and self._rows_hindrance()):  # batches passed it
             return None
         rows, mask = self.input_ids.tolist(), self.kwargs.get("attention_mask")
@@ -327,7 +326,8 @@ class Call:
         if len(rows) == 1 and len(rows[0]) < self.input_ids.shape[1]:
             return None  # the cache that is given back has the padding
         more = int(self.config.max_length) - self.input_ids.shape[1]
-        made = BatchTargetForward(self.model, self.input_ids, self.kwargs, rows, more, static)
+        layers = self.draftings[0].state_layers
+        made = BatchTargetForward(self.model, self.input_ids, self.kwargs, rows, more, static, layers)
         return made if made.is_static else None
 
     def _hindrance(self) -> str | None:

@@ -36,6 +36,7 @@ class _RaggedForward:
         self.cache = static.lease(model, rows, begins, ends) if static is not None else None
         self.ragged: Ragged | None = self.cache
         self.is_loaded = False
+        self._was_static = False  # the last forward
 
     def load(self, cache: DynamicCache, padding: Sequence[int], more: int) -> None:
         """Take over the content of a cache with padded rows, to which so many tokens will be added."""
@@ -55,10 +56,17 @@ class _RaggedForward:
     def feed(self, ids: Tensor, starts: Sequence[int], last: Tensor | None = None, **settings: Any) -> Tensor:
         """Return the logits after tokens, as [`~Ragged.feed`] does."""
         assert self.ragged is not None
-        if self.static is not None and self.has_room(starts, ids.shape[1]):
-            assert self.cache is not None
+        self._was_static = self.static is not None and self.has_room(starts, ids.shape[1])
+        if self._was_static and self.static is not None and self.cache is not None:
             return self.static.step(self.cache, ids, starts, last)
         return self.ragged.feed(ids, starts, last, **settings)
+
+    def states(self, layers: Sequence[int]) -> Tensor:
+        """Return the hidden states of the last forward, `(rows, tokens, width)`, in half precision."""
+        assert self.ragged is not None
+        if self._was_static and self.cache is not None and self.cache.states is not None:
+            return self.cache.states.clone()  # a graph overwrites them
+        return joined(self.ragged.outputs.hidden_states, layers)
 
     def has_room(self, starts: Sequence[int], count: int) -> bool:
         """Whether a static forward can read so many tokens. A full cache is exchanged for a larger one."""
@@ -279,9 +287,11 @@ class BatchTargetForward:
 
     def _take_states(self, places: list[tuple[int, int]], hidden_states: Any = None) -> None:
         if self._state_layers:
-            if hidden_states is None and self._forward.ragged is not None:
-                hidden_states = self._forward.ragged.outputs.hidden_states
-            self._hidden, self._places = joined(hidden_states, self._state_layers), places
+            if hidden_states is None:
+                self._hidden = self._forward.states(self._state_layers)
+            else:
+                self._hidden = joined(hidden_states, self._state_layers)
+            self._places = places
 
     def states(self, row: int, count: int) -> Tensor:
         """Return the states of a row's tokens as [`~osd_hf.decoding.forward.TargetForward.states`] does."""

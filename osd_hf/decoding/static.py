@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.checks import batch_hindrance, difference, log_once, unsupported
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
+from osd_hf.drafts.states import joined
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
 from osd_hf.utils.context import to_device
@@ -38,6 +39,7 @@ PREPARED_COUNTS = (1, 2, 3, 4, 5, 6, 8)
 CHECKED_PROMPT_TOKENS = 4  # before the tokens on which a compiled forward is compared with the eager one
 MAX_CAPTURE_FAILURES = 3  # in a row: other threads may break a capture
 MAX_CODES = 64  # versions of a compiled layer: numbers of tokens and rows, kinds of layers
+OUTPUT_HOOKS = "transformers.utils.output_capturing"
 MAX_GRAPHS = 64  # of one cache and model; the oldest are dropped
 
 Tensors = tuple[Tensor, ...]
@@ -54,10 +56,14 @@ def static_draft(base: PreTrainedModel, config: OnlineConfig) -> StaticForward |
     return made if made is not None and made.is_possible else None
 
 
-def static_target(target: PreTrainedModel, config: OnlineConfig) -> StaticForward | None:
-    """Return the static forward of a target; `None` if it is eager. `"auto"` captures on CUDA devices."""
+def static_target(
+    target: PreTrainedModel, config: OnlineConfig, state_layers: Sequence[int] = ()
+) -> StaticForward | None:
+    """Return the static forward of a target, which also returns the hidden states that a draft head reads; `None` if
+    it is eager. `"auto"` captures on CUDA devices."""
     auto, is_cuda = config.compile_target == "auto", target.device.type == "cuda"
-    made = StaticForward(target, "target") if (is_cuda if auto else config.compile_target) else None
+    is_static = is_cuda if auto else config.compile_target
+    made = StaticForward(target, "target", state_layers=state_layers) if is_static else None
     return made if made is not None and (made.is_possible or not auto) else None
 
 
@@ -73,6 +79,8 @@ class StaticCache(Ragged):
         super().__init__(model, rows, size)
         self.graphs: WeakKeyDictionary[Any, tuple[Any, dict[Any, Replay]]] = WeakKeyDictionary()
         self.key: Any = None  # of caches that can stand in for this one
+        self.state_layers: list[int] = []  # hidden states that forwards return
+        self.states: Tensor | None = None  # of the last forward, `(rows, tokens, width)`, in half precision
         self.steps: Any = None  # the compiled forwards for one token, and for several
 
 
@@ -88,9 +96,15 @@ class StaticForward:
     """
 
     def __init__(
-        self, model: PreTrainedModel, role: str, *, is_captured: bool | None = None, code: LayerCode | None = None
+        self,
+        model: PreTrainedModel,
+        role: str,
+        *,
+        is_captured: bool | None = None,
+        code: LayerCode | None = None,
+        state_layers: Sequence[int] = (),
     ) -> None:
-        self.role = role
+        self.role, self._state_layers = role, list(state_layers)
         self.is_captured = model.device.type == "cuda" if is_captured is None else is_captured
         self._free: dict[tuple[Any, ...], list[StaticCache]] = {}
         self._steps: dict[tuple[Any, ...], Any] = {}  # compiled; `None` if compiling failed or is under way
@@ -161,7 +175,7 @@ class StaticForward:
             cache = free.pop() if free else None
         with usual_tensors():
             cache = cache or StaticCache(model, rows, size)
-            cache.model, cache.rows, cache.key = model, rows, key
+            cache.model, cache.rows, cache.key, cache.state_layers = model, rows, key, self._state_layers
             if is_new:
                 self._steps[*key, head] = self._compile(cache)
         if self.is_captured:
@@ -217,10 +231,11 @@ class StaticForward:
             last = at + (count - 1) if last is None else _padded(last, cache.capacity, 1)
             given = _padded(ids, cache.capacity, least)
             if self.is_captured:
-                logits = self.run(cache, ("step", least), lambda *args: (_step(cache, *args),), (given, at, last))[0]
+                found = self.run(cache, ("step", least), functools.partial(_step, cache), (given, at, last))
             else:
-                logits = self._compiled_step(cache, given, at, last)
-        return logits[:rows, :count]
+                found = self._compiled_step(cache, given, at, last)
+        cache.states = found[1][:rows, :count] if cache.state_layers else None
+        return found[0][:rows, :count]
 
     def run(self, cache: StaticCache, key: Any, run: Callable[..., Tensors], inputs: Tensors) -> Tensors:
         """Run a function of a model and tensors over a cache by its graph; at first eagerly, and capture it then."""
@@ -288,14 +303,14 @@ class StaticForward:
 
     # --- compiled forwards ------------------------------------------------------------------------------------------
 
-    def _compiled_step(self, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Tensor:
+    def _compiled_step(self, cache: StaticCache, ids: Tensor, starts: Tensor, last: Tensor) -> Tensors:
         # No views, nor tensors of inference mode.
         ids, starts, last = (each.clone(memory_format=torch.contiguous_format) for each in (ids, starts, last))
         with self._running, contextlib.nullcontext() if self.role == "draft" else _guarding_hooks():
             if self.role == "target":
                 torch._dynamo.maybe_mark_dynamic(ids, 1)
             try:
-                logits: Tensor = cache.steps[ids.shape[1] > 1](cache, cache.model, ids, starts, last)
+                found: Tensors = cache.steps[ids.shape[1] > 1](cache, cache.model, ids, starts, last)
             except Exception as error:
                 if cache.steps is EAGER_STEPS:
                     raise
@@ -303,8 +318,8 @@ class StaticForward:
                 with self._lock:
                     self._steps = dict.fromkeys(self._steps)
                 self._warn_failed(error)
-                logits = _step(cache, cache.model, ids, starts, last)
-        return logits
+                found = _step(cache, cache.model, ids, starts, last)
+        return found
 
     def _compile(self, cache: StaticCache) -> Any:
         """Compile the forward for one token of a draft, and for any number of several; return both, or `None`."""
@@ -325,6 +340,7 @@ class StaticForward:
             steps = tuple(torch.compile(each, fullgraph=True, options=options) for each in own)
             _load_token(cache)
             token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+            _step(cache, model, token, token, token)  # transformers adds its hooks for hidden states
             with _guarding_hooks():
                 for count in counts:
                     ids = token.repeat(1, count)
@@ -345,8 +361,12 @@ def _guarding_hooks() -> Any:
     return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, automatic_dynamic_shapes=False)
 
 
-def _step(cache: StaticCache, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor) -> Tensor:
-    return cache.forward(model, ids, starts, last, cache.size)
+def _step(cache: StaticCache, model: PreTrainedModel, ids: Tensor, starts: Tensor, last: Tensor) -> Tensors:
+    """Return the logits and, if a head reads them, hidden states."""
+    if not cache.state_layers:
+        return (cache.forward(model, ids, starts, last, cache.size),)
+    outputs = cache.run(model, ids, starts, last, cache.size, output_hidden_states=cache.state_layers)
+    return outputs.logits, joined(outputs.hidden_states, cache.state_layers)
 
 
 EAGER_STEPS = (_step, _step)
@@ -377,9 +397,9 @@ def _check(step: Any, cache: StaticCache) -> None:
         at = torch.tensor([[begins]], device=model.device)
         if ours:
             torch._dynamo.maybe_mark_dynamic(behind, 1)
-            compiled = step(cache, model, behind, at, at + count - 1)[0]
+            compiled = step(cache, model, behind, at, at + count - 1)[0][0]
         else:
-            eager = [_step(cache, model, behind[:, i : i + 1], at + i, at + i)[0, 0] for i in range(count)]
+            eager = [_step(cache, model, behind[:, i : i + 1], at + i, at + i)[0][0, 0] for i in range(count)]
     if why := difference(model, list(compiled), eager):
         raise UnsupportedModelError(f"compiled, {why}")
 
@@ -395,7 +415,9 @@ def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
     parts: list[Any] = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     for module in model.modules():
         state = vars(module)
-        if state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state:
+        hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
+        # Transformers' own hooks only return hidden states where they are asked for.
+        if any(getattr(hook, "__module__", "") != OUTPUT_HOOKS for hook in hooks) or "forward" in state:
             return None
         if "_active_adapter" in state:
             names = ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")

@@ -99,8 +99,7 @@ class DraftHead(PreTrainedModel):
     A draft that reads hidden states of its target. At each token it reads the embedding and the target's state of the
     token before; at drafted tokens, for which the target has no state yet, its own output in place of it.
 
-    - `"mtp"`: a projection mixes embedding and state, and the layers of a language model of the target's family read the
-      result. A head made by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with
+    - `"mtp"`: a projection mixes embedding and state, and layers of the target's family read the result. A head made by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with
       `[identity | 0]`.
     - `"eagle3"` (arXiv 2503.01840): three states are projected to one; the attention of one layer reads embedding and
       state side by side; the output head may have a vocabulary of its own. Checkpoints are those of the `speculators`
@@ -158,7 +157,7 @@ class DraftHead(PreTrainedModel):
             self.register_buffer("t2d", torch.zeros(text.vocab_size, dtype=torch.bool))
 
     def spread(self, logits: Tensor) -> Tensor:
-        """Return logits of the whole vocabulary, from those of the head's. The other tokens get hardly any mass, and no
+        """Return logits of the whole vocabulary, from those of the head's. Other tokens get hardly any mass, and no
         gradient."""
         if not self.is_eagle3 or logits.shape[-1] == self.config.text_config.vocab_size:
             return logits
@@ -335,8 +334,8 @@ def is_eagle3(folder: Path) -> bool:
 
 
 def eagle3_head(folder: Path, target: PreTrainedModel, **kwargs: Any) -> DraftHead:
-    """Load an EAGLE-3 checkpoint of the `speculators` package, or of SpecForge (`midlayer.*`), for a target. Embeddings
-    that it lacks are the target's. Raises UnsupportedModelError for one with other weights."""
+    """Load an EAGLE-3 checkpoint of the `speculators` package, or of SpecForge (`midlayer.*`), for a target.
+    Embeddings that it lacks are the target's. Raises UnsupportedModelError for one with other weights."""
     saved = json.loads((folder / "config.json").read_text())
     is_flat = "transformer_layer_config" not in saved
     layer = dict(saved if is_flat else saved["transformer_layer_config"])
