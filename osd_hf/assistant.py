@@ -25,7 +25,7 @@ from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.hook import bind, warn_unused
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_target
-from osd_hf.drafts.head import DraftHead, eagle3_head, is_eagle3
+from osd_hf.draft_head import DraftHead, eagle3_head, is_eagle3
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
 from osd_hf.layers import new_head
@@ -79,8 +79,9 @@ class OnlineAssistant:
         draft (`PreTrainedModel` or `str` or `Path`, *optional*):
             A smaller model, or a [`DraftHead`], which reads the target's hidden states; EAGLE-3 checkpoints are read
             from a folder. By default a new head, made of the target's first layer with attention, which learns from
-            the requests and drafts once that pays. Of a `PeftModel`, only the adapter learns. Of a draft made by [`make_draft`], embeddings
-            and output head are shared with the target and do not learn. [`align_vocab`] aligns padded vocabularies.
+            the requests and drafts once that pays. Of a `PeftModel`, only the adapter learns. Of a draft made by
+            [`make_draft`], embeddings and output head are shared with the target and do not learn. [`align_vocab`]
+            aligns padded vocabularies.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
             The tokenizer of both, saved with the draft; by default loaded from where the models came from.
         config (`OnlineConfig`, *optional*): How to draft and learn.

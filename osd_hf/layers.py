@@ -14,7 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrain
 from transformers.initialization import no_init_weights
 
 from osd_hf.decoding.forward import layers_with_state
-from osd_hf.drafts.head import DraftHead
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.weights import SHARED_SETTING, copy_with, shared_ends
 from osd_hf.models import check_pair, is_peft, merged, uncompiled, unwrap
@@ -86,7 +86,8 @@ def new_head(target: PreTrainedModel) -> DraftHead:
         raise UnsupportedModelError(
             f"No layer of {type(inner).__name__} can be copied into a draft head. Pass a draft."
         )
-    return DraftHead.from_draft(copy_layers(target, usable[:1]), inner)
+    head: DraftHead = DraftHead.from_draft(copy_layers(target, usable[:1]), inner)
+    return head
 
 
 def load_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 
 from osd_hf.acceptance import AcceptanceStats
-from osd_hf.drafts.head import DraftHead
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError, is_out_of_memory
 from osd_hf.logits_processors import Processors
 from osd_hf.models import eos_ids, evaluating, output_head, uncompiled, unwrap, vocab_size_of
@@ -124,7 +124,7 @@ def raw_rows(
             size, group_size = (max(1, limit // chosen[0].vocab_size) for limit in (CHUNK_LOGITS, GROUP_LOGITS))
             if depths > 1 or (len(batch) * max(lengths) > size and has_plain_head(draft)):
                 all_states, head = [states for states, _ in draft_states(draft, chosen, depths)], output_head(draft)
-                inputs = [s.split([max(n - d, 0) for n in lengths]) for d, s in enumerate(all_states)]
+                inputs = [torch.split(s, [max(n - d, 0) for n in lengths]) for d, s in enumerate(all_states)]
             else:
                 logits = completion_logits(draft, chosen)
                 inputs, head = [tuple(row[:length] for row, length in zip(logits, lengths, strict=True))], None
@@ -286,8 +286,8 @@ def completion_logits(model: PreTrainedModel, traces: Sequence[Trace]) -> torch.
     device = model.device
     width = max(len(t) for t in traces)
     if isinstance(unwrap(model), DraftHead):
-        logits = output_head(model)(unwrap(model).unrolled(traces, 1)[0][0])
-        return pad_sequence(logits.split([len(t) for t in traces]), batch_first=True)
+        parts = torch.split(output_head(model)(unwrap(model).unrolled(traces, 1)[0][0]), [len(t) for t in traces])
+        return pad_sequence(list(parts), batch_first=True)
     inputs: dict[str, Any] = {"use_cache": False}
     if traces[0].is_encoder_decoder:
         starts = [t.decoder_prompt_ids for t in traces if t.decoder_prompt_ids is not None]
@@ -351,10 +351,9 @@ def draft_states(
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return the inputs of the output head, `(positions, hidden)`, and their places among the completion positions of
     all traces, int64, `(positions,)`; `None` for all. A head has others for each token of a round."""
-    inner = unwrap(draft)
-    return (
-        inner.unrolled(traces, depths) if isinstance(inner, DraftHead) else [(completion_states(draft, traces), None)]
-    )
+    if isinstance(inner := unwrap(draft), DraftHead):
+        return list(inner.unrolled(traces, depths))
+    return [(completion_states(draft, traces), None)]
 
 
 @neutral_context()

@@ -17,8 +17,7 @@ from test_models import family
 from transformers import AutoConfig
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.drafts.head import DraftHead, DraftHeadConfig, eagle3_head, save_eagle3
-from osd_hf.drafts.states import half, keep_states
+from osd_hf.draft_head import DraftHead, DraftHeadConfig, eagle3_head, half, keep_states, save_eagle3
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import copy_layers
 from osd_hf.learning.updater import Updater
@@ -181,7 +180,7 @@ def test_a_session_with_a_head_goes_on(tmp_path: Path) -> None:
 
 def test_states_are_kept_within_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     target, kept = models.build("llama"), []
-    monkeypatch.setattr("osd_hf.drafts.states.MAX_KEPT_BYTES", 2500)
+    monkeypatch.setattr("osd_hf.draft_head.MAX_KEPT_BYTES", 2500)
     source = head_of(target).source
     forwards = itertools.count()
     target.model.register_forward_pre_hook(lambda *_: (next(forwards), None)[1])

@@ -23,7 +23,7 @@ from transformers.generation.candidate_generator import (
     _prepare_token_type_ids,
 )
 
-from osd_hf.drafts.states import joined
+from osd_hf.draft_head import joined
 from osd_hf.models import model_masks
 from osd_hf.utils.context import to_device
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd_hf.decoding.forward import AHEAD, Ragged, RaggedLayer, usual_tensors
-from osd_hf.drafts.head import DraftHead
+from osd_hf.draft_head import DraftHead
 from osd_hf.utils.context import to_device
 
 

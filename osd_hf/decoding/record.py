@@ -20,7 +20,7 @@ from osd_hf.decoding.checks import foreign_arguments, log_once
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import StaticForward
 from osd_hf.decoding.text import TextIndex
-from osd_hf.drafts.states import keep_states
+from osd_hf.draft_head import keep_states
 from osd_hf.errors import UnsupportedGenerationError
 from osd_hf.models import vocab_size_of
 from osd_hf.target_version import target_version

@@ -20,7 +20,7 @@ from osd_hf.decoding.forward import (
     usual_tensors,
 )
 from osd_hf.decoding.static import MAX_STATIC_TOKENS, StaticForward
-from osd_hf.drafts.states import joined
+from osd_hf.draft_head import joined
 from osd_hf.utils.context import to_device
 
 DRAFTED_AT_ONCE = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, MAX_K)  # tokens of a graph; other numbers are rounded up

@@ -21,7 +21,7 @@ from osd_hf.decoding.forward import RecurrentStates
 from osd_hf.decoding.head import HeadForward
 from osd_hf.decoding.rows import BatchDraftForward
 from osd_hf.decoding.static import StaticForward
-from osd_hf.drafts.head import DraftHead
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import first_line
 from osd_hf.logits_processors import IMPARTIAL, WITHOUT_CONTEXT, RowProcessors, is_capturable, sample
 from osd_hf.models import has_soft_prompt, num_positions, unwrap

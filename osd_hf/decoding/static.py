@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.checks import batch_hindrance, difference, log_once, unsupported
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
-from osd_hf.drafts.states import joined
+from osd_hf.draft_head import joined
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.models import vocab_size_of
 from osd_hf.utils.context import to_device

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from osd_hf.drafts.head import DEPTH_WEIGHT, TRAINED_DEPTH, DraftHead
+from osd_hf.draft_head import DEPTH_WEIGHT, TRAINED_DEPTH, DraftHead
 from osd_hf.learning.weights import hidden_matrices
 from osd_hf.losses import outcome_logprobs
 from osd_hf.models import config_value, output_head, unwrap, vocab_size_of
@@ -57,7 +57,7 @@ def divergence_sum(
     parts = draft_states(draft, traces, TRAINED_DEPTH)
     weights = [DEPTH_WEIGHT**depth for depth in range(len(parts))]
     sums = []
-    if tail is not None and sum(map(len, traces)):
+    if tail is not None and any(len(trace) for trace in traces):
         head, rows, num_columns = tail.restrict(draft, rows, num_columns)
     for weight, (states, at) in zip(weights, parts, strict=True):
         if at is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -22,14 +24,88 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from osd_hf.drafts.states import StateSource
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.models import model_masks, output_head
 from osd_hf.trace import Trace
+from osd_hf.utils.context import neutral_context
 
 DEPTH_WEIGHT = 0.8  # of a drafted token in the loss, relative to the one before
 ABSENT = 20.0  # a token that an output head lacks has this much less log-mass than all others together
 TRAINED_DEPTH = 3  # tokens of a round that the loss unrolls
+MAX_KEPT_BYTES = 256 << 20  # of the states of all traces; those of the oldest are dropped, and recomputed when needed
+
+_kept: WeakKeyDictionary[Trace, Tensor] = WeakKeyDictionary()  # oldest first
+_lock = threading.Lock()
+
+
+# --- hidden states of the target -------------------------------------------------------------------------------------
+
+
+def half(states: Tensor) -> Tensor:
+    """Return states in half precision: bfloat16 stays, everything else becomes float16."""
+    if states.dtype == torch.bfloat16:
+        return states
+    limit = torch.finfo(torch.float16).max
+    return states.clamp(-limit, limit).half()
+
+
+def keep_states(trace: Trace, states: Tensor) -> None:
+    """Keep the states of all tokens of a trace but the last, `(tokens - 1, width)`, in half precision. They are never
+    written to disk."""
+    with _lock:
+        _kept[trace] = states
+        total = sum(kept.nbytes for kept in _kept.values())
+        for oldest in list(_kept.keys()):
+            if total <= MAX_KEPT_BYTES or oldest is trace:
+                break
+            total -= _kept.pop(oldest).nbytes
+
+
+class StateSource:
+    """The target whose states a head reads. It is not copied with the head, and not kept alive by it."""
+
+    def __init__(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
+        self._target = ref(target)
+        self.layers = list(layers)  # of `hidden_states`, of which the last is behind the last norm
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The target; raises RuntimeError if it no longer exists."""
+        if (target := self._target()) is None:
+            raise RuntimeError("The target of the draft head no longer exists. Keep a reference to it.")
+        return target
+
+    def of(self, traces: Sequence[Trace]) -> list[Tensor]:
+        """Return the states of all tokens of each trace but the last, `(tokens - 1, width)`, in half precision: those
+        that were kept, or else recomputed by a forward of the target over the stored text."""
+        with _lock:
+            found = [_kept.get(trace) for trace in traces]
+        return [self._computed(t) if s is None else s for t, s in zip(traces, found, strict=True)]
+
+    @neutral_context()
+    @torch.no_grad()
+    def _computed(self, trace: Trace) -> Tensor:
+        target = self.target
+        ids = [*trace.prompt_ids.tolist(), *trace.completion_ids.tolist()][:-1]
+        with torch.inference_mode(False):
+            outputs = target.get_decoder()(
+                input_ids=torch.tensor([ids], device=target.device), use_cache=False,
+                output_hidden_states=self.layers, return_dict=True,
+            )  # fmt: skip
+            states = joined(outputs.hidden_states, self.layers)[0]
+        keep_states(trace, states)
+        return states
+
+
+def joined(hidden_states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
+    """Return the states of these layers of one forward side by side, in half precision: `(rows, tokens, width)`."""
+    return half(torch.cat([hidden_states[i] for i in layers], -1))
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
 
 
 class DraftHeadConfig(PreTrainedConfig):
@@ -91,7 +167,8 @@ class _Eagle3Layer(nn.Module):
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(embeddings), normed], -1)
         hidden: Tensor = (normed if self.norm_before_residual else states) + self.self_attn(read, **inputs)[0]
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
 
 
 class DraftHead(PreTrainedModel):
@@ -99,8 +176,8 @@ class DraftHead(PreTrainedModel):
     A draft that reads hidden states of its target. At each token it reads the embedding and the target's state of the
     token before; at drafted tokens, for which the target has no state yet, its own output in place of it.
 
-    - `"mtp"`: a projection mixes embedding and state, and layers of the target's family read the result. A head made by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with
-      `[identity | 0]`.
+    - `"mtp"`: a projection mixes embedding and state, and layers of the target's family read the result. A head made
+      by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with `[identity | 0]`.
     - `"eagle3"` (arXiv 2503.01840): three states are projected to one; the attention of one layer reads embedding and
       state side by side; the output head may have a vocabulary of its own. Checkpoints are those of the `speculators`
       package.
@@ -123,7 +200,10 @@ class DraftHead(PreTrainedModel):
         self.lm_head = inner.get_output_embeddings()
         width, size = text.hidden_size, config.state_size or text.hidden_size
         count = len(config.state_layers)
-        self.state_proj = self.state_norm = self.norm = self.input_proj = None
+        self.state_proj: Any = None
+        self.state_norm: Any = None
+        self.norm: Any = None
+        self.input_proj: Any = None
         if count * size != width or self.is_eagle3:
             self.state_proj = nn.Linear(count * size, width, bias=False)
         if self.is_eagle3:
@@ -159,7 +239,7 @@ class DraftHead(PreTrainedModel):
     def spread(self, logits: Tensor) -> Tensor:
         """Return logits of the whole vocabulary, from those of the head's. Other tokens get hardly any mass, and no
         gradient."""
-        if not self.is_eagle3 or logits.shape[-1] == self.config.text_config.vocab_size:
+        if logits.shape[-1] == self.config.text_config.vocab_size:
             return logits
         rest = (logits.float().logsumexp(-1, keepdim=True) - ABSENT).to(logits)
         whole = rest.expand(*logits.shape[:-1], self.config.text_config.vocab_size)
@@ -199,7 +279,8 @@ class DraftHead(PreTrainedModel):
                     setattr(head, name, part.to_empty(device=draft.device).to(draft.dtype))
                     head._init_weights(getattr(head, name))
         head.generation_config = draft.generation_config
-        return head.bind(target).eval()
+        found: DraftHead = head.bind(target).eval()
+        return found
 
     def bind(self, target: PreTrainedModel) -> DraftHead:
         """Read the states of this target from now on; raises UnsupportedModelError if it has no such states."""
@@ -231,13 +312,14 @@ class DraftHead(PreTrainedModel):
         """Raise ConfigError: a head needs its target."""
         raise ConfigError("A draft head cannot generate without its target. Use `OnlineAssistant(target, head)`.")
 
-    # --- forwards ---------------------------------------------------------------------------------------------------
+    # --- forwards --------------------------------------------------------------------------------------------------------
 
     def reduced(self, states: Tensor) -> Tensor:
         """Return the target's states, `(rows, tokens, width)`, as the head reads them, `(rows, tokens, hidden)`."""
         states = states.to(device=self.device, dtype=self.dtype)
         states = states if self.state_norm is None else self.state_norm(states)
-        return states if self.state_proj is None else self.state_proj(states)
+        reduced: Tensor = states if self.state_proj is None else self.state_proj(states)
+        return reduced
 
     def outputs(self, ids: Tensor, states: Tensor, **inputs: Any) -> Tensor:
         """Return the outputs of the layers at tokens, `(rows, tokens, hidden)`. They take the place of the
@@ -322,6 +404,9 @@ class DraftHead(PreTrainedModel):
         return found
 
 
+# --- EAGLE-3 checkpoints ---------------------------------------------------------------------------------------------
+
+
 def is_eagle3(folder: Path) -> bool:
     """Whether a folder has an EAGLE-3 checkpoint."""
     try:
@@ -359,7 +444,8 @@ def eagle3_head(folder: Path, target: PreTrainedModel, **kwargs: Any) -> DraftHe
         raise UnsupportedModelError(
             f"The head in {folder} has other weights than EAGLE-3: missing {missing[:3]}, unexpected {unexpected[:3]}."
         )
-    return head.to(target.device, target.dtype).bind(target).eval()
+    found: DraftHead = head.to(target.device, target.dtype).bind(target).eval()
+    return found
 
 
 _THEIR_NAMES = (("fc.", "state_proj."), ("input_norm.", "state_norm."), ("layers.0.", "model.layers.0."),

@@ -1,1 +1,0 @@
-"""The kinds of drafts that are more than a language model."""
