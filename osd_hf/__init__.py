@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from osd_hf.decoding.hook import capture_traces
     from osd_hf.distillation.make_draft import make_draft
     from osd_hf.distillation.trainer import DistillConfig, distill
+    from osd_hf.draft_head import DraftHead as DraftHead
     from osd_hf.evaluation.benchmark import benchmark
     from osd_hf.evaluation.compare import compare
     from osd_hf.logits_processors import ReplayedProcessor
@@ -59,6 +60,7 @@ _NAMES = {
     "decoding.hook": ["capture_traces"],
     "distillation.make_draft": ["make_draft"],
     "distillation.trainer": ["DistillConfig", "distill"],
+    "draft_head": ["DraftHead"],
     "evaluation.benchmark": ["benchmark"],
     "evaluation.compare": ["compare"],
     "logits_processors": ["ReplayedProcessor"],

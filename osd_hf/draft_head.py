@@ -167,8 +167,8 @@ class _Eagle3Layer(nn.Module):
         normed = self.hidden_norm(states)
         read = torch.cat([self.input_layernorm(embeddings), normed], -1)
         hidden: Tensor = (normed if self.norm_before_residual else states) + self.self_attn(read, **inputs)[0]
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
 class DraftHead(PreTrainedModel):
@@ -312,7 +312,7 @@ class DraftHead(PreTrainedModel):
         """Raise ConfigError: a head needs its target."""
         raise ConfigError("A draft head cannot generate without its target. Use `OnlineAssistant(target, head)`.")
 
-    # --- forwards --------------------------------------------------------------------------------------------------------
+    # --- forwards ----------------------------------------------------------------------------------------------------
 
     def reduced(self, states: Tensor) -> Tensor:
         """Return the target's states, `(rows, tokens, width)`, as the head reads them, `(rows, tokens, hidden)`."""
