@@ -32,7 +32,7 @@ HOLD_BACK_EVERY = 4  # requests of which one is held back
 NUM_HELD_BACK = 16  # newest held-back requests that judge a version
 NUM_WATCHED = 64  # newest requests that decide about a rollback
 COMPARE_EVERY = 4  # requests of which one is compared while the effort is reduced
-UNUSUAL_DEVIATIONS = 2.0  # standard deviations below the usual acceptance; the next requests are all compared then
+UNUSUAL_DEVIATIONS = 3.0  # standard deviations below the usual acceptance; the next requests are all compared then
 COMPARED_AFTER_UNUSUAL = 12
 USUAL_REQUESTS = 32  # newest requests that define the usual acceptance
 MIN_EXAMINED_TOKENS = 8  # of a request that counts for it
@@ -408,7 +408,7 @@ class DraftRequests:
         """Whether one compared request in `COMPARE_EVERY` suffices. Idle time is free."""
         if self._compare_all or self.config.update_strategy == "idle":
             return False
-        return self.effort.share < 1 and not self.choice.is_original
+        return self.effort.share < 1
 
     def take_arrived(self) -> tuple[list[Trace], int]:
         """Return the arrived requests to compare, and the number of requests that each of them represents."""
