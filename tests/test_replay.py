@@ -144,7 +144,7 @@ def test_rounds_are_those_of_the_loop(tokens: list[tuple[int, int]], ending: str
         limit += 3 if ending == "bounded later" else 0
     sampling = {"max_new_tokens": limit, "eos_token_id": list(eos) or None}
     trace = replace(bare_trace([0], emitted, 8), sampling=sampling)
-    rounds = rounds_of(trace, np.array(predicted), k)
+    rounds = rounds_of(trace, np.array([predicted]), k)
     ours = [(r.num_accepted, r.num_emitted, r.num_examined - r.num_accepted) for r in rounds]
     assert ours == reference(predicted, emitted, eos, limit, k)
     assert sum(r.num_emitted for r in rounds) == len(emitted)
