@@ -142,7 +142,7 @@ class OnlineAssistant:
         self.config = self.drafts.config
         self.store = store if store is None or isinstance(store, CorrectionStore) else CorrectionStore(store)
         layers = source.config.state_layers if isinstance(source, DraftHead) else ()
-        self.static_target = static_target(unwrap(self.target), self.config, layers)
+        self.static_target = static_target(unwrap(self.target), self.config, state_layers=layers)
         # Threads must not keep the assistant alive, nor may `on_update`, which may refer to it: it is held here alone.
         self._on_update = None if on_update is None else functools.partial(on_update)
         self._live = LiveLearning(

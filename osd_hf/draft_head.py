@@ -86,11 +86,10 @@ class StateSource:
         return [self._computed(t) if s is None else s for t, s in zip(traces, found, strict=True)]
 
     @neutral_context()
-    @torch.no_grad()
     def _computed(self, trace: Trace) -> Tensor:
         target = self.target
         ids = [*trace.prompt_ids.tolist(), *trace.completion_ids.tolist()][:-1]
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the former enables gradients
             outputs = target.get_decoder()(
                 input_ids=torch.tensor([ids], device=target.device), use_cache=False,
                 output_hidden_states=self.layers, return_dict=True,
@@ -210,6 +209,8 @@ class DraftHead(PreTrainedModel):
             self._become_eagle3(config, count * size)
         else:
             self.input_proj = nn.Linear(2 * width, width, bias=False)
+        if not hasattr(self, "d2t"):
+            self.d2t = None
         self.source: StateSource | None = None
         self.generation_config = GenerationConfig()
         self.post_init()
@@ -239,7 +240,7 @@ class DraftHead(PreTrainedModel):
     def spread(self, logits: Tensor) -> Tensor:
         """Return logits of the whole vocabulary, from those of the head's. Other tokens get hardly any mass, and no
         gradient."""
-        if logits.shape[-1] == self.config.text_config.vocab_size:
+        if self.d2t is None:
             return logits
         rest = (logits.float().logsumexp(-1, keepdim=True) - ABSENT).to(logits)
         whole = rest.expand(*logits.shape[:-1], self.config.text_config.vocab_size)

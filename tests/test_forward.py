@@ -210,8 +210,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         monkeypatch.setattr(
             module,
             f"static_{role}",
-            lambda model, config, role=role: (
-                StaticForward(model, role, is_captured=True) if getattr(config, f"compile_{role}") else None
+            lambda model, config, role=role, **states: (
+                StaticForward(model, role, is_captured=True, **states) if getattr(config, f"compile_{role}") else None
             ),
         )
     return made

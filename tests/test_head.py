@@ -389,3 +389,26 @@ def test_a_compiled_target_returns_the_states() -> None:
             live, replayed = AcceptanceStats.from_trace(trace), replay(assistant.draft, [copy.copy(trace)], 4)
             assert live.accepted and (live.examined, live.accepted) == (replayed.examined, replayed.accepted)
         assert assistant.static_target is not None and not assistant.static_target.is_eager
+
+
+def test_a_head_drafts_from_a_part_of_a_large_vocabulary() -> None:
+    target = models.build("llama", vocab_size=20_000)
+    config = replace(LEARNING, num_assistant_tokens="auto", candidates="draft", update_strategy="manual")
+    with OnlineAssistant(target, head_of(target, noise=0.02), config=config) as assistant:
+        assert assistant.drafting is not None
+        assistant.drafting.clock = models.ForwardTime({target: 1.0, assistant.draft: 0.05})
+        for ids in prompts(4):
+            output, _ = answered(assistant, ids, max_new_tokens=24)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=24))
+        assert assistant.drafts.vocab_size(None) == 8192
+        assert assistant.stats.drafted
+
+
+def test_a_head_learns_again_from_states_that_replay_computed() -> None:
+    target = models.build("llama")
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts()], max_new_tokens=12))
+    head = head_of(target)
+    assert replay(head, traces, 4).examined
+    updater = Updater(head, replace(FIXED, buffer_size=4))
+    updater.buffer.extend(traces)
+    assert updater.update(3).steps == 3
