@@ -416,7 +416,7 @@ class OnlineAssistant:
 
     @property
     def effort(self) -> float:
-        """Share of the configured updates that are done now, from 1/16 to 1: less once acceptance no longer rises, or
+        """Share of the configured updates that are done now, from 1/32 to 1: less once acceptance no longer rises, or
         learning costs more time than it saves. With drafts per domain, the largest."""
         return max((requests.effort.share for requests in self.drafts.requests.values()), default=1.0)
 

@@ -91,7 +91,7 @@ def stand_ins(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         return distill(config=config, dataset=dataset[:4], eval_dataset=eval_dataset[:2], **how)
 
     monkeypatch.setattr(OnlineAssistant, "generate", answer)
-    monkeypatch.setattr("osd_hf.assistant.static_target", lambda *_: None)  # compiling takes seconds
+    monkeypatch.setattr("osd_hf.assistant.static_target", lambda *_, **__: None)  # compiling takes seconds
     monkeypatch.setattr("osd_hf.recording.TIMED_SECONDS", 0.0)
 
     def client(**how: Any) -> openai.OpenAI:

@@ -22,7 +22,7 @@ ROLL_BACK_ERRORS = 4.5  # the test is repeated often, so chance must be excluded
 CHOICE_MEMORY = 64  # requests
 CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
 
-MIN_EFFORT = 1 / 16  # share of the updates that are done once learning no longer pays
+MIN_EFFORT = 1 / 32  # share of the updates that are done once learning no longer pays
 RISE_UPDATES = 8  # over which the rise of acceptance is measured
 PRIOR_RISE = 0.15  # of the acceptance, until then
 EXPECTED_RISES = 2  # times that the rise is expected again
