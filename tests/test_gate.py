@@ -19,6 +19,8 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.config import OnlineConfig
 from osd_hf.learning import gate as module
 from osd_hf.learning.gate import (
+    FULL_UPDATES,
+    GAIN_EFFORT,
     MIN_HELD_BACK,
     MIN_SERVED,
     RECENT_REQUESTS,
@@ -388,7 +390,7 @@ def after_update(effort: Effort, original: float, gain: float, *, c: float = 0.2
     """The share after an update that took `cost`, in target forwards; held-back requests have this gain, on average,
     and 80 tokens."""
     effort.spent(cost)
-    pairs = [(of(original + d), of(original + d + gain + d / 4)) for d in (-0.08, 0.0, 0.0, 0.08)] * 4
+    pairs = [(of(original + d), of(original + d + gain + d / 2)) for d in (-0.18, 0.0, 0.0, 0.18)] * 4
     before, after = zip(*pairs, strict=True)
     effort.judged(before, after, seconds_at(c), 80)
     return effort.share
@@ -409,9 +411,12 @@ def test_narrow_traffic_is_learned_although_the_first_versions_are_worse(origina
 
 def test_learning_stops_where_no_likely_acceptance_repays_it() -> None:
     effort = Effort()  # everyday chats with a weak draft
-    assert {after_update(effort, 0.19, gain, cost=LARGE_UPDATE) for gain in CHATS} == {effort.least}
+    shares = [after_update(effort, 0.19, gain, cost=LARGE_UPDATE) for gain in CHATS]
+    assert shares == [1.0] * (FULL_UPDATES - 1) + [effort.least] * (len(CHATS) - FULL_UPDATES + 1)
+    assert after_update(effort, 0.19, 0.1, c=1.0, cost=LARGE_UPDATE) == GAIN_EFFORT * effort.least
     assert after_update(Effort(), 0.19, 0.0, cost=LARGE_UPDATE / 10) == 1  # a cheap learner may try
-    assert after_update(Effort(), 0.6, 0.0, c=1.0) < 1  # a draft as slow as its target never saves anything
+    slow = Effort()  # a draft as slow as its target never saves anything
+    assert [after_update(slow, 0.6, 0.0, c=1.0) for _ in range(FULL_UPDATES)][-1] < 1
     assert after_update(Effort(1.0), 0.19, 0.0, cost=LARGE_UPDATE) == 1  # asked for
 
 
@@ -437,7 +442,8 @@ def test_learning_begins_anew_when_traffic_changes() -> None:
     noise = np.random.default_rng(0).normal(0, 0.05, 200)
     for fallen in (-0.2, 0.1):  # worse than the original draft; or of less use than before
         effort = Effort()
-        after_update(effort, 0.19, 0.0, cost=LARGE_UPDATE)
+        for _ in range(FULL_UPDATES):
+            after_update(effort, 0.19, 0.0, cost=LARGE_UPDATE)
         for gain in 0.3 + noise:
             effort.served(of(0.3), of(0.3 + float(gain)))
         assert effort.share < 1

@@ -23,6 +23,9 @@ CHOICE_MEMORY = 64  # requests
 CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
 
 MIN_EFFORT = 1 / 32  # share of the updates that are done once learning no longer pays
+GAIN_EFFORT = 4  # times as many where replay shows a gain
+GAIN_ERRORS = 2.0  # standard errors that the gain exceeds then
+FULL_UPDATES = 2  # before the first decision
 RISE_UPDATES = 8  # over which the rise of acceptance is measured
 PRIOR_RISE = 0.15  # of the acceptance, until then
 EXPECTED_RISES = 2  # times that the rise is expected again
@@ -190,9 +193,9 @@ class Effort:
     The gain is the acceptance of the learner's newest version minus that of the original draft, by replay on
     held-back requests. Its rise over the last `RISE_UPDATES` updates (or `PRIOR_RISE` until there were so many) is
     expected to go on for `EXPECTED_RISES` times as many. Learning goes on if what the cost model expects the risen
-    acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests. Each later update of the
-    least share decides again. A fall of the gain on served requests shows that the traffic has changed: then learning
-    begins anew.
+    acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests. Otherwise the least share
+    of the updates is done, or `GAIN_EFFORT` times as many where replay shows a gain; each of them decides again. A
+    fall of the gain on served requests shows that the traffic has changed: then learning begins anew.
     """
 
     def __init__(self, least: float = MIN_EFFORT) -> None:
@@ -200,6 +203,7 @@ class Effort:
         self.share = 1.0
         self._gains: deque[float] = deque(maxlen=RISE_UPDATES + 1)  # by update, oldest first; at least 0
         self._served: deque[float] = deque(maxlen=GAIN_WINDOW)  # by served request, oldest first
+        self._updates = 0
         self._cost = 0.0  # seconds of learning since the last update
 
     def judged(
@@ -213,7 +217,8 @@ class Effort:
         set the share. `token_seconds` is the cost of a token at an acceptance, if known; `tokens` are those of a
         request that past text does not bring."""
         cost, self._cost = self._cost, 0.0
-        gain, _ = paired_gain(original, newest)
+        self._updates += 1
+        gain, error = paired_gain(original, newest)
         if len(original) < MIN_HELD_BACK or math.isnan(gain):
             return
         self._gains.append(max(gain, 0.0))
@@ -224,7 +229,10 @@ class Effort:
         if now is None or later is None:  # nobody waits for learning where no request is timed
             return
         repays = REPAY_REQUESTS * tokens * (now - later) > EXPECTED_RISES * RISE_UPDATES * cost
-        self.share = 1.0 if repays else self.least
+        if repays or self._updates < FULL_UPDATES:
+            self.share = 1.0
+        else:
+            self.share = min(self.least * (GAIN_EFFORT if gain > GAIN_ERRORS * error else 1), 1.0)
 
     def served(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:
         """Take in the replay of both drafts on a served request, and restart if the traffic has changed."""
@@ -245,18 +253,21 @@ class Effort:
     def restart(self) -> None:
         """Learn in full, and forget all gains."""
         self.share = 1.0
+        self._updates = 0
         self._cost = 0.0
         self._gains.clear()
         self._served.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, ready for JSON."""
-        return {"share": self.share, "gains": [*self._gains], "served": [*self._served], "cost": self._cost}
+        gains, served = [*self._gains], [*self._served]
+        return {"share": self.share, "updates": self._updates, "gains": gains, "served": served, "cost": self._cost}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state."""
         self.restart()
         self.share = min(max(float(state["share"]), self.least), 1.0)
+        self._updates = int(state["updates"])
         self._cost = float(state["cost"])
         self._gains.extend(state["gains"])
         self._served.extend(state["served"])
