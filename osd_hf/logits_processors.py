@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _warn_once = lru_cache(256)(logger.warning)
 
 ROOM_TOKENS = 256  # that a buffer grows by
+TOP_P_TOKENS = 256  # the most likely ones, which usually decide what top-p keeps
+TOP_P_MARGIN = 1e-4  # of probability, which is larger than the rounding of sums
 TIED_TOKENS = 14  # beyond those of top-k, which also keeps tokens that are tied with the last one
 
 # Processors that a CUDA graph may contain: their operations depend neither on values nor on the ids.
@@ -58,6 +60,26 @@ def sample(probs: Tensor, noise: Tensor) -> Tensor:
     # In parallel sums, rounding may raise the value at a token with probability 0: such tokens are left out.
     cumulative = probs.double().cumsum(-1).masked_fill_(probs == 0, 0.0)
     return (cumulative > noise.double()[:, None] * cumulative.amax(-1, keepdim=True)).byte().argmax(-1)
+
+
+def _top_p(processor: Any, logits: Tensor) -> Tensor:
+    """Apply top-p to logits, `(positions, vocab)`. On CPUs, where sorting a large vocabulary takes milliseconds, the
+    most likely tokens decide; positions where they do not, or where rounding matters, are sorted."""
+    is_small = logits.shape[-1] < 8 * TOP_P_TOKENS or processor.min_tokens_to_keep > TOP_P_TOKENS
+    if logits.device.type != "cpu" or is_small:
+        return processor(None, logits)  # type: ignore[no-any-return]
+    probs = logits.softmax(-1)
+    top = probs.topk(TOP_P_TOKENS, -1).values
+    likelier = top.cumsum(-1) - top  # mass of the tokens before
+    is_kept = likelier < processor.top_p
+    is_kept[:, : processor.min_tokens_to_keep] = True
+    last = is_kept.sum(-1, keepdim=True) - 1
+    lowest, next_one = top.gather(-1, last), top.gather(-1, (last + 1).clamp(max=TOP_P_TOKENS - 1))
+    is_sure = (lowest > next_one)[:, 0] & ((likelier - processor.top_p).abs().amin(-1) > TOP_P_MARGIN)
+    processed = logits.masked_fill(probs < lowest, processor.filter_value)
+    if not bool(is_sure.all()):
+        processed[~is_sure] = processor(None, logits[~is_sure])
+    return processed
 
 
 # --- of a recorded request ------------------------------------------------------------------------------------------
@@ -178,7 +200,9 @@ class RowProcessors:
         self._make_room(max(lengths, default=0))
         for processor in self.processors:
             active = ACTIVE_LENGTHS.get(type(processor))
-            if type(processor) in WITHOUT_CONTEXT:
+            if type(processor) is known.TopPLogitsWarper:
+                logits = _top_p(processor, logits)
+            elif type(processor) in WITHOUT_CONTEXT:
                 logits = processor(self.tokens, logits)
             elif type(processor) is known.RepetitionPenaltyLogitsProcessor and (
                 processor.prompt_ignore_length is None  # else, a repeated last token may change the result

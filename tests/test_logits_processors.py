@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from osd_hf import Trace, logits_processors
 from osd_hf.decoding.record import compress_rows
@@ -132,6 +132,32 @@ def test_processors_see_each_position_at_its_length(ignored: Any, data: st.DataO
         return [Colder(0.7), RepetitionPenaltyLogitsProcessor(1.3, of_rows)]
 
     check_batch(make, prompt, data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.02, 0.99), st.sampled_from([0.2, 1.0, 3.0, 8.0]), st.integers(1, 3))
+def test_top_p_keeps_what_sorting_keeps(seed: int, top_p: float, scale: float, least: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(6, 4096, generator=generator)
+    logits[1] = logits[1].round()  # many are tied
+    logits[2, 5:] = -torch.inf
+    logits[3, :300] = 9.0  # more are tied than usually decide
+    logits[4, 7] = torch.nan
+    logits[5] = logits[5].sort().values
+    processor = TopPLogitsWarper(top_p, min_tokens_to_keep=least)
+    expected = processor(None, logits)
+    found = RowProcessors([processor], torch.zeros(6, 3), 0)(logits.clone(), list(range(6)), [3] * 6)
+    assert torch.equal(found.isinf(), expected.isinf())
+    assert torch.equal(found.nan_to_num(0.5), expected.nan_to_num(0.5))
+
+
+def test_top_p_seldom_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorted_rows: list[int] = []
+    sort = TopPLogitsWarper.__call__
+    monkeypatch.setattr(TopPLogitsWarper, "__call__", lambda *a: sorted_rows.append(len(a[2])) or sort(*a))
+    logits = 8 * torch.randn(200, 4096, generator=torch.Generator().manual_seed(0))
+    RowProcessors([TopPLogitsWarper(0.9)], torch.zeros(1, 3), 0)(logits, [0] * 200, [3] * 200)
+    assert sum(sorted_rows) < 20
 
 
 def test_what_a_graph_may_contain_reads_no_values() -> None:
