@@ -191,11 +191,12 @@ class Effort:
     Decide whether learning goes on in full, or only a `least` share of the updates is done.
 
     The gain is the acceptance of the learner's newest version minus that of the original draft, by replay on
-    held-back requests. Its rise over the last `RISE_UPDATES` updates (or `PRIOR_RISE` until there were so many) is
-    expected to go on for `EXPECTED_RISES` times as many. Learning goes on if what the cost model expects the risen
-    acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests. Otherwise the least share
-    of the updates is done, or `GAIN_EFFORT` times as many where replay shows a gain; each of them decides again. A
-    fall of the gain on served requests shows that the traffic has changed: then learning begins anew.
+    held-back requests. Its rise over the last `RISE_UPDATES` updates is expected to go on for `EXPECTED_RISES` times
+    as many; for updates that are missing at first, `PRIOR_RISE` is expected. Learning goes on if what the cost model
+    expects the risen acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests.
+    Otherwise the least share of the updates is done, or `GAIN_EFFORT` times as many where replay shows a gain; each of
+    them decides again. A fall of the gain on served requests shows that the traffic has changed: then learning begins
+    anew.
     """
 
     def __init__(self, least: float = MIN_EFFORT) -> None:
@@ -223,7 +224,10 @@ class Effort:
             return
         self._gains.append(max(gain, 0.0))
         alpha = sum(original, AcceptanceStats()).alpha
-        rise = self._gains[-1] - self._gains[0] if len(self._gains) > RISE_UPDATES else PRIOR_RISE * alpha
+        if len(self._gains) > RISE_UPDATES:
+            rise = self._gains[-1] - self._gains[0]
+        else:
+            rise = (1 - len(self._gains) / RISE_UPDATES) * PRIOR_RISE * alpha + gain
         alpha += self._gains[-1]
         now, later = (token_seconds(min(a, 1.0)) for a in (alpha, alpha + EXPECTED_RISES * max(rise, 0.0)))
         if now is None or later is None:  # nobody waits for learning where no request is timed
