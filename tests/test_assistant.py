@@ -266,9 +266,11 @@ def test_a_resumed_session_equals_one_straight_through(tmp_path: Path, gate: boo
     straight = OnlineAssistant(target, draft, config=config)
     first = OnlineAssistant(target, draft, config=config)
     for assistant in (straight, first):
+        assistant.drafts.set_pace(min_effort=1.0)  # otherwise the clock decides about updates
         serve(assistant, 5, domain="a")  # one update, and two requests waiting for the next
     first.save_state(tmp_path)
     second = OnlineAssistant(target, draft, config=config)
+    second.drafts.set_pace(min_effort=1.0)
     second.load_state(tmp_path)
     assert (second.version, second.stats) == (first.version, first.stats)
     for assistant in (straight, second):
