@@ -23,6 +23,7 @@ from osd_hf.learning.gate import (
     GAIN_EFFORT,
     MIN_HELD_BACK,
     MIN_SERVED,
+    OPEN_EFFORT,
     RECENT_REQUESTS,
     RISE_UPDATES,
     DraftChoice,
@@ -412,7 +413,9 @@ def test_narrow_traffic_is_learned_although_the_first_versions_are_worse(origina
 def test_learning_stops_where_no_likely_acceptance_repays_it() -> None:
     effort = Effort()  # everyday chats with a weak draft
     shares = [after_update(effort, 0.19, gain, cost=LARGE_UPDATE) for gain in CHATS]
-    assert shares == [1.0] * (FULL_UPDATES - 1) + [effort.least] * (len(CHATS) - FULL_UPDATES + 1)
+    reduced = OPEN_EFFORT * effort.least  # nothing is shown: the gains are smaller than their errors
+    assert shares == [1.0] * (FULL_UPDATES - 1) + [reduced] * (len(CHATS) - FULL_UPDATES + 1)
+    assert after_update(effort, 0.19, -0.15, cost=LARGE_UPDATE) == effort.least
     assert after_update(effort, 0.19, 0.1, c=1.0, cost=LARGE_UPDATE) == GAIN_EFFORT * effort.least
     assert after_update(Effort(), 0.19, 0.0, cost=LARGE_UPDATE / 10) == 1  # a cheap learner may try
     slow = Effort()  # a draft as slow as its target never saves anything
@@ -423,7 +426,7 @@ def test_learning_stops_where_no_likely_acceptance_repays_it() -> None:
 def test_learning_stops_once_acceptance_rises_no_more_and_goes_on_when_it_does() -> None:
     effort = Effort()
     shares = [after_update(effort, 0.43, 0.02, cost=UPDATE) for _ in range(2 * RISE_UPDATES)]
-    assert shares == [1.0] * RISE_UPDATES + [effort.least] * RISE_UPDATES
+    assert shares == [1.0] * RISE_UPDATES + [OPEN_EFFORT * effort.least] * RISE_UPDATES
     assert [after_update(effort, 0.43, gain, cost=UPDATE) for gain in (0.03, 0.06, 0.09)][-1] == 1
 
 

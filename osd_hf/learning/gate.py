@@ -24,7 +24,8 @@ CHOICE_HALF_LIFE = 1.5  # requests; a change of traffic has to show at once
 
 MIN_EFFORT = 1 / 32  # share of the updates that are done once learning no longer pays
 GAIN_EFFORT = 4  # times as many where replay shows a gain
-GAIN_ERRORS = 2.0  # standard errors that the gain exceeds then
+OPEN_EFFORT = 2  # times as many where it shows neither a gain nor a loss
+GAIN_ERRORS = 2.0  # standard errors of a gain or a loss
 FULL_UPDATES = 2  # before the first decision
 RISE_UPDATES = 8  # over which the rise of acceptance is measured
 PRIOR_RISE = 0.15  # of the acceptance, until then
@@ -194,9 +195,9 @@ class Effort:
     held-back requests. Its rise over the last `RISE_UPDATES` updates is expected to go on for `EXPECTED_RISES` times
     as many; for updates that are missing at first, `PRIOR_RISE` is expected. Learning goes on if what the cost model
     expects the risen acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests.
-    Otherwise the least share of the updates is done, or `GAIN_EFFORT` times as many where replay shows a gain; each of
-    them decides again. A fall of the gain on served requests shows that the traffic has changed: then learning begins
-    anew.
+    Otherwise the least share of the updates is done, `OPEN_EFFORT` times as many where replay shows no loss, and
+    `GAIN_EFFORT` times as many where it shows a gain; each of them decides again. A fall of the gain on served
+    requests shows that the traffic has changed: then learning begins anew.
     """
 
     def __init__(self, least: float = MIN_EFFORT) -> None:
@@ -236,7 +237,9 @@ class Effort:
         if repays or self._updates < FULL_UPDATES:
             self.share = 1.0
         else:
-            self.share = min(self.least * (GAIN_EFFORT if gain > GAIN_ERRORS * error else 1), 1.0)
+            margin = GAIN_ERRORS * error
+            times = GAIN_EFFORT if gain > margin else OPEN_EFFORT if gain > -margin else 1
+            self.share = min(self.least * times, 1.0)
 
     def served(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:
         """Take in the replay of both drafts on a served request, and restart if the traffic has changed."""
