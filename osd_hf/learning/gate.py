@@ -15,6 +15,7 @@ from osd_hf.trace import Trace
 
 MIN_HELD_BACK = 4  # held-back requests below which no version is promoted
 MAX_DROPPED_IN_A_ROW = 8  # then learning restarts; the first steps on few requests often make a draft worse
+PROMOTE_ERRORS = 1.0  # standard errors of a gain that promotes a version, or more where requests are few
 DROP_ERRORS = 3.0  # standard errors of a fall in acceptance that drops a version
 MIN_SERVED = 8  # served requests below which no version is rolled back
 ROLL_BACK_ERRORS = 4.5  # the test is repeated often, so chance must be excluded
@@ -82,7 +83,7 @@ def judge(
     after: Sequence[AcceptanceStats],
 ) -> GateDecision:
     """Decide whether a version may replace the serving one, from the replay of both (`after`, `before`) on the
-    held-back requests. The gain in acceptance over all requests must be at least half its standard error. For each
+    held-back requests. The gain in acceptance over all requests must be at least `PROMOTE_ERRORS`. For each
     label with enough requests, acceptance must not fall by more than two standard errors."""
     requests = len(held_back)
     if requests < MIN_HELD_BACK:
@@ -99,7 +100,7 @@ def judge(
         return decide("kept back", "nothing was drafted for the held-back requests")
     if gain + DROP_ERRORS * error < 0:
         return decide("dropped", f"acceptance falls by {-gain:.3f}, more than {DROP_ERRORS:g} standard errors")
-    if gain < 0.5 * error:
+    if gain < student_quantile(PROMOTE_ERRORS, requests) * error:
         return decide("kept back", f"a gain of {gain:+.3f} with a standard error of {error:.3f} is not enough")
     for label in dict.fromkeys(trace.domain for trace in held_back):
         places = [i for i, trace in enumerate(held_back) if trace.domain == label]
