@@ -25,10 +25,10 @@ from osd_hf.decoding.draft_length import DraftingPlan
 from osd_hf.decoding.hook import bind, warn_unused
 from osd_hf.decoding.sources import Drafting
 from osd_hf.decoding.static import static_target
-from osd_hf.draft_head import DraftHead, eagle3_head, is_eagle3
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
-from osd_hf.layers import new_head
+from osd_hf.layers import built_in_head, new_head
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import UpdateReport, make_accelerator
@@ -77,9 +77,10 @@ class OnlineAssistant:
         target (`PreTrainedModel` or `str` or `Path`):
             The model that answers: a model, a `PeftModel`, a compiled model, a Hub id or a folder.
         draft (`PreTrainedModel` or `str` or `Path`, *optional*):
-            A smaller model, or a [`DraftHead`], which reads the target's hidden states; EAGLE-3 checkpoints are read
-            from a folder. By default a new head, made of the target's first layer with attention, which learns from
-            the requests and drafts once that pays. Of a `PeftModel`, only the adapter learns. Of a draft made by
+            A smaller model, or a [`DraftHead`], which reads the target's hidden states; EAGLE-3 checkpoints are
+            read by Hub id or from a folder. By default the target's built-in layers for multi-token prediction,
+            or a new head, made of its first layer with attention; both learn from the requests and draft once that
+            pays. Of a `PeftModel`, only the adapter learns. Of a draft made by
             [`make_draft`], embeddings and output head are shared with the target and do not learn. [`align_vocab`]
             aligns padded vocabularies.
         tokenizer (`PreTrainedTokenizerBase`, *optional*):
@@ -122,11 +123,8 @@ class OnlineAssistant:
         on_update: Callable[[GateDecision], object] | None = None,
         **model_kwargs: Any,
     ) -> None:
-        is_head = isinstance(draft, str | os.PathLike) and is_eagle3(Path(draft))
-        self.target, source = load_named(target, None if is_head else draft, **model_kwargs)
-        if is_head:
-            source = eagle3_head(Path(draft), unwrap(self.target))
-        source = new_head(self.target) if source is None else uncompiled(source)
+        self.target, source = load_named(target, draft, **model_kwargs)
+        source = (built_in_head(self.target) or new_head(self.target)) if source is None else uncompiled(source)
         check_pair(self.target, source)
         if isinstance(unwrap(source), DraftHead):
             unwrap(source).bind(unwrap(self.target))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -24,8 +25,18 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.models import model_masks, output_head
+from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
+from osd_hf.head_checkpoints import (
+    HEAD_TYPE,
+    head_settings,
+    num_assistant_tokens,
+    our_name,
+    read_config,
+    read_weights,
+    speculators_config,
+    their_name,
+)
+from osd_hf.models import SHARED_SETTING, config_value, model_masks, output_head, set_fixed_k, unwrap
 from osd_hf.trace import Trace
 from osd_hf.utils.context import neutral_context
 
@@ -118,11 +129,15 @@ class DraftHeadConfig(PreTrainedConfig):
             -1 is the state behind the last norm.
         state_size (`int`): Width of one of them.
         layout (`str`): `"mtp"` or `"eagle3"`; see [`DraftHead`].
+        has_input_norms (`bool`): `"mtp"` only: whether embedding and state are normalized, as in built-in layers.
         draft_vocab_size (`int`, *optional*): `"eagle3"` only: rows of the output head; by default the vocabulary's.
-        norm_before_residual, norm_before_fc (`bool`): `"eagle3"` only: the norms that a checkpoint has.
+        norm_before_residual, norm_before_fc, fc_norm, norm_output (`bool`): `"eagle3"` only: where a checkpoint
+            normalizes the state that is added to the layer's output, all states together, each of them, and the state
+            behind a drafted token.
+        target_name (`str`, *optional*), target_architectures (`list[str]`): Source and class of the target.
     """
 
-    model_type = "osd_hf_head"
+    model_type = HEAD_TYPE
     sub_configs = {"text_config": AutoConfig}
 
     def __init__(
@@ -131,9 +146,14 @@ class DraftHeadConfig(PreTrainedConfig):
         state_layers: Sequence[int] = (-1,),
         state_size: int | None = None,
         layout: str = "mtp",
+        has_input_norms: bool = False,
         draft_vocab_size: int | None = None,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+        target_name: str | None = None,
+        target_architectures: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         if isinstance(text_config, dict):
@@ -142,9 +162,14 @@ class DraftHeadConfig(PreTrainedConfig):
         self.state_layers = list(state_layers)
         self.state_size = state_size
         self.layout = layout
+        self.has_input_norms = has_input_norms
         self.draft_vocab_size = draft_vocab_size
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
+        self.fc_norm = fc_norm
+        self.norm_output = norm_output
+        self.target_name = target_name
+        self.target_architectures = list(target_architectures)
         super().__init__(**kwargs)
 
 
@@ -176,10 +201,11 @@ class DraftHead(PreTrainedModel):
     token before; at drafted tokens, for which the target has no state yet, its own output in place of it.
 
     - `"mtp"`: a projection mixes embedding and state, and layers of the target's family read the result. A head made
-      by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with `[identity | 0]`.
+      by [`~DraftHead.from_draft`] starts as exactly that draft: its projection begins with `[identity | 0]`. Built-in
+      MTP layers of a target have this layout, too.
     - `"eagle3"` (arXiv 2503.01840): three states are projected to one; the attention of one layer reads embedding and
-      state side by side; the output head may have a vocabulary of its own. Checkpoints are those of the `speculators`
-      package.
+      state side by side; the output head may have a vocabulary of its own. It is saved as a checkpoint of the
+      `speculators` package, which vLLM serves (`"method": "eagle3"`), without the embeddings that are the target's.
 
     Heads are not called by transformers' loop: they draft inside of [`OnlineAssistant`].
     """
@@ -200,15 +226,19 @@ class DraftHead(PreTrainedModel):
         width, size = text.hidden_size, config.state_size or text.hidden_size
         count = len(config.state_layers)
         self.state_proj: Any = None
-        self.state_norm: Any = None
+        self.state_norm: Any = None  # of all states together
+        self.state_norms: Any = None  # of each state
         self.norm: Any = None
         self.input_proj: Any = None
+        self.embed_norm: Any = None
         if count * size != width or self.is_eagle3:
             self.state_proj = nn.Linear(count * size, width, bias=False)
         if self.is_eagle3:
-            self._become_eagle3(config, count * size)
+            self._become_eagle3(config, count, size)
         else:
             self.input_proj = nn.Linear(2 * width, width, bias=False)
+        if config.has_input_norms:
+            self.embed_norm, self.hidden_norm = (copy.deepcopy(self.model.norm) for _ in range(2))
         if not hasattr(self, "d2t"):
             self.d2t = None
         self.source: StateSource | None = None
@@ -221,15 +251,19 @@ class DraftHead(PreTrainedModel):
 
     @property
     def first(self) -> int:
-        """The first token that is read. EAGLE-3 leaves out the one before which there is no state."""
-        return int(self.is_eagle3)
+        """The first token that is read. EAGLE-3 and built-in layers leave out the one before which there is no
+        state."""
+        return int(self.is_eagle3 or self.config.has_input_norms)
 
-    def _become_eagle3(self, config: DraftHeadConfig, num_states: int) -> None:
+    def _become_eagle3(self, config: DraftHeadConfig, num_states: int, size: int) -> None:
         """Give the layer a second input, and the head its own vocabulary."""
         text = config.text_config
         self.norm, self.model.norm = self.model.norm, nn.Identity()  # its input takes the place of states
+        norm = type(self.norm)
         if config.norm_before_fc:
-            self.state_norm = type(self.norm)(num_states, eps=text.rms_norm_eps)
+            self.state_norm = norm(num_states * size, eps=text.rms_norm_eps)
+        if config.fc_norm:
+            self.state_norms = nn.ModuleList(norm(size, eps=text.rms_norm_eps) for _ in range(num_states))
         self.model.layers[0] = _Eagle3Layer(self.model.layers[0], text.hidden_size, config.norm_before_residual)
         rows = config.draft_vocab_size or text.vocab_size
         self.lm_head = nn.Linear(text.hidden_size, rows, bias=False)
@@ -291,7 +325,17 @@ class DraftHead(PreTrainedModel):
                 f"The draft head reads states with {self.config.state_size} values, {type(target).__name__} has "
                 f"{text.hidden_size}. Use a head of this target."
             )
+        count = text.num_hidden_layers
+        if any(not -1 <= i <= count for i in self.config.state_layers):
+            raise UnsupportedModelError(
+                f"The head reads the states {self.config.state_layers}, {type(target).__name__} has 0 to {count}."
+            )
+        self.config.target_name = config_value(target.config, "name_or_path") or self.config.target_name
+        self.config.target_architectures = [type(target).__name__]
         self.source = StateSource(target, self.config.state_layers)
+        own, theirs = (model.get_input_embeddings().weight for model in (self, target))
+        if own.device == theirs.device and own.dtype == theirs.dtype and torch.equal(own, theirs):
+            setattr(self.config, SHARED_SETTING, True)
         return self
 
     def get_input_embeddings(self) -> Any:
@@ -313,12 +357,27 @@ class DraftHead(PreTrainedModel):
         """Raise ConfigError: a head needs its target."""
         raise ConfigError("A draft head cannot generate without its target. Use `OnlineAssistant(target, head)`.")
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Save the head: in the layout `"eagle3"` as a checkpoint of the `speculators` package, otherwise as a model
+        folder with embeddings and output head."""
+        if self.is_eagle3:
+            _save_eagle3(self, Path(save_directory))
+            return
+        state = {name: weight.detach() for name, weight in self.state_dict().items()}
+        ends = {weight.data_ptr() for name, weight in state.items() if name != "lm_head.weight"}
+        if state["lm_head.weight"].data_ptr() in ends:  # tied, and loaded as two tensors
+            state["lm_head.weight"] = state["lm_head.weight"].clone()
+        super().save_pretrained(save_directory, **{"state_dict": state, **kwargs})
+
     # --- forwards ----------------------------------------------------------------------------------------------------
 
     def reduced(self, states: Tensor) -> Tensor:
         """Return the target's states, `(rows, tokens, width)`, as the head reads them, `(rows, tokens, hidden)`."""
         states = states.to(device=self.device, dtype=self.dtype)
         states = states if self.state_norm is None else self.state_norm(states)
+        if self.state_norms is not None:
+            parts = states.chunk(len(self.state_norms), -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], -1)
         reduced: Tensor = states if self.state_proj is None else self.state_proj(states)
         return reduced
 
@@ -326,14 +385,16 @@ class DraftHead(PreTrainedModel):
         """Return the outputs of the layers at tokens, `(rows, tokens, hidden)`. They take the place of the
         target's states behind drafted tokens. `states` are reduced ones of the tokens before."""
         embeddings = self.get_input_embeddings()(ids).to(states.dtype)
+        if self.embed_norm is not None:
+            embeddings, states = self.embed_norm(embeddings), self.hidden_norm(states)
         mixed = torch.cat([embeddings, states], -1)
         mixed = mixed if self.input_proj is None else self.input_proj(mixed)
         hidden: Tensor = self.model(inputs_embeds=mixed, return_dict=True, **inputs).last_hidden_state
-        return hidden
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the inputs of the output head."""
-        return hidden if self.norm is None else self.norm(hidden)
+        return hidden if self.norm is None or self.config.norm_output else self.norm(hidden)
 
     def forward(
         self, input_ids: Tensor, states: Tensor, at: Tensor | None = None, **inputs: Any
@@ -405,83 +466,87 @@ class DraftHead(PreTrainedModel):
         return found
 
 
-# --- EAGLE-3 checkpoints ---------------------------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------------------------------
 
 
-def is_eagle3(folder: Path) -> bool:
-    """Whether a folder has an EAGLE-3 checkpoint."""
-    try:
-        saved = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return saved.get("speculators_model_type") == "eagle3" or "LlamaForCausalLMEagle3" in saved.get(
-        "architectures", ()
-    )
-
-
-def eagle3_head(folder: Path, target: PreTrainedModel, **kwargs: Any) -> DraftHead:
-    """Load an EAGLE-3 checkpoint of the `speculators` package, or of SpecForge (`midlayer.*`), for a target.
-    Embeddings that it lacks are the target's. Raises UnsupportedModelError for one with other weights."""
-    saved = json.loads((folder / "config.json").read_text())
-    is_flat = "transformer_layer_config" not in saved
-    layer = dict(saved if is_flat else saved["transformer_layer_config"])
-    text = AutoConfig.for_model(layer.pop("model_type", "llama"), **{**layer, "num_hidden_layers": 1})
-    target_text = target.config.get_text_config(decoder=True)
-    if not is_flat or "draft_vocab_size" in saved:
-        text.vocab_size = target_text.vocab_size
-    count = target_text.num_hidden_layers
-    ids = saved.get("eagle_aux_hidden_state_layer_ids") or [2, count // 2, count - 3]
-    config = DraftHeadConfig(
-        text, ids, saved.get("target_hidden_size") or target_text.hidden_size, "eagle3", saved.get("draft_vocab_size"),
-        bool(saved.get("norm_before_residual", False)), bool(saved.get("norm_before_fc", False)),
-    )  # fmt: skip
-    head = DraftHead(config)
-    weights = {ours: w for part in sorted(folder.glob("*.safetensors")) for name, w in load_file(part).items()
-               if (ours := _our_name(name)) is not None}  # fmt: skip
-    weights.setdefault("model.embed_tokens.weight", target.get_input_embeddings().weight.detach())
-    missing, unexpected = head.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if name != "t2d"]
-    if missing or unexpected:
-        raise UnsupportedModelError(
-            f"The head in {folder} has other weights than EAGLE-3: missing {missing[:3]}, unexpected {unexpected[:3]}."
-        )
-    found: DraftHead = head.to(target.device, target.dtype).bind(target).eval()
+def load_head(source: str | os.PathLike[str], target: PreTrainedModel, **model_kwargs: Any) -> DraftHead:
+    """Load a head for a target, from a folder or a Hub repository: one saved here, or an EAGLE-3 checkpoint of the
+    `speculators` package or of SpecForge. Embeddings that a checkpoint lacks are the target's. `model_kwargs` are
+    those of [`~osd_hf.models.load_model`]; by default dtype and device are the target's. Raises UnsupportedModelError
+    for a checkpoint with other weights, or of another target."""
+    target = unwrap(target)
+    dtype, device = model_kwargs.pop("dtype", None), model_kwargs.pop("device", None)
+    location = {name: value for name, value in model_kwargs.items() if name != "trust_remote_code"}
+    dtype = target.dtype if dtype in (None, "auto") else dtype
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    saved = read_config(source, **location)
+    if saved.get("model_type") == DraftHeadConfig.model_type:
+        head: DraftHead = DraftHead.from_pretrained(source, dtype=dtype, **location)
+    else:
+        head = _eagle3_head(source, saved, target, location)
+    found: DraftHead = head.to(device or target.device, dtype).bind(target).eval()
     return found
 
 
-_THEIR_NAMES = (("fc.", "state_proj."), ("input_norm.", "state_norm."), ("layers.0.", "model.layers.0."),
-                ("midlayer.", "model.layers.0."), ("embed_tokens.", "model.embed_tokens."))  # fmt: skip
+def _eagle3_head(
+    source: str | os.PathLike[str], saved: Mapping[str, Any], target: PreTrainedModel, location: Mapping[str, Any]
+) -> DraftHead:
+    text = target.config.get_text_config(decoder=True)
+    try:
+        config = DraftHeadConfig(**head_settings(saved, text))
+        with torch.inference_mode(False):
+            head = DraftHead(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnsupportedModelError(f"The head {os.fspath(source)!r} cannot be read: {first_line(error)}.") from error
+    for name in (name for name in saved if name.startswith("osd_hf_")):
+        setattr(config, name, saved[name])
+    read = read_weights(source, **location).items()
+    weights = {ours: weight for name, weight in read if (ours := our_name(name)) is not None}
+    embeddings, own = "model.embed_tokens.weight", weights.get("model.embed_tokens.weight")
+    theirs = target.get_input_embeddings().weight.detach()
+    if own is None or (own.shape == theirs.shape and torch.equal(own.to(theirs), theirs)):
+        weights[embeddings] = theirs
+    if head.d2t is None:  # a mapping of all tokens to themselves
+        weights = {name: weight for name, weight in weights.items() if name not in ("d2t", "t2d")}
+    sizes = {name: tuple(weight.shape) for name, weight in head.state_dict().items()}
+    misfits = [
+        f"{name} {tuple(w.shape)} instead of {sizes[name]}"
+        for name, w in weights.items() if name in sizes and tuple(w.shape) != sizes[name]
+    ]  # fmt: skip
+    missing = [name for name in sizes if name not in weights and name != "t2d"]
+    unexpected = [name for name in weights if name not in sizes]
+    if misfits or missing or unexpected:
+        raise UnsupportedModelError(
+            f"The head {os.fspath(source)!r} does not fit EAGLE-3 for {type(target).__name__}: missing "
+            f"{_named(missing)}, unexpected {_named(unexpected)}, of another size {misfits[:3]}."
+        )
+    head.load_state_dict(weights, strict=False)
+    if head.d2t is not None:
+        head.t2d.zero_()[torch.arange(len(head.d2t)) + head.d2t] = True
+    set_fixed_k(head.generation_config, num_assistant_tokens(saved) or head.generation_config.num_assistant_tokens)
+    return head
 
 
-def _our_name(name: str) -> str | None:
-    """Return our name of a weight in a checkpoint; `None` for those of the target."""
-    if name.startswith("verifier_"):
-        return None
-    return next((ours + name[len(theirs) :] for theirs, ours in _THEIR_NAMES if name.startswith(theirs)), name)
+def _named(weights: Sequence[str]) -> str:
+    return ", ".join(map(their_name, weights[:3])) or "none"
 
 
-def save_eagle3(head: DraftHead, folder: Path, target_name: str, architectures: Sequence[str], k: int) -> None:
-    """Save an EAGLE-3 head as a checkpoint of the `speculators` package, which vLLM serves (`"method": "eagle3"`).
-    Embeddings are left out, because they are the target's."""
-    config, text = head.config, head.config.text_config
-    method = {"proposal_type": "greedy", "speculative_tokens": k, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    verifier = {"name_or_path": target_name, "architectures": list(architectures)}
-    saved = {
-        "architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "speculators_version": "0.3.0",
-        "draft_vocab_size": config.draft_vocab_size or text.vocab_size, "target_hidden_size": config.state_size,
-        "norm_before_residual": config.norm_before_residual, "norm_before_fc": config.norm_before_fc,
-        "eagle_aux_hidden_state_layer_ids": config.state_layers, "tie_word_embeddings": False,
-        "transformer_layer_config": text.to_dict(),
-        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy",
-                               "proposal_methods": [method], "verifier": verifier},
-    }  # fmt: skip
-    weights = {}
-    for name, weight in head.state_dict().items():
-        theirs = next((t + name[len(o) :] for t, o in _THEIR_NAMES if name.startswith(o)), name)
-        if not theirs.startswith("embed_tokens."):
-            weights[theirs] = weight.contiguous()
+def _save_eagle3(head: DraftHead, folder: Path) -> None:
+    """Write a checkpoint of the `speculators` package. Embeddings that are the target's are left out."""
+    config = head.config
+    k = head.generation_config.num_assistant_tokens or TRAINED_DEPTH
+    saved = speculators_config(config, config.target_name, config.target_architectures, k)
+    saved |= {name: value for name, value in vars(config).items() if name.startswith("osd_hf_")}
+    is_shared = getattr(config, SHARED_SETTING, False)
+    names = {name: their_name(name) for name in head.state_dict()}
+    weights = {
+        theirs: weight.detach().clone().contiguous()
+        for name, weight in head.state_dict().items()
+        if not ((theirs := names[name]).startswith("embed_tokens.") and is_shared)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(saved, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
 
 
 AutoConfig.register(DraftHeadConfig.model_type, DraftHeadConfig)

@@ -1,8 +1,9 @@
-"""Make models of a target's kind from some of its layers."""
+"""Make drafts and draft heads from layers of a target."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import MtpModel
 
 from osd_hf.decoding.forward import layers_with_state
-from osd_hf.draft_head import DraftHead
+from osd_hf.draft_head import DraftHead, DraftHeadConfig
 from osd_hf.errors import UnsupportedModelError, first_line, is_out_of_memory
-from osd_hf.learning.weights import SHARED_SETTING, copy_with, shared_ends
-from osd_hf.models import check_pair, is_peft, merged, uncompiled, unwrap
+from osd_hf.learning.weights import copy_with, shared_ends
+from osd_hf.models import SHARED_SETTING, check_pair, is_peft, merged, uncompiled, unwrap
 from osd_hf.vocabulary import VOCABULARY_SETTING
+
+logger = logging.getLogger(__name__)
 
 
 def num_layers_of(model: PreTrainedModel) -> int:
@@ -80,14 +85,117 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 def new_head(target: PreTrainedModel) -> DraftHead:
     """Return a head that starts as the target's first layer that has attention.
     Raises UnsupportedModelError if no layer can be copied."""
+    head: DraftHead = DraftHead.from_draft(_first_layer(target), unwrap(target))
+    return head
+
+
+def _first_layer(target: PreTrainedModel) -> PreTrainedModel:
     inner = unwrap(target)
     usable = [i for i in layers_without_state(inner) if has_attention(inner, [i])]
     if not usable:
         raise UnsupportedModelError(
             f"No layer of {type(inner).__name__} can be copied into a draft head. Pass a draft."
         )
-    head: DraftHead = DraftHead.from_draft(copy_layers(target, usable[:1]), inner)
+    return copy_layers(target, usable[:1])
+
+
+def built_in_head(target: PreTrainedModel) -> DraftHead | None:
+    """Return a head of the target's first built-in layer for multi-token prediction, which drafts all tokens of a
+    round; `None` if the checkpoint has none. A layer that cannot be used is logged."""
+    inner = unwrap(target)
+    text = inner.config.get_text_config(decoder=True)
+    if not getattr(text, "num_mtp_layers", None) or not inner.config.name_or_path:
+        return None
+    try:
+        with torch.inference_mode(False):
+            found = MtpModel.from_pretrained(inner, device_map={"": inner.device})
+            head: DraftHead = _head_of_mtp(found, inner).bind(inner).eval()
+            return head
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, UnsupportedModelError) as error:
+        if is_out_of_memory(error):
+            raise
+        name, why = type(inner).__name__, first_line(error)
+        logger.warning("The layers for multi-token prediction of %s are not used: %s.", name, why)
+        return None
+
+
+def _head_of_mtp(built_in: Any, target: PreTrainedModel) -> DraftHead:
+    layer, text = built_in.layers[0], copy.deepcopy(built_in.config)
+    if getattr(text, "logits_mup_width_multiplier", None) is not None:
+        raise UnsupportedModelError("their logits are scaled in an unknown way")
+    settings = _config_with(text, [0])
+    text = type(text).from_dict(settings)
+    text._attn_implementation = target.config.get_text_config(decoder=True)._attn_implementation
+    with torch.device("meta"):
+        head = DraftHead(DraftHeadConfig(text, [-1], text.hidden_size, has_input_norms=True))
+    projection = layer.eh_proj.weight.detach()
+    if getattr(text, "mtp_hidden_states_first", False):
+        projection = torch.cat([*reversed(projection.chunk(2, -1))], -1)
+    head.input_proj = nn.Linear(projection.shape[1], projection.shape[0], bias=False, device="meta")
+    head.input_proj.weight = nn.Parameter(projection.clone())
+    head.embed_norm, head.hidden_norm = layer.enorm, layer.hnorm
+    head.model.layers[0] = layer.mtp_block
+    head.model.norm = layer.post_norm if layer.use_post_norm else getattr(built_in, "shared_post_norm", nn.Identity())
+    if getattr(head.model, "rotary_emb", None) is not None:
+        head.model.rotary_emb = copy.deepcopy(target.get_decoder().rotary_emb)
+    head.set_input_embeddings(_sharing(target.get_input_embeddings()))
+    head.set_output_embeddings(_sharing(target.get_output_embeddings()))
+    if any(weight.is_meta for weight in (*head.parameters(), *head.buffers())):
+        raise UnsupportedModelError("the decoder has other weights than its layers")
+    setattr(head.config, SHARED_SETTING, True)
+    head.generation_config = copy.deepcopy(target.generation_config)
     return head
+
+
+def _sharing(module: nn.Module) -> nn.Module:
+    """Return a copy of a module with frozen parameters in the same memory."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
+    return copy.deepcopy(module, memo)
+
+
+def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) -> DraftHead:
+    """Return a head in EAGLE-3's layout, with the target's embeddings, final norm and rows of its output head. Its
+    attention reads the embedding as the target's first layer does, and its state is the last of the three. `token_ids`
+    are the tokens that it can draft, int64, `(tokens,)`, in ascending order; by default all. Weights that do not fit
+    are random. Raises UnsupportedModelError for a target without a plain output head."""
+    inner = unwrap(target)
+    cut = _first_layer(target)
+    text, head_weight = cut.config, getattr(inner.get_output_embeddings(), "weight", None)
+    if head_weight is None or not hasattr(cut.get_decoder(), "norm"):
+        raise UnsupportedModelError(f"{type(inner).__name__} has no output head or final norm for an EAGLE-3 head.")
+    # Engines know two kinds of layers.
+    kind = "qwen3" if text.model_type in ("qwen3", "qwen3_moe") else "llama"
+    names = """vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act
+        max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias""".split()
+    settings = {name: value for name in names if (value := getattr(text, name, None)) is not None}
+    layer_config = AutoConfig.for_model(kind, num_hidden_layers=1, tie_word_embeddings=False, **settings)
+    layer_config.dtype = inner.dtype
+    count = inner.config.get_text_config(decoder=True).num_hidden_layers
+    states = sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
+    states = states if len(states) == 3 else list(range(max(count - 2, 0), count + 1))
+    rows = None if token_ids is None else len(token_ids)
+    config = DraftHeadConfig(layer_config, states, text.hidden_size, "eagle3", draft_vocab_size=rows)
+    with torch.inference_mode(False), torch.no_grad():
+        head = DraftHead(config).to(inner.device, inner.dtype)
+        mine, theirs = head.model.layers[0], cut.get_decoder().layers[0]
+        width = text.hidden_size
+        weights = dict(theirs.named_parameters())
+        for name, parameter in mine.named_parameters():
+            given = weights.get(name)
+            if given is not None and given.shape == parameter.shape:
+                parameter.copy_(given)
+            elif given is not None and given.ndim == 2 and parameter.shape == (len(given), 2 * width):
+                parameter.zero_()[:, :width] = given
+        head.norm.weight.copy_(cut.get_decoder().norm.weight)
+        head.state_proj.weight.zero_()[:, -width:] = torch.eye(width).to(head.state_proj.weight)
+        head.lm_head.weight.copy_(head_weight if token_ids is None else head_weight[token_ids])
+        head.set_input_embeddings(_sharing(inner.get_input_embeddings()))
+        if token_ids is not None and head.d2t is not None:
+            head.d2t.copy_(token_ids - torch.arange(len(token_ids)).to(token_ids))
+            head.t2d[token_ids] = True
+    head.generation_config = copy.deepcopy(inner.generation_config)
+    found: DraftHead = head.bind(inner).eval()
+    return found
 
 
 def load_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:

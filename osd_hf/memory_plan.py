@@ -17,8 +17,8 @@ from osd_hf.decoding.text import EARLIER_TEXT_BYTES
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.loss import ActivationMemory
 from osd_hf.learning.updater import BATCH_POSITIONS, MAX_LEARN_TOKENS, trainable_parameters
-from osd_hf.learning.weights import SHARED_SETTING, adapted, ends_of, hidden_matrices
-from osd_hf.models import config_value, vocab_size_of
+from osd_hf.learning.weights import adapted, ends_of, hidden_matrices
+from osd_hf.models import SHARED_SETTING, config_value, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
 from osd_hf.vocabulary import vocabulary_sizes
 

@@ -35,6 +35,7 @@ from transformers.utils import cached_file, extract_commit_hash, find_adapter_co
 
 from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
+from osd_hf.head_checkpoints import HEAD_TYPE, is_eagle3, read_config
 from osd_hf.utils.context import Seeded
 from osd_hf.utils.kernels import fast_kernels
 
@@ -47,6 +48,7 @@ HUB_ARGUMENTS = "cache_dir force_download local_files_only revision subfolder to
 TARGET_ARGUMENTS = "device_map max_memory offload_buffers offload_folder quantization quantization_config".split()
 BUNDLED_ARGUMENTS = (("dtype", "auto"), ("dtype", "float32"))  # true of the bundled pair
 MAKE_ADVICE = "make one from the target with `make_draft`, or choose a draft of the target's family"
+SHARED_SETTING = "osd_hf_shares_ends"  # in the configuration of a draft whose embeddings or head are the target's
 # Kinds of layers in configurations.
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Tokenizers of models that were loaded by name, fetched with the same arguments.
@@ -287,6 +289,13 @@ def load_model(
     return model.eval()
 
 
+def is_head(source: str | os.PathLike[str], **model_kwargs: Any) -> bool:
+    """Whether a folder or a Hub repository has a draft head."""
+    location = {name: value for name, value in _hub_arguments(model_kwargs).items() if name != "trust_remote_code"}
+    saved = read_config(source, **location)
+    return saved.get("model_type") == HEAD_TYPE or is_eagle3(saved)
+
+
 def load_draft(source: str, **model_kwargs: Any) -> PreTrainedModel:
     """Load a draft with [`load_model`] and remember its tokenizer for [`find_tokenizer`]. If the source is a LoRA
     adapter, load its base model and merge the adapter into it, which needs PEFT."""
@@ -317,15 +326,21 @@ def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
     if is_named[0]:
         target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs), model_kwargs)
     if is_named[1]:
-        draft = _load_draft_beside(target, os.fspath(draft), model_kwargs)
+        draft = load_draft_for(target, os.fspath(draft), model_kwargs)
     return target, draft
 
 
-def _load_draft_beside(target: Any, source: str, model_kwargs: Mapping[str, Any]) -> Any:
-    """Load a draft without `TARGET_ARGUMENTS`, by default on the target's device."""
+def load_draft_for(target: Any, source: str, model_kwargs: Mapping[str, Any]) -> Any:
+    """Load a draft or a draft head of a target with [`load_model`], without `TARGET_ARGUMENTS`, by default on the
+    target's device."""
     draft_kwargs = {name: value for name, value in model_kwargs.items() if name not in TARGET_ARGUMENTS}
     if draft_kwargs.get("device") is None and hasattr(unwrap(target), "device"):
         draft_kwargs["device"] = str(input_device(unwrap(target)))
+    if is_head(source, **draft_kwargs):
+        from osd_hf.draft_head import load_head  # it needs this module
+
+        location = _hub_arguments(draft_kwargs)
+        return load_head(source, target, **location, dtype=draft_kwargs.get("dtype"), device=draft_kwargs["device"])
     return _with_tokenizer(load_model(source, **draft_kwargs), draft_kwargs)
 
 
@@ -353,7 +368,7 @@ def load_pair(
     target_kwargs = model_kwargs if revision is None else {**model_kwargs, "revision": revision}
     draft_kwargs = model_kwargs if draft_revision is None else {**model_kwargs, "revision": draft_revision}
     large = load_model(target, **target_kwargs)
-    small = _load_draft_beside(large, draft, draft_kwargs)
+    small = load_draft_for(large, draft, draft_kwargs)
     tokenizer = _TOKENIZERS[large] = load_tokenizer(target, **target_kwargs)
     common_tokenizer(tokenizer, None, small)
     return Pair(large, align_vocab(small, large), tokenizer)

@@ -17,7 +17,7 @@ from test_models import family
 from transformers import AutoConfig
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
-from osd_hf.draft_head import DraftHead, DraftHeadConfig, eagle3_head, half, keep_states, save_eagle3
+from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import copy_layers
 from osd_hf.learning.updater import Updater
@@ -255,7 +255,7 @@ def eagle3_of(target: Any, kind: str = "llama", rows: int | None = None, **optio
         kind, **sizes, num_hidden_layers=1, num_key_value_heads=2, head_dim=8, intermediate_size=48,
         max_position_embeddings=256,
     )  # fmt: skip
-    head = DraftHead(DraftHeadConfig(text, [0, 1, 2], 32, "eagle3", rows, **options))
+    head = DraftHead(DraftHeadConfig(text, [0, 1, 2], 32, "eagle3", draft_vocab_size=rows, **options))
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim > 1:
@@ -334,7 +334,7 @@ def test_an_eagle3_head_learns(rows: int | None) -> None:
 def test_eagle3_checkpoints_are_saved_and_loaded(is_flat: bool, tmp_path: Path) -> None:
     target = models.build("llama")
     head = eagle3_of(target, rows=32, norm_before_residual=not is_flat)
-    save_eagle3(head, tmp_path, "org/target", ["LlamaForCausalLM"], 3)
+    head.save_pretrained(tmp_path)
     if is_flat:  # as SpecForge saves them
         saved = json.loads((tmp_path / "config.json").read_text())
         flat = saved["transformer_layer_config"] | {
@@ -347,18 +347,18 @@ def test_eagle3_checkpoints_are_saved_and_loaded(is_flat: bool, tmp_path: Path) 
         save_file(renamed, tmp_path / "model.safetensors")
     else:
         assert not any("embed_tokens" in name for name in load_file(tmp_path / "model.safetensors"))
-    again = eagle3_head(tmp_path, target)
+    again = load_head(tmp_path, target)
     traces = list(record_traces(target, [ids[0].tolist() for ids in prompts()], max_new_tokens=8))
     assert torch.allclose(completion_logits(head, traces), completion_logits(again, traces), atol=1e-6)
 
 
 def test_a_checkpoint_with_other_weights_is_refused(tmp_path: Path) -> None:
     target = models.build("llama")
-    save_eagle3(eagle3_of(target), tmp_path, "org/target", ["LlamaForCausalLM"], 3)
+    eagle3_of(target).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     save_file({**weights, "fc_norm.0.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="fc_norm"):
-        eagle3_head(tmp_path, target)
+        load_head(tmp_path, target)
 
 
 def test_an_assistant_without_a_draft_makes_a_head(tmp_path: Path) -> None:
@@ -369,7 +369,7 @@ def test_an_assistant_without_a_draft_makes_a_head(tmp_path: Path) -> None:
             output, _ = answered(assistant, ids, max_new_tokens=16)
             assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=16))
         assert assistant.decisions
-    save_eagle3(eagle3_of(target), tmp_path, "org/target", ["LlamaForCausalLM"], 3)
+    eagle3_of(target).save_pretrained(tmp_path)
     with OnlineAssistant(target, tmp_path, config=FIXED) as assistant:
         assert assistant.draft.is_eagle3
 

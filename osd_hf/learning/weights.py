@@ -14,13 +14,11 @@ from transformers import PreTrainedModel
 
 from osd_hf.config import OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line
-from osd_hf.models import has_soft_prompt, is_peft, merged, set_fixed_k, untie, unwrap
+from osd_hf.models import SHARED_SETTING, has_soft_prompt, is_peft, merged, set_fixed_k, untie, unwrap
 from osd_hf.utils.context import Seeded, neutral_context
 
 Snapshot = dict[str, torch.Tensor]
 """Learned weights by parameter name; those of an adapter by the names in its file."""
-
-SHARED_SETTING = "osd_hf_shares_ends"  # in the configuration of a draft that was cut from its target
 
 # Kinds of soft prompts that PEFT cannot merge and that transformers' assisted generation cannot serve.
 UNSERVED_SOFT_PROMPTS = ("PREFIX_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING")
