@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from osd_hf.acceptance import Comparison
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.draft_head import DraftHead, load_head
 from osd_hf.errors import ConfigError, HubError, StateError, first_line, without_credentials
 from osd_hf.models import align_vocab, fixed_k, is_peft, load_model, merged, num_positions, unwrap, vocab_size_of
 from osd_hf.prompts import Prompt
@@ -239,10 +240,10 @@ def export_to_vllm(
     num_assistant_tokens: int = 5,
     target_name: str | None = None,
 ) -> list[str]:
-    """Save a draft for vLLM's `draft_model` method, and return the command that serves the pair. The saved model has
-    merged weights and the target's vocabulary size and tokenizer. SGLang takes the same folder, and llama.cpp can
-    convert it. The command names the target as `target_name`, by default where it was loaded from. Raises ConfigError,
-    VocabularyMismatchError, and StateError if the saved draft computes other log-probs."""
+    """Save a draft for vLLM's `draft_model` method, or a head for `eagle3`, and return the command that serves the
+    pair. The saved model has merged weights and the target's vocabulary size and tokenizer. SGLang takes the same
+    folder, and llama.cpp can convert it. The command names the target as `target_name`, by default where it was loaded
+    from. Raises ConfigError, VocabularyMismatchError, and StateError if the saved draft computes other log-probs."""
     folder = Path(directory)
     if num_assistant_tokens < 1:
         raise ConfigError(f"`num_assistant_tokens` must be at least 1, got {num_assistant_tokens}.")
@@ -251,16 +252,29 @@ def export_to_vllm(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Choose another folder.")
     draft = merged(draft)
+    if is_head := isinstance(draft, DraftHead):
+        if not draft.is_eagle3:
+            raise ConfigError(
+                'vLLM serves heads in EAGLE-3\'s layout, got one in the layout of MTP. Use `kind="eagle3"`.'
+            )
+        draft.config.target_name = target_name or draft.config.target_name
     exported = align_vocab(draft, target, tokenizer)
     save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
     check_written(folder, draft)
-    config = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": num_assistant_tokens}
+    config = {
+        "method": "eagle3" if is_head else "draft_model",
+        "model": str(folder),
+        "num_speculative_tokens": num_assistant_tokens,
+    }
     return ["vllm", "serve", target_name or target.config.name_or_path, "--speculative-config", json.dumps(config)]
 
 
 @torch.inference_mode()
 def check_written(folder: Path, draft: PreTrainedModel) -> None:
     """Load a saved draft and compare its log-probs with the original; raises StateError if they differ."""
+    if isinstance(draft, DraftHead):
+        _check_head(folder, draft)
+        return
     again = load_model(str(folder), device=str(draft.device))
     rows = min(vocab_size_of(again), vocab_size_of(draft))
     size = min(32, num_positions(draft.config) or 32)
@@ -271,6 +285,13 @@ def check_written(folder: Path, draft: PreTrainedModel) -> None:
     if not error <= tolerance:
         found = f"The draft in {folder} differs from the original by {error:.2g} in log-probabilities"
         raise StateError(f"{found} (at most {tolerance:g} is expected). Export again, in float32.")
+
+
+def _check_head(folder: Path, head: DraftHead) -> None:
+    assert head.source is not None
+    again = load_head(folder, head.source.target, dtype=head.dtype, device=str(head.device)).state_dict()
+    if differ := [name for name, weight in head.state_dict().items() if not torch.equal(weight, again[name])]:
+        raise StateError(f"The head in {folder} has other weights than the original: {differ[0]}. Export again.")
 
 
 def push_folder(

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import MtpModel
+from transformers.utils import cached_file
 
 from osd_hf.decoding.forward import layers_with_state
 from osd_hf.draft_head import DraftHead, DraftHeadConfig
-from osd_hf.errors import UnsupportedModelError, first_line, is_out_of_memory
+from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.weights import copy_with, shared_ends
 from osd_hf.models import SHARED_SETTING, check_pair, is_peft, merged, uncompiled, unwrap
+from osd_hf.utils.report import make_folder
 from osd_hf.vocabulary import VOCABULARY_SETTING
 
 logger = logging.getLogger(__name__)
@@ -85,18 +92,19 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
 def new_head(target: PreTrainedModel) -> DraftHead:
     """Return a head that starts as the target's first layer that has attention.
     Raises UnsupportedModelError if no layer can be copied."""
-    head: DraftHead = DraftHead.from_draft(_first_layer(target), unwrap(target))
+    head: DraftHead = DraftHead.from_draft(copy_layers(target, [first_layer(target)]), unwrap(target))
     return head
 
 
-def _first_layer(target: PreTrainedModel) -> PreTrainedModel:
+def first_layer(target: PreTrainedModel) -> int:
+    """Return the number of the first layer with attention; raises UnsupportedModelError if none can be copied."""
     inner = unwrap(target)
     usable = [i for i in layers_without_state(inner) if has_attention(inner, [i])]
     if not usable:
         raise UnsupportedModelError(
             f"No layer of {type(inner).__name__} can be copied into a draft head. Pass a draft."
         )
-    return copy_layers(target, usable[:1])
+    return usable[0]
 
 
 def built_in_head(target: PreTrainedModel) -> DraftHead | None:
@@ -147,6 +155,56 @@ def _head_of_mtp(built_in: Any, target: PreTrainedModel) -> DraftHead:
     return head
 
 
+def save_built_in(head: DraftHead, target: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    """Save a checkpoint of the target whose built-in layer has the weights of a head of [`built_in_head`], as
+    transformers (`use_mtp`) and vLLM (`"method": "mtp"`) load it. The target's own files are links, or copies where
+    there are no links; new are `mtp.safetensors` and the index. Raises UnsupportedModelError if the target's files are
+    not in a folder or in the cache, and ConfigError for another kind of head."""
+    inner, place = unwrap(target), Path(folder)
+    if not head.config.has_input_norms:
+        raise ConfigError("Only a head of the target's built-in layers can be saved in the target's checkpoint.")
+    source = Path(inner.config.name_or_path)
+    if not source.is_dir():
+        source = Path(str(cached_file(str(source), "config.json"))).parent
+    config, number = head.config.text_config, inner.config.get_text_config(decoder=True).num_hidden_layers
+    projection = head.input_proj.weight.detach()
+    if getattr(config, "mtp_hidden_states_first", False):
+        projection = torch.cat([*reversed(projection.chunk(2, -1))], -1)
+    place_of = f"model.layers.{number}."
+    block = {place_of + name: weight for name, weight in head.model.layers[0].state_dict().items()}
+    weights = revert_weight_conversion(inner, block)
+    norms = {"enorm": head.embed_norm, "hnorm": head.hidden_norm, "shared_head.norm": head.model.norm}
+    weights |= {f"{place_of}{name}.weight": norm.weight.detach() for name, norm in norms.items()}
+    weights[f"{place_of}eh_proj.weight"] = projection
+    files = sorted(source.glob("*.safetensors"))
+    weight_map = {name: file.name for file in files for name in _names_in(file)}
+    if not files or not set(weights) <= set(weight_map):
+        unknown = sorted(set(weights) - set(weight_map))[:3]
+        raise UnsupportedModelError(f"The checkpoint in {source} has no layers with these names: {unknown}.")
+    make_folder(place)
+    for file in [file for file in source.iterdir() if file.is_file() and not file.name.endswith(".index.json")]:
+        try:
+            os.symlink(file.resolve(), place / file.name)
+        except OSError:
+            shutil.copy(file, place / file.name)
+    save_file(
+        {name: w.detach().cpu().contiguous() for name, w in weights.items()},
+        place / "mtp.safetensors",
+        {"format": "pt"},
+    )
+    index = {"metadata": {}, "weight_map": weight_map | dict.fromkeys(weights, "mtp.safetensors")}
+    if (single := place / "model.safetensors").exists():  # would be read without the index
+        single.rename(place / "model-00001-of-00002.safetensors")
+        names = {"model.safetensors": "model-00001-of-00002.safetensors"}
+        index["weight_map"] = {name: names.get(file, file) for name, file in index["weight_map"].items()}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
 def _sharing(module: nn.Module) -> nn.Module:
     """Return a copy of a module with frozen parameters in the same memory."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()}
@@ -159,7 +217,7 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
     are the tokens that it can draft, int64, `(tokens,)`, in ascending order; by default all. Weights that do not fit
     are random. Raises UnsupportedModelError for a target without a plain output head."""
     inner = unwrap(target)
-    cut = _first_layer(target)
+    cut = copy_layers(target, [first_layer(target)])
     text, head_weight = cut.config, getattr(inner.get_output_embeddings(), "weight", None)
     if head_weight is None or not hasattr(cut.get_decoder(), "norm"):
         raise UnsupportedModelError(f"{type(inner).__name__} has no output head or final norm for an EAGLE-3 head.")

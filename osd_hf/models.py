@@ -296,9 +296,16 @@ def is_head(source: str | os.PathLike[str], **model_kwargs: Any) -> bool:
     return saved.get("model_type") == HEAD_TYPE or is_eagle3(saved)
 
 
-def load_draft(source: str, **model_kwargs: Any) -> PreTrainedModel:
+def load_draft(source: str, target: Any = None, **model_kwargs: Any) -> PreTrainedModel:
     """Load a draft with [`load_model`] and remember its tokenizer for [`find_tokenizer`]. If the source is a LoRA
-    adapter, load its base model and merge the adapter into it, which needs PEFT."""
+    adapter, load its base model and merge the adapter into it, which needs PEFT. A draft head needs its target."""
+    if is_head(source, **model_kwargs):
+        if not isinstance(unwrap(target), PreTrainedModel):
+            raise ConfigError(f"{source!r} is a draft head, which reads the states of its target. Name the target.")
+        from osd_hf.draft_head import load_head  # it needs this module
+
+        placement = {name: model_kwargs.get(name) for name in ("dtype", "device")}
+        return load_head(source, target, **_hub_arguments(model_kwargs), **placement)
     location = {name: value for name, value in _hub_arguments(model_kwargs).items() if name != "trust_remote_code"}
     adapter_file = None
     with contextlib.suppress(OSError):  # `load_model` raises a clearer error
@@ -337,10 +344,7 @@ def load_draft_for(target: Any, source: str, model_kwargs: Mapping[str, Any]) ->
     if draft_kwargs.get("device") is None and hasattr(unwrap(target), "device"):
         draft_kwargs["device"] = str(input_device(unwrap(target)))
     if is_head(source, **draft_kwargs):
-        from osd_hf.draft_head import load_head  # it needs this module
-
-        location = _hub_arguments(draft_kwargs)
-        return load_head(source, target, **location, dtype=draft_kwargs.get("dtype"), device=draft_kwargs["device"])
+        return load_draft(source, target, **draft_kwargs)
     return _with_tokenizer(load_model(source, **draft_kwargs), draft_kwargs)
 
 

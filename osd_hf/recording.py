@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -27,6 +28,7 @@ from osd_hf import vocabulary
 from osd_hf.decoding.checks import log_once
 from osd_hf.decoding.record import NO_WARPING, Rows, compress_rows, sampling_settings
 from osd_hf.decoding.sources import DraftForward
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.logits_processors import sample
 from osd_hf.models import input_device, until_end, unwrap, vocab_size_of
@@ -259,7 +261,10 @@ class _TimedModel:
         self.token = prompt[:, :1]
         for _ in range(2):  # the first time, much is set up
             started = clock()
-            if model.config.is_encoder_decoder:
+            if isinstance(unwrap(model), DraftHead):
+                self.forward: Any = _HeadTimes(model)
+                self.forward.feed(prompt)
+            elif model.config.is_encoder_decoder:
                 mask = torch.ones_like(prompt)
                 outputs = model.get_encoder()(prompt, attention_mask=mask)
                 self.forward = DraftForward(model, {"attention_mask": mask, "encoder_outputs": outputs})
@@ -275,3 +280,25 @@ class _TimedModel:
         self.forward.feed(self.token.expand(1, tokens))
         self.seconds[tokens] = min(self.clock() - started, self.seconds.get(tokens, math.inf))
         self.forward.crop(length)
+
+
+class _HeadTimes:
+    """Run a head over one row, with states that are zero."""
+
+    def __init__(self, head: Any) -> None:
+        self.head, self.cache, self.length = head, DynamicCache(config=head.config.text_config), 0
+        self.cache.activate_past_recording()
+
+    def feed(self, ids: torch.Tensor) -> None:
+        width = self.head.config.text_config.hidden_size
+        states = torch.zeros(1, ids.shape[1], width, dtype=self.head.dtype, device=self.head.device)
+        if self.length == 0:
+            size = len(self.head.config.state_layers) * self.head.config.state_size
+            states = self.head.reduced(torch.zeros(1, ids.shape[1], size, device=self.head.device))
+        at = torch.tensor([ids.shape[1] - 1], device=self.head.device)
+        self.head(ids, states, at, past_key_values=self.cache, use_cache=True)
+        self.length += ids.shape[1]
+
+    def crop(self, length: int) -> None:
+        self.cache.crop(length - self.length)
+        self.length = length

@@ -14,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from test_lossless import PAIRS, answer_distribution, fits, sampled_answers, small_pair
 from test_lossless import VOCAB as SMALL_VOCAB
 from test_models import family
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import MtpModel
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
 from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.layers import copy_layers
+from osd_hf.layers import built_in_head, copy_layers, save_built_in
 from osd_hf.learning.updater import Updater
 from osd_hf.recording import record_traces
 from osd_hf.replay import completion_logits
@@ -408,3 +411,77 @@ def test_a_head_learns_again_from_states_that_replay_computed() -> None:
     updater = Updater(head, replace(FIXED, buffer_size=4))
     updater.buffer.extend(traces)
     assert updater.update(3).steps == 3
+
+
+# --- built-in layers -------------------------------------------------------------------------------------------------
+
+
+def target_with_mtp(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model whose checkpoint has a layer for multi-token prediction behind its two layers."""
+    sizes = {
+        "vocab_size": models.VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "max_position_embeddings": 256, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = AutoConfig.for_model(kind, **sizes, **(latent if kind == "deepseek_v3" else {"head_dim": 8}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    # transformers knows the layer by its number in the published checkpoints.
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+    model.save_pretrained(folder)
+    layer = MtpModel(model, 1).layers[0]
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 if p.ndim > 1 else 1 + 0.1 * torch.randn_like(p))
+    own = layer.state_dict()
+    block = {f"model.layers.2.{n[10:]}": w for n, w in own.items() if n.startswith("mtp_block.")}
+    weights = revert_weight_conversion(model, block)
+    for name in ("enorm", "hnorm", "eh_proj", "post_norm"):
+        weights[f"model.layers.2.{name.replace('post_', 'shared_head.')}.weight"] = own[f"{name}.weight"]
+    stored = load_file(folder / "model.safetensors") | {n: w.contiguous() for n, w in weights.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_built_in_layers_serve_and_learn(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_with_mtp(kind, tmp_path / "target", monkeypatch)
+    with OnlineAssistant(target, config=LEARNING) as assistant:
+        head, ids = assistant.draft, prompts(1)[0]
+        assert head.config.has_input_norms
+        with torch.no_grad():
+            states = target(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
+            theirs = MtpModel.from_pretrained(target)(
+                ids[:, 1:], half(states).float(), None, torch.arange(1, 7)[None],
+                MtpCache(config=target.config.get_mtp_config()),
+            )[1][0, 0]  # fmt: skip
+        trace = bare_trace(ids[0].tolist(), [3, 4], models.VOCAB)
+        assert torch.allclose(completion_logits(head, [trace])[0, 0], theirs, atol=1e-4)
+        for ids in prompts(4):
+            output, _ = answered(assistant, ids, max_new_tokens=20)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=20))
+        assert assistant.learning_error is None and len(assistant.decisions) == 2
+        save_built_in(assistant.draft, target, tmp_path / "saved")
+        learned = dict(assistant.draft.named_parameters())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    reloaded = built_in_head(again)
+    assert reloaded is not None
+    assert all(torch.equal(learned[name], p) for name, p in reloaded.named_parameters())
+    assert any(not torch.equal(p, dict(head.named_parameters())[name]) for name, p in reloaded.named_parameters())
+    alone = again.generate(ids, do_sample=False, max_new_tokens=12)
+    assert torch.equal(again.generate(ids, do_sample=False, max_new_tokens=12, use_mtp=True), alone)
+
+
+def test_built_in_layers_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = target_with_mtp("glm4_moe", tmp_path / "target", monkeypatch)
+    with pytest.raises(ConfigError, match="built-in"):
+        save_built_in(head_of(target, (1,)), target, tmp_path / "saved")
+    stored = load_file(tmp_path / "target/model.safetensors")
+    del stored["model.layers.2.eh_proj.weight"]
+    save_file(stored, tmp_path / "target/model.safetensors", {"format": "pt"})
+    assert built_in_head(target) is None
+    assert "eh_proj" in caplog.text

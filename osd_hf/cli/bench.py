@@ -19,6 +19,7 @@ from osd_hf.cli import FAILED
 from osd_hf.cli.quickstart import serve_stream, split_prompts
 from osd_hf.cli.settings import THREADS, CommandParser, PairSettings, Reporting, RowSettings, flag, open_recorded
 from osd_hf.config import OnlineConfig
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, alone_systems, answer_greedily, benchmark
 from osd_hf.evaluation.compare import DraftComparison, compare
@@ -135,7 +136,7 @@ def _systems(
     for name, draft in drafts.items():
         for k in ks:
             title = f"{name} k={k}" if len(ks) > 1 else name
-            if name == first:
+            if name == first and not isinstance(draft, DraftHead):  # transformers' loop knows no such heads
                 systems.append(System(f"stock {title}", "stock", draft, k))
             systems.append(System(f"lean {title}", "lean", draft, k))
     for source, title in SOURCES.items():
@@ -283,7 +284,7 @@ def _compare(settings: BenchSettings) -> int:
         make_folder(settings.output_dir)
     target, tokenizer = settings.load_target()
     loading = settings.draft_loading | {"device": settings.device or str(input_device(target))}
-    drafts = {name: load_draft(source, **loading) for name, source in _drafts_by_name(settings).items()}
+    drafts = {name: load_draft(source, target, **loading) for name, source in _drafts_by_name(settings).items()}
     found = compare(target, drafts, tokenizer, dataset, num_assistant_tokens=settings.ks[0], show_progress=True)
     settings.say(found.summary() + "\n\n" + _comparison_tables(found))
     bars = {dataset.name: {name: (worth.speedup, worth.interval) for name, worth in found.worth.items()}}
@@ -326,8 +327,9 @@ def _score_recorded(settings: BenchSettings) -> int:
         raise DataError(f"The store {settings.store} has no recordings to replay.")
     rows = []
     report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
+    target = settings.load_target()[0] if settings.target else None
     for name, source in _drafts_by_name(settings).items():
-        draft = load_draft(source, device_map=settings.device_map, **settings.draft_loading)
+        draft = load_draft(source, target, device_map=settings.device_map, **settings.draft_loading)
         compared = Comparison([trace.domain for trace in traces], {"static": replay_each(draft, traces, k)})
         totals = {title: part.totals["static"] for title, part in compared.parts().items()}
         report["drafts"].append({"draft": name, "static": {title: figures_of(one) for title, one in totals.items()}})

@@ -13,9 +13,10 @@ from typing import Any
 import osd_hf
 from osd_hf.cli.settings import NAME, AnswerSettings, CommandParser, RowSettings, flag, lora_config, open_recorded
 from osd_hf.distillation.data import ROW_COLUMNS
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, DataError, shown_settings
 from osd_hf.evaluation.display import figure, plot_training, text_table
-from osd_hf.models import check_tokenizers, load_model, load_tokenizer, prompt_room
+from osd_hf.models import check_tokenizers, load_draft_for, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, open_rows, read_prompts
 from osd_hf.utils.report import make_folder, provenance, write_report
 
@@ -62,11 +63,16 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
         make_folder(folder)
         if settings.draft is None:
             target, draft, tokenizer = settings.load_pair()
+            read = target
             own_tokenizer = tokenizer
         else:  # the draft keeps its dtype and tokenizer, and a store needs no target
-            draft = load_model(settings.draft, **settings.draft_loading | {"dtype": "auto"})
-            own_tokenizer = load_tokenizer(settings.draft, **settings.draft_fetching)
-            target, tokenizer = settings.load_target() if settings.target else (None, own_tokenizer)
+            target, tokenizer = settings.load_target() if settings.target else (None, None)
+            draft = load_draft_for(target, settings.draft, settings.draft_loading | {"dtype": "auto"})
+            own_tokenizer = tokenizer
+            if not isinstance(draft, DraftHead):
+                own_tokenizer = load_tokenizer(settings.draft, **settings.draft_fetching)
+            tokenizer = tokenizer or own_tokenizer
+            read = target  # by a head, as long as it is trained
             check_tokenizers(tokenizer, own_tokenizer)
         room = prompt_room((draft if target is None else target).config, draft.config, config.max_new_tokens)
         dataset, eval_dataset = _read(settings, tokenizer, room)
@@ -87,6 +93,7 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
         )
     if not result.state.is_world_process_zero:
         return 0
+    del read
     result.draft.save_pretrained(folder / "draft")
     own_tokenizer.save_pretrained(folder / "draft")
     given = {name: value for name, value in vars(settings).items() if value is not None and name != "json"}

@@ -18,7 +18,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, plot_training, stats_interval, text_table
 from osd_hf.hub import facts_of, save_draft
 from osd_hf.learning.weights import learns_in_bf16
-from osd_hf.models import device_clock, load_model, prompt_room, set_fixed_k
+from osd_hf.models import device_clock, load_draft_for, prompt_room, set_fixed_k
 from osd_hf.recording import measured_costs
 from osd_hf.replay import replay
 from osd_hf.target_version import target_version
@@ -90,7 +90,13 @@ def draft_command(settings: DraftSettings, config: MakeDraftConfig) -> int:
     if history:
         plot_training(settings.output_dir / "training.png", history)
     digits = {"c": 2, "alpha_before": 3, "alpha": 3, "speedup": 2, "promised": 2}
-    rows = [[str(t["layers"]), *(figure(t[name], n) for name, n in digits.items())] for t in made.trials]
+    rows = [
+        [
+            ("" if t["kind"] == "layers" else f"{t['kind']} head of ") + str(t["layers"]),
+            *(figure(t[name], n) for name, n in digits.items()),
+        ]
+        for t in made.trials
+    ]
     if rows:
         header = ["layers tried", "cost", "alpha before", "after the trial", "expected", "in the end"]
         settings.say(text_table(header, rows) + "\n")
@@ -120,7 +126,7 @@ def train_long(
         write_report(chosen, made.to_dict())
     else:
         print(f"osd-hf: training the layers chosen before; remove {folder} to choose again", file=sys.stderr)
-    draft, choice = load_model(str(start), dtype=str(target.dtype)[6:], device=str(target.device)), read_config(chosen)
+    draft, choice = load_draft_for(target, str(start), {"dtype": str(target.dtype)[6:]}), read_config(chosen)
     is_cpu = target.device.type == "cpu"
     result = osd_hf.distill(
         target=None, draft=draft, dataset=training, eval_dataset=held_out, tokenizer=tokenizer,
@@ -141,7 +147,8 @@ def train_long(
     set_fixed_k(result.draft.generation_config, k)
     write_usual_tokens(result.draft, training)
     made = MadeDraft(
-        draft=result.draft, layers=tuple(choice["layers"]), before=replay(draft, held_out, K), after=after,
+        draft=result.draft, kind=choice.get("kind", "layers"), layers=tuple(choice["layers"]),
+        before=replay(draft, held_out, K), after=after,
         costs=costs, num_assistant_tokens=k, speedup=speedup, trials=tuple(choice["trials"]), requests=len(training),
         held_out=len(held_out), positions=round(settings.epochs * sum(map(len, training))),
         steps=result.state.global_step, seconds=result.log_history[-1].get("train_runtime", 0.0),

@@ -45,9 +45,10 @@ from osd_hf.learning.updater import make_accelerator
 from osd_hf.models import (
     align_vocab,
     eos_ids,
+    is_head,
     load_config,
+    load_draft,
     load_eos_ids,
-    load_model,
     load_tokenizer,
     prompt_room,
 )
@@ -316,7 +317,9 @@ def _make_learner(
 ) -> StoreLearner:
     if settings.draft and settings.target:
         target: Any = SimpleNamespace(config=load_config(settings.target, **settings.fetching))
-        draft = align_vocab(load_model(settings.draft, **settings.draft_loading), target)
+        if is_head(settings.draft, **settings.draft_fetching):
+            target, _ = settings.load_target()
+        draft = align_vocab(load_draft(settings.draft, target, **settings.draft_loading), target)
         tokenizer = load_tokenizer(settings.target, **settings.fetching)
     else:
         target, draft, tokenizer = settings.load_pair()
@@ -330,6 +333,7 @@ def _make_learner(
         domain=settings.domain[0] if settings.domain else None,
         by_domain=settings.by_domain,
         peft_config=lora_config(settings.lora_rank),
+        target=target,
         target_version=settings.target_version,
         facts=facts,
         state=settings.state(versions.path),

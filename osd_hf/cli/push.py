@@ -18,7 +18,7 @@ from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
 from osd_hf.hub import EVALUATION, PLOT, card_data, check_push, export_to_vllm, facts_of, push_folder, save_draft
-from osd_hf.models import Pair, load_model, load_pair
+from osd_hf.models import Pair, load_draft, load_pair
 from osd_hf.utils.report import provenance
 
 # Flags without an effect with --export.
@@ -72,10 +72,9 @@ class PushSettings(RowSettings, PairSettings, Reporting):
             raise ConfigError(f"No card in a folder {self.draft} names the target: set --target, or --pair.")
         return replace(self, target=named["target_model"], revision=self.revision or named.get("target_revision"))
 
-    def load_draft(self) -> PreTrainedModel:
+    def load_draft(self, target: PreTrainedModel) -> PreTrainedModel:
         """Load the draft on the device of its target."""
-        device = self.device or ("cpu" if self.pair else None)
-        return load_model(self.draft, **self.draft_loading | {"device": device})
+        return load_draft(self.draft, target, **self.draft_loading | {"device": self.device or str(target.device)})
 
     def models(self) -> Pair:
         """Load the target, the draft before it learned, and their tokenizer; raises ConfigError if one is unknown."""
@@ -105,7 +104,7 @@ def push_command(settings: PushSettings) -> int:
         check_push(repo_id, token, private)
     target, before, tokenizer = settings.models()
     dataset = settings.evaluation_set(settings.prompts, settings.num_requests, settings.max_new_tokens)
-    draft, k = settings.load_draft(), settings.num_assistant_tokens
+    draft, k = settings.load_draft(target), settings.num_assistant_tokens
     how: dict[str, Any] = {"timed_requests": settings.timed_requests, "num_assistant_tokens": k, "show_progress": True}
     evaluation = evaluate(target, before, draft, tokenizer, dataset, **how)
     origin = provenance()
@@ -133,7 +132,7 @@ def push_command(settings: PushSettings) -> int:
 def _export(settings: PushSettings, folder: Path) -> int:
     """Write a draft for vLLM, and print the command that serves it; returns the exit code."""
     target, tokenizer = settings.load_target()
-    draft, k = settings.load_draft(), settings.num_assistant_tokens or 5
+    draft, k = settings.load_draft(target), settings.num_assistant_tokens or 5
     names: dict[str, Any] = {"target_name": settings.target, "num_assistant_tokens": k}
     command = export_to_vllm(folder, draft, target, tokenizer, **names)
     print(f"written to {folder}; serve it with:", file=sys.stderr)

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -18,7 +18,16 @@ from osd_hf.config import OnlineConfig, setting
 from osd_hf.decoding.static import compiles_draft
 from osd_hf.distillation.data import check_room, read_rows, read_traces, unanswered
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError
-from osd_hf.layers import copy_layers, has_attention, layers_without_state, num_layers_of, outer_layers
+from osd_hf.layers import (
+    copy_layers,
+    first_layer,
+    has_attention,
+    layers_without_state,
+    new_eagle3_head,
+    new_head,
+    num_layers_of,
+    outer_layers,
+)
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import ends_of, write_snapshot
 from osd_hf.models import (
@@ -39,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 K = 5  # drafted tokens per round in every alpha of this module
 NUM_LOGPROBS = 64  # kept entries of the target's rows
+KINDS = ("auto", "layers", "mtp", "eagle3")
 LAYER_COUNTS = (1, 2, 4)  # tried if the caller chooses none
 MIN_REQUESTS = 8  # with different prompts
 HELD_OUT_EVERY, MAX_HELD_OUT = 8, 32
@@ -55,6 +65,9 @@ MAX_RATE_FACTOR = 4.0
 class MakeDraftConfig:
     """Settings of [`make_draft`]."""
 
+    kind: Literal["auto", "layers", "mtp", "eagle3"] = setting(
+        "auto", "layers = some of the target's; mtp, eagle3 = a head that reads its states; auto = the better"
+    )
     num_layers: int | None = setting(None, "layers of the draft; none = chosen by measurement")
     max_seconds: float = setting(600.0, "maximum time in seconds")
     max_steps: int | None = setting(None, "maximum number of optimizer steps")
@@ -67,6 +80,10 @@ class MakeDraftConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
+        if self.kind not in KINDS:
+            raise ConfigError(f"`kind` must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        if self.num_layers is not None and self.kind in ("mtp", "eagle3"):
+            raise ConfigError(f"A head has one layer, so `num_layers` is for drafts of layers, got {self.num_layers}.")
         if not self.max_seconds > 0:
             raise ConfigError(f"`max_seconds` must be positive, got {self.max_seconds}.")
         if self.gpu not in (None, *GPU_BANDWIDTH):
@@ -79,6 +96,7 @@ class MadeDraft:
     requests may be slightly lower."""
 
     draft: PreTrainedModel
+    kind: str  # "layers", "mtp" or "eagle3"
     layers: tuple[int, ...]  # of the target's decoder
     before: AcceptanceStats  # on held-out requests, k = 5
     after: AcceptanceStats
@@ -116,13 +134,14 @@ def make_draft(
     **settings: Any,
 ) -> PreTrainedModel:
     """
-    Make a draft from a target: copy some of its layers into a smaller model and train it on the target's answers. The
+    Make a draft from a target and train it on the target's answers: some of its layers in a smaller model, or a
+    [`DraftHead`], one layer that also reads the target's hidden states. The
     embeddings and the output head are the target's own, frozen, in the same memory if dtype and device allow it. A
     saved draft has copies of them. To train all weights, use a `copy.deepcopy` of the draft.
 
-    The layers are chosen by trials. Several drafts are timed with eager forwards, or planned for `gpu`, and trained
-    for a short time on the same requests. The one with the best expected speed-up is trained to the end. With a large
-    vocabulary, costs are those of an output head of a few thousand tokens, as [`OnlineAssistant`] uses it;
+    Kind and layers are chosen by trials. Several drafts are timed with eager forwards, or planned for `gpu`, and
+    trained for a short time on the same requests. The one with the best expected speed-up is trained to the end. With
+    a large vocabulary, costs are those of an output head of a few thousand tokens, as [`OnlineAssistant`] uses it;
     transformers' own assisted generation computes all logits.
 
     Args:
@@ -137,12 +156,14 @@ def make_draft(
             rows. Requests of another version of the target are left out.
         show_progress (`bool`, *optional*, defaults to `True`): Whether to show a bar on the standard error.
         settings (`Any`):
-            `num_layers`, by default chosen by trials, `max_seconds` (600), `max_steps`, `max_new_tokens` (128) of an
-            answer, `seed` (0), and `gpu`, such as `"h100"`, to choose for that device and not for this machine.
+            `kind`: `"layers"`, a model that transformers' own assisted generation can use, too; `"mtp"` or `"eagle3"`,
+            a head in one of its layouts, for [`OnlineAssistant`] (and vLLM, if EAGLE-3); by default the best of layers
+            and `"mtp"`. `num_layers`, by default chosen by trials, `max_seconds` (600), `max_steps`, `max_new_tokens`
+            (128) of an answer, `seed` (0), and `gpu`, such as `"h100"`, to choose for that device, not this machine.
 
     Returns:
-        `PreTrainedModel`: an ordinary model of the target's kind, in evaluation mode, with the target's dtype and
-        device. Its generation config drafts the best number of tokens per round.
+        `PreTrainedModel`: an ordinary model of the target's kind, or a [`DraftHead`], in evaluation mode, with the
+        target's dtype and device. Its generation config drafts the best number of tokens per round.
 
     Raises:
         UnsupportedModelError: the layers cannot be copied, or the target is so fast that no draft pays.
@@ -168,12 +189,13 @@ def train_draft(
         raise ConfigError("A draft is trained on `prompts` or on `traces`: give one of them.")
     budget = TimeBudget(config.max_seconds, clock or device_clock(target), show_progress)
     with budget.bar:
-        trials = layer_drafts(target, config.num_layers)
+        trials = [] if config.kind in ("mtp", "eagle3") else layer_drafts(target, config.num_layers)
         if traces is None:
             requests = _read_prompts(unwrap(target), tokenizer, prompts or (), config.max_new_tokens)
         else:
             requests = read_traces(_of_this_version(target, traces), target, needs_rows=False)
         training, held_out = split_requests(requests, config.seed)
+        trials += head_drafts(target, config)
         held_out = held_out if traces is not None else [unanswered(trace) for trace in held_out]
         new_tokens = float(np.mean([len(trace) or config.max_new_tokens for trace in held_out]))
         costs = measured_costs(target, [t.draft for t in trials], held_out[0].prompt_ids, budget.clock, config.gpu)
@@ -192,6 +214,7 @@ def train_draft(
     draft.generation_config.stop_strings = None  # transformers' assisted generation passes a draft no tokenizer
     made = MadeDraft(
         draft=draft,
+        kind=best.kind,
         layers=best.layers,
         before=best.before,
         after=best.stats,
@@ -321,6 +344,7 @@ class LayerDraft:
 
     draft: Any
     layers: tuple[int, ...]
+    kind: str = "layers"
     costs: ForwardSeconds = ForwardSeconds(1.0, 0.0, 1.0)  # until they are measured
     before: AcceptanceStats = field(default_factory=AcceptanceStats)  # on held-out requests, without training
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # the same in the best state so far
@@ -331,7 +355,8 @@ class LayerDraft:
 
     @property
     def name(self) -> str:
-        return f"layers {', '.join(map(str, self.layers))}"
+        kind = "layers" if self.kind == "layers" else f"head ({self.kind}) of layer"
+        return f"{kind} {', '.join(map(str, self.layers))}"
 
     def begin(self, training: Sequence[Trace], held_out: Sequence[Trace], seed: int) -> None:
         """Prepare the training. The learning rate grows with the size of the weights: the default rate would hardly
@@ -381,6 +406,19 @@ def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list
             f"{count} layers."
         )
     return [LayerDraft(copy_layers(target, layers), layers) for layers in chosen]
+
+
+def head_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[LayerDraft]:
+    """Make each head that is tried; raises UnsupportedModelError if the only one cannot be made."""
+    if config.kind == "layers" or config.num_layers is not None or unwrap(target).config.is_encoder_decoder:
+        return []
+    make = new_eagle3_head if config.kind == "eagle3" else new_head
+    try:
+        return [LayerDraft(make(target), (first_layer(target),), "eagle3" if config.kind == "eagle3" else "mtp")]
+    except UnsupportedModelError:
+        if config.kind != "auto":
+            raise
+        return []
 
 
 def _worthwhile(trials: list[LayerDraft], new_tokens: float, budget: TimeBudget, gpu: Any) -> list[LayerDraft]:
@@ -435,7 +473,8 @@ def best_trial(
         promised = trial.costs.best_k(reached, new_tokens)[1]
         if all(promised > other["promised"] for other in measured):
             best = trial
-        found = {"layers": list(trial.layers), "c": trial.costs.c, "alpha_before": trial.before.alpha, "k": k}
+        found = {"kind": trial.kind, "layers": list(trial.layers), "c": trial.costs.c, "k": k}
+        found |= {"alpha_before": trial.before.alpha}
         found |= {"alpha": trial.stats.alpha, "speedup": speedup, "promised": promised, "steps": trial.steps}
         measured.append(found)
         budget.report(

@@ -64,6 +64,7 @@ class StoreLearner:
     domain: str | None = None
     by_domain: bool = False
     peft_config: Any = None
+    target: Any = None  # kept for a head, which reads its states
     target_version: str | None = None
     facts: DraftFacts = field(default_factory=DraftFacts)
     repo_id: str | None = None

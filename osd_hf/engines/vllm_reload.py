@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 __all__ = ["DraftReload", "Weights", "weights_digest"]
 
+NUM_SUMMED = 1 << 16  # values of a weight that are compared before and after a load
 NUM_PROBES = 4  # random vectors to test an output head
 TOLERANCE = 0.05  # relative to the largest logit, for half precisions
 
@@ -29,9 +30,11 @@ TOLERANCE = 0.05  # relative to the largest logit, for half precisions
 class Weights:
     """The weights in the safetensors files of a folder, to be iterated once, and their digest: SHA-256 over names,
     dtypes, shapes and bytes in the order of names, which does not depend on how the weights are split into files.
-    Raises FileNotFoundError for a folder without weights."""
+    Weights of the modules in `except_for`, by their own names, are not iterated, but count for the digest. Raises
+    FileNotFoundError for a folder without weights."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, except_for: Collection[str] = ()) -> None:
+        self._except_for = except_for
         self._files = sorted(folder.glob("*.safetensors"))
         if not self._files:
             raise FileNotFoundError(f"{folder} holds no weights in the format of safetensors")
@@ -48,7 +51,8 @@ class Weights:
                     own = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                     own.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
                     self._found[name] = own.digest()
-                    yield name, tensor
+                    if name.rpartition(".")[0].rpartition(".")[2] not in self._except_for:
+                        yield name, tensor
 
     @property
     def digest(self) -> str:
@@ -95,17 +99,47 @@ def _load(worker: Any, folder: Path) -> str:
 
     model, settings = worker.get_draft_model(), worker.vllm_config.speculative_config
     if model is None or settings.draft_model_config is None:
-        raise RuntimeError("this server drafts without a model; serve with the method draft_model")
+        raise RuntimeError("this server drafts without a model; serve with the method draft_model or eagle3")
     config = replace(worker.vllm_config, model_config=settings.draft_model_config, quant_config=None)
-    weights = Weights(folder)
+    target = worker.get_model()
+    shared, before = shared_modules(model, target), checksums(target)
+    weights = Weights(folder, except_for=shared)
     with set_current_vllm_config(config):
         reload_weights(config, model, iter(weights), None, True)
-        for head in model.modules():
+        for name, head in model.named_modules():
             # A head tied to the embeddings is not in the checkpoint; on CPUs it has packed the old weights.
-            if isinstance(head, ParallelLMHead):
+            if isinstance(head, ParallelLMHead) and name.rpartition(".")[2] not in shared:
                 head.quant_method.process_weights_after_loading(head)
                 _check_head(head)
+    if changed := [name for name, value in checksums(target).items() if value != before[name]]:
+        raise RuntimeError(f"the load has changed weights of the target, {changed[0]} first: restart this server")
     return weights.digest
+
+
+def shared_modules(draft: Any, target: Any) -> set[str]:
+    """Return the names of modules, without those around them, whose weights a draft shares with its target: a head
+    shares embeddings, and an output head that equals the target's. Nothing may be loaded into them."""
+    modules = {id(module) for module in target.modules()}
+    places = {p.data_ptr() for p in target.parameters() if p.numel()}
+    found = set()
+    for name, module in draft.named_modules():
+        own = [p.data_ptr() for p in module.parameters(recurse=False) if p.numel()]
+        if name and own and (id(module) in modules or not places.isdisjoint(own)):
+            found.add(name.rpartition(".")[2])
+    return found
+
+
+def checksums(model: Any) -> dict[str, tuple[float, float]]:
+    """Return two sums over the weights of each parameter and buffer of a model, which change with its weights."""
+    import torch
+
+    found = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().reshape(-1)
+            part = flat[:: max(len(flat) // NUM_SUMMED, 1)].to(torch.float64)
+            found[name] = float(part.sum()), float(part.abs().sum())
+    return found
 
 
 def _check_head(head: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.static import compiles_draft
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, DataError, UnsupportedModelError, VocabularyMismatchError
 from osd_hf.evaluation.benchmark import System, alone_systems, benchmark
 from osd_hf.evaluation.display import progress
@@ -246,17 +247,18 @@ def evaluate(
             (cost,) = measured_costs(target, [after], traces[0].prompt_ids, device_clock(target))
             stats = sum(replay_each(after, traces, k), AcceptanceStats())
             k = _worth(cost, stats, k, float(np.mean([len(trace) for trace in traces]))).num_assistant_tokens
+        sides = {"transformers, draft before": before, "transformers, this draft": after}
         systems = [
             *alone_systems(target),
-            System("transformers, draft before", "stock", before, k),
-            System("transformers, this draft", "stock", after, k),
+            # transformers' loop knows no such heads.
+            *(System(name, "stock", d, k) for name, d in sides.items() if not isinstance(d, DraftHead)),
             System("osd_hf, this draft, auto", "lean", after, "auto"),
         ]
         how: dict[str, Any] = {"tokenizer": tokenizer, "show_progress": show_progress}
         report = benchmark(target, systems, asked, max_new_tokens=dataset.max_new_tokens, **how)
         speedups = {s.name: report.ratio(s.name, report.alone) for s in systems if s.kind != "alone"}
-    sides = {name: replay_each(draft, traces, k) for name, draft in (("before", before), ("after", after))}
-    return Evaluation(dataset, k, Comparison([p.domain for p in dataset.prompts], sides), speedups, provenance())
+    scores = {name: replay_each(draft, traces, k) for name, draft in (("before", before), ("after", after))}
+    return Evaluation(dataset, k, Comparison([p.domain for p in dataset.prompts], scores), speedups, provenance())
 
 
 def answered(
