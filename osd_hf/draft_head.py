@@ -45,7 +45,7 @@ ABSENT = 20.0  # a token that an output head lacks has this much less log-mass t
 TRAINED_DEPTH = 3  # tokens of a round that the loss unrolls
 MAX_KEPT_BYTES = 256 << 20  # of the states of all traces; those of the oldest are dropped, and recomputed when needed
 
-_kept: WeakKeyDictionary[Trace, Tensor] = WeakKeyDictionary()  # oldest first
+_kept: WeakKeyDictionary[Trace, tuple[list[int], Tensor]] = WeakKeyDictionary()  # layers and states, oldest first
 _lock = threading.Lock()
 
 
@@ -60,16 +60,17 @@ def half(states: Tensor) -> Tensor:
     return states.clamp(-limit, limit).half()
 
 
-def keep_states(trace: Trace, states: Tensor) -> None:
-    """Keep the states of all tokens of a trace but the last, `(tokens - 1, width)`, in half precision. They are never
-    written to disk."""
+def keep_states(trace: Trace, states: Tensor, layers: Sequence[int]) -> None:
+    """Keep the states of these layers at all tokens of a trace but the last, `(tokens - 1, width)`, in half precision,
+    in place of those of other layers. They are never written to disk."""
     with _lock:
-        _kept[trace] = states
-        total = sum(kept.nbytes for kept in _kept.values())
+        _kept.pop(trace, None)
+        _kept[trace] = list(layers), states
+        total = sum(kept.nbytes for _, kept in _kept.values())
         for oldest in list(_kept.keys()):
             if total <= MAX_KEPT_BYTES or oldest is trace:
                 break
-            total -= _kept.pop(oldest).nbytes
+            total -= _kept.pop(oldest)[1].nbytes
 
 
 class StateSource:
@@ -93,8 +94,11 @@ class StateSource:
         """Return the states of all tokens of each trace but the last, `(tokens - 1, width)`, in half precision: those
         that were kept, or else recomputed by a forward of the target over the stored text."""
         with _lock:
-            found = [_kept.get(trace) for trace in traces]
-        return [self._computed(t) if s is None else s for t, s in zip(traces, found, strict=True)]
+            found = [_kept.get(trace, (None, None)) for trace in traces]
+        return [
+            states if states is not None and layers == self.layers else self._computed(trace)
+            for trace, (layers, states) in zip(traces, found, strict=True)
+        ]
 
     @neutral_context()
     def _computed(self, trace: Trace) -> Tensor:
@@ -106,7 +110,7 @@ class StateSource:
                 output_hidden_states=self.layers, return_dict=True,
             )  # fmt: skip
             states = joined(outputs.hidden_states, self.layers)[0]
-        keep_states(trace, states)
+        keep_states(trace, states, self.layers)
         return states
 
 

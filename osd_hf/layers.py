@@ -230,7 +230,7 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
     layer_config.dtype = inner.dtype
     count = inner.config.get_text_config(decoder=True).num_hidden_layers
     states = sorted({min(2, count - 1), count // 2, max(count - 3, 0)})
-    states = states if len(states) == 3 else list(range(max(count - 2, 0), count + 1))
+    states = states if len(states) == 3 else list(range(max(count - 3, 0), count))
     rows = None if token_ids is None else len(token_ids)
     config = DraftHeadConfig(layer_config, states, text.hidden_size, "eagle3", draft_vocab_size=rows)
     with torch.inference_mode(False), torch.no_grad():

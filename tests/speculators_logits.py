@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from speculators.models.attention import create_float_mask
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 
 STEPS = 3
@@ -48,10 +49,11 @@ def main(how, *folders):
         if how == "save":
             model = random_head(json.loads((folder / "options.json").read_text()))
             model.save_pretrained(folder)
-        model = Eagle3DraftModel.from_pretrained(folder, attn_implementation="eager")
-        embeddings = inputs.get("embeddings")
-        if embeddings is not None:  # left out, as they are the target's
-            model.embed_tokens.weight.data = embeddings
+        model = Eagle3DraftModel.from_pretrained(folder)
+        model._attn_impl, model._create_mask_fn = "eager", create_float_mask  # flex attention needs whole blocks
+        model.config.transformer_layer_config._attn_implementation = "eager"
+        if "embeddings" in inputs:  # the target's; speculators 0.9 leaves them uninitialized
+            model.embed_tokens.weight.data = inputs["embeddings"]
         torch.save(logits_of(model.float().eval(), inputs["states"], inputs["ids"]), folder / "logits.pt")
 
 

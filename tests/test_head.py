@@ -22,8 +22,9 @@ from transformers.modeling_layers import MtpModel
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
 from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
 from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.layers import built_in_head, copy_layers, save_built_in
+from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, save_built_in
 from osd_hf.learning.updater import Updater
+from osd_hf.models import load_draft
 from osd_hf.recording import record_traces
 from osd_hf.replay import completion_logits
 from osd_hf.trace import bare_trace
@@ -185,13 +186,21 @@ def test_states_are_kept_within_a_number_of_bytes(monkeypatch: pytest.MonkeyPatc
     target.model.register_forward_pre_hook(lambda *_: (next(forwards), None)[1])
     for number in range(3):
         trace = bare_trace([1, 2, 3], [4, 5, 6], models.VOCAB)
-        keep_states(trace, half(torch.full((5, 100), float(number))))
+        keep_states(trace, half(torch.full((5, 100), float(number))), [-1])
         kept.append(trace)
     assert source is not None
     assert float(source.of(kept[2:])[0][0, 0]) == 2.0  # the newest
     before = next(forwards)
     assert source.of(kept[:1])[0].shape == (5, 32)  # recomputed
     assert next(forwards) == before + 2  # one forward, and this call
+
+
+def test_heads_that_read_other_states_replay_the_same_traces() -> None:
+    target = models.build("llama")
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts()], max_new_tokens=12))
+    heads = [head_of(target, states=states, noise=0.05) for states in ((-1,), (0, 1, 2), (-1,))]
+    first, _, third = (completion_logits(head, traces) for head in heads)
+    assert torch.equal(first, third)
 
 
 def test_a_head_of_another_target_is_refused() -> None:
@@ -274,7 +283,10 @@ def reference(head: Any, ids: list[int], states: torch.Tensor, steps: int) -> li
     """Logits of a round behind `ids`, one forward over everything for each token: the paper's layer written out."""
     layer, found = head.model.layers[0], []
     attention, known = layer.self_attn, len(ids)
-    hidden = head.state_proj(states if head.state_norm is None else head.state_norm(states))  # of all tokens but one
+    states = states if head.state_norm is None else head.state_norm(states)
+    if head.state_norms is not None:
+        states = torch.cat([norm(s) for norm, s in zip(head.state_norms, states.chunk(3, -1), strict=True)], -1)
+    hidden = head.state_proj(states)  # of all tokens but one
     tokens, read = list(ids[1:]), list(hidden)
     for _ in range(steps):
         embedded = head.get_input_embeddings()(torch.tensor(tokens))
@@ -288,6 +300,7 @@ def reference(head: Any, ids: list[int], states: torch.Tensor, steps: int) -> li
         out = (normed if layer.norm_before_residual else state) + attended
         out = out + layer.mlp(layer.post_attention_layernorm(out))
         found.append(head.lm_head(head.norm(out[-1])))
+        out = head.norm(out) if head.config.norm_output else out
         row = int(found[-1].argmax())
         tokens.append(row if head.config.draft_vocab_size is None else row + int(head.d2t[row]))
         read.append(out[-1])
@@ -296,10 +309,13 @@ def reference(head: Any, ids: list[int], states: torch.Tensor, steps: int) -> li
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize(("rows", "residual", "fc"), [(None, False, False), (32, True, False), (32, False, True)])
-def test_an_eagle3_head_drafts_as_the_paper_says(kind: str, rows: int | None, residual: bool, fc: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "norms"),
+    [(None, ()), (32, ("norm_before_residual", "fc_norm")), (32, ("norm_before_fc", "norm_output"))],
+)
+def test_an_eagle3_head_drafts_as_the_paper_says(kind: str, rows: int | None, norms: tuple[str, ...]) -> None:
     target = models.build("llama").double()
-    head = eagle3_of(target, kind, rows, norm_before_residual=residual, norm_before_fc=fc)
+    head = eagle3_of(target, kind, rows, **dict.fromkeys(norms, True))
     ids = prompts(1)[0]
     with OnlineAssistant(target, head, config=FIXED) as assistant:
         output, (trace,) = answered(assistant, ids, max_new_tokens=12)
@@ -344,10 +360,16 @@ def test_eagle3_checkpoints_are_saved_and_loaded(is_flat: bool, tmp_path: Path) 
             "draft_vocab_size": 32,
             "architectures": ["LlamaForCausalLMEagle3"],
         }
-        (tmp_path / "config.json").write_text(json.dumps(flat | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}))
+        options = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}
+        (tmp_path / "config.json").write_text(json.dumps(flat | options))
         weights = load_file(tmp_path / "model.safetensors")
         renamed = {name.replace("layers.0.", "midlayer."): w for name, w in weights.items() if name != "t2d"}
-        save_file(renamed, tmp_path / "model.safetensors")
+        (tmp_path / "model.safetensors").unlink()
+        names, files = sorted(renamed), ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+        for number, file in enumerate(files):
+            save_file({name: renamed[name] for name in names[number::2]}, tmp_path / file)
+        index = {"weight_map": {name: files[i % 2] for i, name in enumerate(names)}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     else:
         assert not any("embed_tokens" in name for name in load_file(tmp_path / "model.safetensors"))
     again = load_head(tmp_path, target)
@@ -362,6 +384,60 @@ def test_a_checkpoint_with_other_weights_is_refused(tmp_path: Path) -> None:
     save_file({**weights, "fc_norm.0.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="fc_norm"):
         load_head(tmp_path, target)
+
+
+def test_embeddings_of_its_own_are_kept(tmp_path: Path) -> None:
+    target = models.build("llama")
+    head = eagle3_of(models.build("llama", seed=1))
+    head.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    own = torch.randn(models.VOCAB, 32)
+    save_file({**weights, "embed_tokens.weight": own}, tmp_path / "model.safetensors")
+    with OnlineAssistant(target, tmp_path, config=FIXED) as assistant:
+        assert torch.equal(assistant.draft.get_input_embeddings().weight, own)
+        assistant.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_file(tmp_path / "again/model.safetensors")["embed_tokens.weight"], own)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("token_ids", [None, torch.arange(2, 60, 2)])
+def test_a_new_eagle3_head_learns(kind: str, token_ids: torch.Tensor | None) -> None:
+    target = models.build(kind, num_hidden_layers=4)
+    head = new_eagle3_head(target, token_ids)
+    assert head.config.state_layers == [1, 2, 3]
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts(8)], max_new_tokens=24))
+    before = replay(head, traces, 4).alpha
+    updater = Updater(head, replace(FIXED, buffer_size=8, learning_rate=1e-2))
+    updater.buffer.extend(traces)
+    updater.update(60)
+    updater.copy_to(head)
+    assert replay(head, traces, 4).alpha > before + 0.2
+    with OnlineAssistant(target, head, config=LEARNING) as assistant:
+        for ids in prompts(4):
+            output, _ = answered(assistant, ids, max_new_tokens=16)
+            assert torch.equal(output, target.generate(ids, do_sample=False, max_new_tokens=16))
+        assert assistant.learning_error is None and assistant.stats.accepted
+
+
+def test_a_head_of_a_target_with_tied_embeddings_is_saved(tmp_path: Path) -> None:
+    target = models.build("llama", tie_word_embeddings=True)
+    with OnlineAssistant(target, config=FIXED) as assistant:
+        answered(assistant, prompts(1)[0], max_new_tokens=12)
+        assistant.update(2)
+        assistant.save_pretrained(tmp_path)
+        learned = assistant.draft.state_dict()
+    with OnlineAssistant(target, tmp_path, config=FIXED) as again:
+        assert all(torch.equal(learned[name], found) for name, found in again.draft.state_dict().items())
+        ends = again.draft.get_input_embeddings().weight, again.draft.get_output_embeddings().weight
+        assert {end.data_ptr() for end in ends} == {target.get_input_embeddings().weight.data_ptr()}
+
+
+def test_a_head_alone_cannot_be_loaded_without_its_target(tmp_path: Path) -> None:
+    eagle3_of(models.build("llama")).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="Name the target"):
+        load_draft(str(tmp_path))
+    with pytest.raises(UnsupportedModelError, match="0 to 1"):
+        load_head(tmp_path, models.build("llama", num_hidden_layers=1))
 
 
 def test_an_assistant_without_a_draft_makes_a_head(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from osd_hf import CorrectionStore, Trace, make_draft, replay
+from osd_hf import CorrectionStore, DraftHead, OnlineAssistant, Trace, make_draft, replay
 from osd_hf.cli.main import main
 from osd_hf.distillation import make_draft as making
 from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
@@ -184,12 +185,29 @@ def test_the_draft_with_the_best_expected_speed_is_trained_to_the_end(cheap: Non
     target = steep()
     config = MakeDraftConfig(max_steps=8, max_new_tokens=8, max_seconds=1e6)
     made = train_draft(target, None, config, prompts=asked(16), show_progress=False)
-    assert [trial["layers"] for trial in made.trials] == [[0], [0, 3], [0, 1]]
-    assert [trial["steps"] for trial in made.trials] == [2, 2, 2]
-    best = max(made.trials, key=lambda trial: trial["speedup"])
-    assert list(made.layers) == best["layers"]
+    tried = [(trial["kind"], trial["layers"]) for trial in made.trials]
+    assert tried == [("layers", [0]), ("layers", [0, 3]), ("layers", [0, 1]), ("mtp", [0])]
+    assert [trial["steps"] for trial in made.trials] == [2, 2, 2, 2]
+    best = max(made.trials, key=lambda trial: trial["promised"])
+    assert (made.kind, list(made.layers)) == (best["kind"], best["layers"])
     assert [making.outer_layers(n, 8) for n in (1, 2, 3, 4)] == [(0,), (0, 7), (0, 1, 7), (0, 1, 6, 7)]
     assert made.steps == 8
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_a_head_is_made_of_one_kind(cheap: None, kind: str) -> None:
+    target = steep()
+    config = MakeDraftConfig(kind=kind, max_steps=30, max_new_tokens=8, max_seconds=1e6)  # type: ignore[arg-type]
+    made = train_draft(target, None, config, prompts=asked(32), show_progress=False)
+    assert isinstance(made.draft, DraftHead) and made.draft.config.layout == kind == made.kind
+    assert made.after.alpha > made.before.alpha
+    assert made.trials == ()
+    with OnlineAssistant(target, made.draft) as assistant:
+        ids = torch.tensor([asked(1)[0]])
+        assert torch.equal(assistant.generate(ids, do_sample=False, max_new_tokens=8),
+                           target.generate(ids, do_sample=False, max_new_tokens=8))  # fmt: skip
+    (costs,) = measured_costs(target, [made.draft], asked(1)[0], time.perf_counter)
+    assert costs.draft > 0 and costs.draft_prompt > 0
 
 
 def test_time_limits_the_training(cheap: None) -> None:
@@ -330,6 +348,8 @@ def test_invalid_settings_are_refused() -> None:
         ({}, "on `prompts` or on `traces`"), ({"prompts": asked(), "traces": []}, "give one"),
         ({"prompts": asked(), "max_seconds": 0}, "`max_seconds` must be positive"),
         ({"prompts": asked(), "max_steps": 0}, "`max_steps` must be at least 1"),
+        ({"prompts": asked(), "kind": "eagle"}, "`kind` must be one of auto, layers, mtp, eagle3"),
+        ({"prompts": asked(), "kind": "mtp", "num_layers": 2}, "A head has one layer"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             make_draft(target, **{"show_progress": False, **settings})

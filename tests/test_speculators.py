@@ -58,7 +58,7 @@ def text_of_head(seed: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 def compare(head: Any, trace: Any, states: torch.Tensor, theirs: list[torch.Tensor]) -> float:
     """The largest difference between our logits of unrolled steps and theirs."""
-    keep_states(trace, states[0])
+    keep_states(trace, states[0], head.config.state_layers)
     worst = 0.0
     with torch.no_grad():
         for depth, (hidden, _) in enumerate(head.unrolled([trace], len(theirs))):
@@ -75,6 +75,7 @@ def run(how: str, folders: list[Path]) -> None:
 
 def test_speculators_loads_our_heads(tmp_path: Path) -> None:
     target, cases = models.build("llama"), []
+    target.save_pretrained(tmp_path / "target")
     for seed in range(CONFIGURATIONS):
         options, folder = random_options(seed), tmp_path / str(seed)
         settings = layer_settings(options)
@@ -92,7 +93,7 @@ def test_speculators_loads_our_heads(tmp_path: Path) -> None:
                 head.d2t.copy_(chosen - torch.arange(rows))
                 head.t2d[chosen] = True
         head = head.bind(target).eval()
-        head.config.target_name = None  # speculators would look for its configuration
+        head.config.target_name = str(tmp_path / "target")
         head.save_pretrained(folder)
         trace, ids, states = text_of_head(seed)
         given = {"states": states.float(), "ids": ids, "embeddings": target.get_input_embeddings().weight.detach()}
@@ -105,6 +106,7 @@ def test_speculators_loads_our_heads(tmp_path: Path) -> None:
 
 def test_we_load_heads_of_speculators(tmp_path: Path) -> None:
     target, folders = models.build("llama"), []
+    target.save_pretrained(tmp_path / "target")
     for seed in range(CONFIGURATIONS):
         options, folder = random_options(seed), tmp_path / str(seed)
         folder.mkdir()
@@ -119,7 +121,7 @@ def test_we_load_heads_of_speculators(tmp_path: Path) -> None:
         method = {"proposal_type": "greedy", "speculative_tokens": 3}
         given["speculators_config"] = {
             "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [method],
-            "verifier": {"name_or_path": None, "architectures": ["LlamaForCausalLM"]},
+            "verifier": {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]},
         }  # fmt: skip
         (folder / "options.json").write_text(json.dumps(given))
         folders.append(folder)

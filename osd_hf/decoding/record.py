@@ -342,8 +342,9 @@ class Request:
             created_at_seconds=self.ended_at_seconds,
             target=None if has_changed else self.version,
         )
-        if self.states:
-            keep_states(trace, torch.cat(self.states)[: len(trace.prompt_ids) + len(trace) - 1])
+        if self.states and self.drafting is not None:
+            states = torch.cat(self.states)[: len(trace.prompt_ids) + len(trace) - 1]
+            keep_states(trace, states, self.drafting.state_layers)
         return trace
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
@@ -27,7 +28,7 @@ from osd_hf.learning.learner import Learner
 from osd_hf.learning.requests import ExcludedRequests, ReadableTraces
 from osd_hf.learning.session import has_session, load_session, save_session
 from osd_hf.learning.updater import UpdateReport, finish, log_update, make_accelerator
-from osd_hf.learning.weights import Snapshot
+from osd_hf.learning.weights import Snapshot, shared_ends
 from osd_hf.replay import replay_each
 from osd_hf.simulate import serve_recorded
 from osd_hf.store.folder import StoreFollower
@@ -87,7 +88,10 @@ class StoreLearner:
         self.domains: deque[str | None] = deque(maxlen=MAX_RECENT)
         self.published: list[dict[str, Any]] = []  # facts of the versions of this run
         self._published_at = -float("inf")
-        drafts = DomainDrafts(self.draft, self.config, peft_config=self.peft_config, per_domain=self.by_domain)
+        # Embeddings and output head of a loaded target do not learn: an engine shares them, too.
+        shared = shared_ends(self.draft, self.target) if isinstance(self.target, PreTrainedModel) else None
+        how: dict[str, Any] = {"per_domain": self.by_domain, "shared": shared}
+        drafts = DomainDrafts(self.draft, self.config, peft_config=self.peft_config, **how)
         self.learner = Learner(drafts)
         self._accelerator = self.accelerator or make_accelerator(None, self.config)
         self._readable = ReadableTraces.by(drafts.base)
