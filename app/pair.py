@@ -32,7 +32,8 @@ from osd_hf import bundled
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import load_layers
-from osd_hf.models import Pair, load_model, load_pair, load_tokenizer, prompt_room
+from osd_hf.loading import Pair, load_pair
+from osd_hf.models import load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn, render_chat
 from osd_hf.utils.report import make_folder
 

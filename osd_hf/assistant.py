@@ -34,6 +34,7 @@ from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import UpdateReport, make_accelerator
 from osd_hf.learning.weights import shared_ends
 from osd_hf.live_learning import LiveLearning
+from osd_hf.loading import load_named
 from osd_hf.memory_plan import MemoryPlan, memory_plan
 from osd_hf.models import (
     align_vocab,
@@ -42,7 +43,6 @@ from osd_hf.models import (
     common_tokenizer,
     input_device,
     is_peft,
-    load_named,
     uncompiled,
     unwrap,
     vocab_size_of,

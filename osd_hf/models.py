@@ -1,17 +1,14 @@
-"""Load a target and a draft with their tokenizer, unwrap them, and check that they fit together."""
+"""Load models and tokenizers by name, unwrap models, and check that a target and a draft fit together."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import importlib.util
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,28 +28,23 @@ from transformers import (
     PreTrainedModel,
     TorchAoConfig,
 )
-from transformers.utils import cached_file, extract_commit_hash, find_adapter_config_file
+from transformers.utils import cached_file, extract_commit_hash
 
-from osd_hf.bundled import load_bundled
 from osd_hf.errors import ConfigError, UnsupportedModelError, VocabularyMismatchError, first_line
-from osd_hf.head_checkpoints import HEAD_TYPE, is_eagle3, read_config
 from osd_hf.utils.context import Seeded
 from osd_hf.utils.kernels import fast_kernels
 
 logger = logging.getLogger(__name__)
 
 Quantization = Literal["4bit", "8bit", "int8"]
-# Arguments of `from_pretrained` that locate files, and those for the target only: a draft learns, unquantized and on
-# one device.
+# Arguments of `from_pretrained` that locate files.
 HUB_ARGUMENTS = "cache_dir force_download local_files_only revision subfolder token trust_remote_code".split()
-TARGET_ARGUMENTS = "device_map max_memory offload_buffers offload_folder quantization quantization_config".split()
-BUNDLED_ARGUMENTS = (("dtype", "auto"), ("dtype", "float32"))  # true of the bundled pair
 MAKE_ADVICE = "make one from the target with `make_draft`, or choose a draft of the target's family"
 SHARED_SETTING = "osd_hf_shares_ends"  # in the configuration of a draft whose embeddings or head are the target's
 # Kinds of layers in configurations.
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Tokenizers of models that were loaded by name, fetched with the same arguments.
-_TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 # --- wrapped models -------------------------------------------------------------------------------------------------
@@ -213,17 +205,9 @@ def device_clock(model: PreTrainedModel) -> Callable[[], float]:
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    """A target, a draft with the same vocabulary size, and the tokenizer of both."""
-
-    target: Any
-    draft: Any
-    tokenizer: Any
-
-
 def load_config(source: str, **model_kwargs: Any) -> PreTrainedConfig:
     """Load a configuration, with the commit of the Hub as its `_commit_hash`; raises UnsupportedModelError."""
-    arguments = _hub_arguments(model_kwargs)
+    arguments = hub_arguments(model_kwargs)
     config: PreTrainedConfig = _load(AutoConfig, source, **arguments)
     place = {name: value for name, value in arguments.items() if name in ("cache_dir", "revision", "subfolder")}
     config._commit_hash = extract_commit_hash(cached_file(source, "config.json", local_files_only=True, **place), None)
@@ -233,7 +217,7 @@ def load_config(source: str, **model_kwargs: Any) -> PreTrainedConfig:
 def load_tokenizer(source: str, **model_kwargs: Any) -> Any:
     """Load the tokenizer of a model; raises UnsupportedModelError if there is none."""
     try:
-        return AutoTokenizer.from_pretrained(source, **_hub_arguments(model_kwargs))
+        return AutoTokenizer.from_pretrained(source, **hub_arguments(model_kwargs))
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UnsupportedModelError(f"{source!r} has no tokenizer that loads: {first_line(error)}.") from error
 
@@ -241,7 +225,7 @@ def load_tokenizer(source: str, **model_kwargs: Any) -> Any:
 def load_eos_ids(source: str, **model_kwargs: Any) -> tuple[int, ...]:
     """Return the end-of-sequence ids of a model's generation config, or of its configuration."""
     try:
-        return eos_ids(GenerationConfig.from_pretrained(source, **_hub_arguments(model_kwargs)))
+        return eos_ids(GenerationConfig.from_pretrained(source, **hub_arguments(model_kwargs)))
     except (OSError, ValueError):
         return eos_ids(load_config(source, **model_kwargs))
 
@@ -289,95 +273,6 @@ def load_model(
     return model.eval()
 
 
-def is_head(source: str | os.PathLike[str], **model_kwargs: Any) -> bool:
-    """Whether a folder or a Hub repository has a draft head."""
-    location = {name: value for name, value in _hub_arguments(model_kwargs).items() if name != "trust_remote_code"}
-    saved = read_config(source, **location)
-    return saved.get("model_type") == HEAD_TYPE or is_eagle3(saved)
-
-
-def load_draft(source: str, target: Any = None, **model_kwargs: Any) -> PreTrainedModel:
-    """Load a draft with [`load_model`] and remember its tokenizer for [`find_tokenizer`]. If the source is a LoRA
-    adapter, load its base model and merge the adapter into it, which needs PEFT. A draft head needs its target."""
-    if is_head(source, **model_kwargs):
-        if not isinstance(unwrap(target), PreTrainedModel):
-            raise ConfigError(f"{source!r} is a draft head, which reads the states of its target. Name the target.")
-        from osd_hf.draft_head import load_head  # it needs this module
-
-        placement = {name: model_kwargs.get(name) for name in ("dtype", "device")}
-        return load_head(source, target, **_hub_arguments(model_kwargs), **placement)
-    location = {name: value for name, value in _hub_arguments(model_kwargs).items() if name != "trust_remote_code"}
-    adapter_file = None
-    with contextlib.suppress(OSError):  # `load_model` raises a clearer error
-        adapter_file = find_adapter_config_file(source, **location)
-    if adapter_file is None:
-        return _with_tokenizer(load_model(source, **model_kwargs), model_kwargs)
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"{source!r} is an adapter, which needs PEFT: pip install 'osd-hf[distill]'.")
-    base_kwargs = {name: value for name, value in model_kwargs.items() if name not in ("revision", "subfolder")}
-    base = load_model(json.loads(Path(adapter_file).read_text())["base_model_name_or_path"], **base_kwargs)
-    draft = merged(importlib.import_module("peft").PeftModel.from_pretrained(base, source, **location))
-    unwrap(draft).config._commit_hash = None  # it is that of the base model
-    return _with_tokenizer(draft, base_kwargs)
-
-
-def load_named(target: Any, draft: Any, **model_kwargs: Any) -> tuple[Any, Any]:
-    """Load those of two models that are given by Hub id or folder, with their tokenizers. Raises
-    UnsupportedModelError, and ConfigError for an argument of `from_pretrained` that no model takes."""
-    is_named = [isinstance(model, str | os.PathLike) for model in (target, draft)]
-    for name in model_kwargs:
-        if not any(is_named) or (name in TARGET_ARGUMENTS and not is_named[0]):
-            raise ConfigError(
-                f"`{name}` is for a model that is given by its id or path. Leave it out, or name the model."
-            )
-    if is_named[0]:
-        target = _with_tokenizer(load_model(os.fspath(target), **model_kwargs), model_kwargs)
-    if is_named[1]:
-        draft = load_draft_for(target, os.fspath(draft), model_kwargs)
-    return target, draft
-
-
-def load_draft_for(target: Any, source: str, model_kwargs: Mapping[str, Any]) -> Any:
-    """Load a draft or a draft head of a target with [`load_model`], without `TARGET_ARGUMENTS`, by default on the
-    target's device."""
-    draft_kwargs = {name: value for name, value in model_kwargs.items() if name not in TARGET_ARGUMENTS}
-    if draft_kwargs.get("device") is None and hasattr(unwrap(target), "device"):
-        draft_kwargs["device"] = str(input_device(unwrap(target)))
-    if is_head(source, **draft_kwargs):
-        return load_draft(source, target, **draft_kwargs)
-    return _with_tokenizer(load_model(source, **draft_kwargs), draft_kwargs)
-
-
-def load_pair(
-    target: str | None = None,
-    draft: str | None = None,
-    *,
-    device: str | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    **model_kwargs: Any,
-) -> Pair:
-    """Load a target and a draft by name with [`load_model`], or the bundled pair (fp32, by default on the CPU).
-    `revision` is for the target, `draft_revision` for the draft. Raises ConfigError if only one model is named or the
-    bundled pair does not take an argument, UnsupportedModelError, and VocabularyMismatchError."""
-    if (target is None) != (draft is None):
-        raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
-    if target is None or draft is None:
-        arguments = {**model_kwargs, "revision": revision, "draft_revision": draft_revision}
-        if given := [name for name, value in arguments.items() if value and (name, value) not in BUNDLED_ARGUMENTS]:
-            raise ConfigError(f"The bundled pair is loaded as it is; `{given[0]}` needs a target and a draft by name.")
-        large, small, tokenizer = load_bundled()
-        return Pair(placed(large, device or "cpu"), placed(small, device or "cpu"), tokenizer)
-    model_kwargs["device"] = device
-    target_kwargs = model_kwargs if revision is None else {**model_kwargs, "revision": revision}
-    draft_kwargs = model_kwargs if draft_revision is None else {**model_kwargs, "revision": draft_revision}
-    large = load_model(target, **target_kwargs)
-    small = load_draft_for(large, draft, draft_kwargs)
-    tokenizer = _TOKENIZERS[large] = load_tokenizer(target, **target_kwargs)
-    common_tokenizer(tokenizer, None, small)
-    return Pair(large, align_vocab(small, large), tokenizer)
-
-
 def placed(model: PreTrainedModel, device: str) -> PreTrainedModel:
     """Move a model to a device; raises ConfigError if the device cannot be used."""
     try:
@@ -393,7 +288,7 @@ def _load(auto: Any, source: str, **kwargs: Any) -> Any:
         raise UnsupportedModelError(f"The model {source!r} cannot be loaded: {first_line(error)}.") from error
 
 
-def _hub_arguments(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def hub_arguments(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: model_kwargs[name] for name in HUB_ARGUMENTS if name in model_kwargs}
 
 
@@ -403,7 +298,7 @@ def _hub_arguments(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def find_tokenizer(model: Any) -> Any:
     """Return the tokenizer that a model was loaded with by name, or the one in its folder or in the local cache,
     without running its code. `None` if there is none."""
-    found = _TOKENIZERS.get(model) if isinstance(model, torch.nn.Module) else None
+    found = TOKENIZERS.get(model) if isinstance(model, torch.nn.Module) else None
     if found is not None or not model.config.name_or_path:
         return found
     with contextlib.suppress(UnsupportedModelError):
@@ -420,9 +315,9 @@ def common_tokenizer(given: Any, target: Any, draft: Any) -> Any:
     return known[0] if known else None
 
 
-def _with_tokenizer(model: Any, model_kwargs: Mapping[str, Any]) -> Any:
+def with_tokenizer(model: Any, model_kwargs: Mapping[str, Any]) -> Any:
     with contextlib.suppress(UnsupportedModelError):
-        _TOKENIZERS[model] = load_tokenizer(model.config.name_or_path, **model_kwargs)
+        TOKENIZERS[model] = load_tokenizer(model.config.name_or_path, **model_kwargs)
     return model
 
 
@@ -474,8 +369,8 @@ def align_vocab(draft: Any, target: PreTrainedModel, tokenizer: Any = None) -> A
             f"differ in more than padding and added tokens. Another draft is needed: {MAKE_ADVICE}."
         )
     aligned = copy.deepcopy(draft)
-    if draft in _TOKENIZERS:
-        _TOKENIZERS[aligned] = _TOKENIZERS[draft]
+    if draft in TOKENIZERS:
+        TOKENIZERS[aligned] = TOKENIZERS[draft]
     ends = (aligned.get_input_embeddings(), aligned.get_output_embeddings())
     if not all(end is None or isinstance(end, torch.nn.Embedding | torch.nn.Linear) for end in ends):
         raise VocabularyMismatchError(

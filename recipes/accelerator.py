@@ -51,7 +51,7 @@ from osd_hf.decoding.static import static_target
 from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.evaluation.benchmark import System, answer_greedily, answer_traced, benchmark, compare_outputs
 from osd_hf.learning.weights import SHARED_SETTING
-from osd_hf.models import load_pair
+from osd_hf.loading import load_pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft
 from osd_hf.speedup import expected_block_efficiency

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from osd_hf import OnlineAssistant, OnlineConfig, replay
 from osd_hf.acceptance import figures_of
 from osd_hf.evaluation.benchmark import System, benchmark
-from osd_hf.models import Pair, load_pair
+from osd_hf.loading import Pair, load_pair
 from osd_hf.recording import record_traces
 from osd_hf_app.pair import smollm2_pair
 

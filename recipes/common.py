@@ -24,8 +24,8 @@ from osd_hf.acceptance import alpha_gain_interval
 from osd_hf.evaluation.display import rolling
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
-from osd_hf.models import Pair
-from osd_hf.models import load_pair as load_models
+from osd_hf.loading import Pair
+from osd_hf.loading import load_pair as load_models
 from osd_hf.prompts import encode_turn
 from osd_hf.recording import record_traces
 from osd_hf.simulate import SimulationReport

@@ -23,9 +23,10 @@ from tqdm import tqdm
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, replay
 from osd_hf.distillation.data import SAMPLE_SOURCES
+from osd_hf.loading import Pair
+from osd_hf.loading import load_pair as load_models
 from osd_hf.losses import DIVERGENCES
-from osd_hf.models import Pair, prompt_room
-from osd_hf.models import load_pair as load_models
+from osd_hf.models import prompt_room
 from osd_hf.prompts import Prompt, encode_prompts
 from osd_hf.recording import record_traces
 from osd_hf.replay import replay_each

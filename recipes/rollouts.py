@@ -36,7 +36,8 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from osd_hf import OnlineConfig, RolloutAssistant
 from osd_hf.bundled import DOMAINS, bundled_prompts, load_bundled
-from osd_hf.models import Pair, unwrap
+from osd_hf.loading import Pair
+from osd_hf.models import unwrap
 
 WAYS: dict[str, OnlineConfig | None] = {
     "alone": None,

@@ -103,7 +103,7 @@ def test_a_failed_and_an_interrupted_run_have_their_own_exit_codes(monkeypatch, 
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("osd_hf.models.load_bundled", fail)
+    monkeypatch.setattr("osd_hf.loading.load_bundled", fail)
     assert main(["run", "--pair", "bundled", "--output-dir", "never-made"]) == code
     assert capsys.readouterr().err == said
 

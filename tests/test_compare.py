@@ -20,7 +20,7 @@ from osd_hf.cli.main import main
 from osd_hf.errors import ConfigError, VocabularyMismatchError
 from osd_hf.evaluation.compare import DraftComparison
 from osd_hf.hub import EvaluationSet
-from osd_hf.models import load_draft
+from osd_hf.loading import load_draft
 from osd_hf.prompts import Prompt, encode_turn
 from osd_hf.recording import record_traces
 from osd_hf.speedup import ForwardSeconds, alpha_from_block_efficiency, expected_block_efficiency

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import osd_hf
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.cli.main import COMMANDS, parse
-from osd_hf.models import Pair
+from osd_hf.loading import Pair
 from osd_hf.proxy.recorder import add_fields
 from osd_hf.server.app import Service, make_app
 

@@ -24,7 +24,7 @@ from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, loa
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, save_built_in
 from osd_hf.learning.updater import Updater
-from osd_hf.models import load_draft
+from osd_hf.loading import load_draft
 from osd_hf.recording import record_traces
 from osd_hf.replay import completion_logits
 from osd_hf.trace import bare_trace

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3F
 from osd_hf import OnlineAssistant, OnlineConfig
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import copy_layers, num_layers_of
-from osd_hf.models import load_pair, quantization_config
+from osd_hf.loading import load_pair
+from osd_hf.models import quantization_config
 from osd_hf.recording import record_traces
 
 SIZES: dict[str, Any] = {

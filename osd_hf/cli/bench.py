@@ -24,7 +24,8 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, alone_systems, answer_greedily, benchmark
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_bars, ratio_text, stats_interval, text_table
-from osd_hf.models import input_device, load_draft, prompt_room
+from osd_hf.loading import load_draft
+from osd_hf.models import input_device, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.replay import replay_each
 from osd_hf.store.store import CorrectionStore

@@ -16,7 +16,8 @@ from osd_hf.distillation.data import ROW_COLUMNS
 from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, DataError, shown_settings
 from osd_hf.evaluation.display import figure, plot_training, text_table
-from osd_hf.models import check_tokenizers, load_draft_for, load_tokenizer, prompt_room
+from osd_hf.loading import load_draft_for
+from osd_hf.models import check_tokenizers, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_prompts, open_rows, read_prompts
 from osd_hf.utils.report import make_folder, provenance, write_report
 

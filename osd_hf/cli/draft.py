@@ -18,7 +18,8 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.display import figure, plot_training, stats_interval, text_table
 from osd_hf.hub import facts_of, save_draft
 from osd_hf.learning.weights import learns_in_bf16
-from osd_hf.models import device_clock, load_draft_for, prompt_room, set_fixed_k
+from osd_hf.loading import load_draft_for
+from osd_hf.models import device_clock, prompt_room, set_fixed_k
 from osd_hf.recording import measured_costs
 from osd_hf.replay import replay
 from osd_hf.target_version import target_version

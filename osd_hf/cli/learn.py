@@ -42,16 +42,8 @@ from osd_hf.errors import ConfigError, DataError, ServerError, StateError, Store
 from osd_hf.evaluation.display import COMPARED, comparison_row, learning_bar, plot_learning, text_table
 from osd_hf.hub import check_push, facts_of
 from osd_hf.learning.updater import make_accelerator
-from osd_hf.models import (
-    align_vocab,
-    eos_ids,
-    is_head,
-    load_config,
-    load_draft,
-    load_eos_ids,
-    load_tokenizer,
-    prompt_room,
-)
+from osd_hf.loading import is_head, load_draft
+from osd_hf.models import align_vocab, eos_ids, load_config, load_eos_ids, load_tokenizer, prompt_room
 from osd_hf.server.metrics import learner_metrics, serve_metrics
 from osd_hf.store.folder import StoreFollower
 from osd_hf.store.store import CorrectionStore

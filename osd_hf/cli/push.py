@@ -18,7 +18,7 @@ from osd_hf.errors import ConfigError
 from osd_hf.evaluation.compare import evaluate
 from osd_hf.evaluation.display import plot_domains, stats_interval
 from osd_hf.hub import EVALUATION, PLOT, card_data, check_push, export_to_vllm, facts_of, push_folder, save_draft
-from osd_hf.models import Pair, load_draft, load_pair
+from osd_hf.loading import Pair, load_draft, load_pair
 from osd_hf.utils.report import provenance
 
 # Flags without an effect with --export.

@@ -28,7 +28,8 @@ from osd_hf.config import OnlineConfig
 from osd_hf.distillation.answers import sample_answers, sampling_of, split_answers
 from osd_hf.errors import ConfigError, StoreError, first_line, nearest
 from osd_hf.hub import EvaluationSet, hub_id
-from osd_hf.models import Pair, Quantization, load_model, load_pair, load_tokenizer
+from osd_hf.loading import Pair, load_pair
+from osd_hf.models import Quantization, load_model, load_tokenizer
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
 from osd_hf.store.store import CorrectionStore
 from osd_hf.utils.report import json_text, read_config, write_report
@@ -311,7 +312,7 @@ class PairSettings(Settings):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Arguments of [`~osd_hf.models.load_pair`]."""
+        """Arguments of [`~osd_hf.loading.load_pair`]."""
         names = ("revision", "draft_revision", "trust_remote_code", *PLACEMENT)
         return {name: getattr(self, name) for name in names}
 
@@ -322,7 +323,7 @@ class PairSettings(Settings):
         return {name: getattr(self, name) for name in names} | self.draft_fetching
 
     def load_pair(self, **changes: Any) -> Pair:
-        """Load the models, by default the bundled ones; raises the errors of [`~osd_hf.models.load_pair`]."""
+        """Load the models, by default the bundled ones; raises the errors of [`~osd_hf.loading.load_pair`]."""
         if self.pair == "smollm2":
             return Pair(*importlib.import_module("osd_hf_app.pair").smollm2_pair(self.device or "cpu"))
         if self.pair:

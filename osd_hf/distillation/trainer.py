@@ -26,17 +26,9 @@ from osd_hf.hub import refuse_public
 from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import make_optimizers, trainable_parameters
 from osd_hf.learning.weights import adapted, ends_of, learning_context
+from osd_hf.loading import load_named
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.models import (
-    align_vocab,
-    check_pair,
-    common_tokenizer,
-    evaluating,
-    is_peft,
-    load_named,
-    merged,
-    uncompiled,
-)
+from osd_hf.models import align_vocab, check_pair, common_tokenizer, evaluating, is_peft, merged, uncompiled
 from osd_hf.recording import record_traces
 from osd_hf.replay import check_head, padded, replay
 from osd_hf.trace import Trace
