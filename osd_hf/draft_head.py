@@ -373,6 +373,8 @@ class DraftHead(PreTrainedModel):
             state["lm_head.weight"] = state["lm_head.weight"].clone()
         super().save_pretrained(save_directory, **{"state_dict": state, **kwargs})
 
+    _supports_logits_to_keep = generate  # transformers' assisted generation calls it first
+
     # --- forwards ----------------------------------------------------------------------------------------------------
 
     def reduced(self, states: Tensor) -> Tensor:

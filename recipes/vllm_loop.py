@@ -2,11 +2,14 @@
 
     bash recipes/vllm_env.sh .venv-vllm
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm
+    OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --draft HEAD      # an EAGLE-3 head of the lab target
     OSD_HF_DATA=... python recipes/vllm_loop.py --vllm .venv-vllm --requests 32 --later 8        # smoke
 
 The report has the time of each step; vLLM's counters on later prompts with the original draft, with the learned one
 loaded into the running server, and with the learned one after a restart, compared with replay; tokens per second
 without a draft; whether each completion is transformers' greedy one in float32; and the bytes per token of the store.
+Then ten versions are loaded one after the other, and checkpoints with embeddings and an output head of their own, of
+which a head shares some with the target; the later prompts are asked again.
 
 vLLM counts accepted over drafted tokens. Its first token comes with the prompt, so its rounds begin one token later
 than those of transformers, and it counts accepted tokens behind the end of an answer. `examined` is computed from its
@@ -19,6 +22,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,17 +37,20 @@ import numpy as np
 import torch
 from common import MAX_NEW_TOKENS, TEMPLATES, K, data_folder, rows, run_facts, write_report
 from doctor import as_engine
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, Trace, replay
 from osd_hf.engines.versions import LATEST
+from osd_hf.loading import is_head, load_draft
 
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
 READY_SECONDS = 300
 LEARN_SECONDS = 3600
 WARM_UP = 8  # prompts
+NUM_LOADS = 10  # while the server runs
 RELOAD = "osd_hf.engines.vllm_reload.DraftReload"
 
 
@@ -57,7 +64,8 @@ class Engine:
 
     def __init__(self, args: argparse.Namespace, draft: Path | None, log: Path, extension: str = RELOAD) -> None:
         self.url = f"http://127.0.0.1:{args.port}"
-        config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
+        method = "draft_model" if draft is None or not is_head(draft) else "eagle3"
+        config = {"method": method, "model": str(draft), "num_speculative_tokens": K}
         # The CPU package lacks the metadata that the command `vllm` looks for; this is what it starts.
         command = [
             str(Path(args.vllm).absolute() / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
@@ -102,7 +110,7 @@ class Engine:
                 found[name.removeprefix(COUNTER).partition("_total")[0] + position] = float(value)
         return found
 
-    def load(self, draft: Path) -> dict[str, Any]:
+    def load(self, draft: Path, *, may_fail: bool = False) -> dict[str, Any]:
         """Load a draft while the server runs."""
         body = {"method": "load_draft", "args": [str(draft)]}
         answer = httpx2.post(f"{self.url}/collective_rpc", json=body, timeout=READY_SECONDS)
@@ -112,7 +120,7 @@ class Engine:
         if not reset.json()["success"]:
             sys.exit("vLLM has not emptied its cache of prompts.")
         found: dict[str, Any] = answer.json()["results"][0]
-        if "error" in found:
+        if "error" in found and not may_fail:
             sys.exit(f"vLLM has not loaded {draft}: {found['error']}")
         return found
 
@@ -184,18 +192,30 @@ def asked(
 
 def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
     """Return the result of replay in the rounds of transformers and of vLLM."""
-    model = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
-    found = {}
-    for name, those in (
-        ("replay", list(traces)),
-        ("replay_in_vllm_rounds", [as_engine(t) for t in traces if len(t) > 1]),
-    ):
+    target = AutoModelForCausalLM.from_pretrained(data_folder() / "lab/target", dtype=torch.float32).eval()
+    model = load_draft(str(draft), target, dtype="float32", device="cpu")
+    found, sets = {}, {"replay": list(traces)}
+    if not is_head(draft):  # a head drafts after the first token everywhere
+        sets["replay_in_vllm_rounds"] = [as_engine(t) for t in traces if len(t) > 1]
+    for name, those in sets.items():
         stats = replay(model, those, K)
         found[name] = {
             "alpha": stats.alpha, "interval": stats.alpha_interval, "accepted": stats.accepted,
             "examined": stats.examined, "rounds": stats.target_forwards, "block_efficiency": stats.block_efficiency,
         }  # fmt: skip
     return found
+
+
+def spoiled(version: Path, folder: Path, names: Sequence[str]) -> Path:
+    """Write a version whose weights of these names are random, as they would be for another target."""
+    target = AutoModelForCausalLM.from_pretrained(data_folder() / "lab/target", dtype=torch.float32)
+    folder.mkdir()
+    weights = load_file(version / "model.safetensors")
+    ends = {"embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings()}
+    weights |= {name: torch.randn_like(ends[name].weight.detach()) for name in names}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    shutil.copy(version / "config.json", folder / "config.json")
+    return folder
 
 
 @torch.inference_mode()
@@ -228,6 +248,7 @@ def in_order(store: Path, prompts: Sequence[bytes]) -> list[Trace]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="folder of vLLM's environment")
+    parser.add_argument("--draft", type=Path, help="folder of another draft or head of the lab target")
     parser.add_argument("--dataset", choices=TEMPLATES, default="finance_alpaca")
     parser.add_argument("--requests", type=int, default=600, help="collected and learned from")
     parser.add_argument("--later", type=int, default=120, help="asked before and after")
@@ -255,7 +276,7 @@ def main() -> None:
 
     began = time.perf_counter()
     static, versions = folder / "static", folder / "versions"
-    models = ("--draft", data_folder() / "lab/draft", "--target", target)
+    models = ("--draft", args.draft or data_folder() / "lab/draft", "--target", target)
     subprocess.run(osd_hf("push", "--export", static, *models, "--num-assistant-tokens", K), check=True)
     seconds["export"] = time.perf_counter() - began
     counters, reports = dict[str, Any](), dict[str, Any]()
@@ -281,6 +302,17 @@ def main() -> None:
         reports["load"] = engine.load(versions / LATEST)
         seconds["load"] = time.perf_counter() - began
         counters["loaded"], reports["loaded"] = asked(args, engine, folder / "later.jsonl", folder / "later-loaded")
+        published = sorted(path for path in versions.glob("v*") if (path / "model.safetensors").is_file())
+        order = [published[i % len(published)] for i in range(NUM_LOADS)]
+        reports["loads"] = [engine.load(path) for path in order] if len(published) > 1 else []
+        if args.draft and is_head(args.draft):
+            latest = (versions / LATEST).resolve()
+            reports["spoiled"] = {
+                name: engine.load(spoiled(latest, folder / name, [f"{name}.weight"]), may_fail=True)
+                for name in ("embed_tokens", "lm_head")
+            }
+        engine.load(versions / LATEST)
+        counters["again"], reports["again"] = asked(args, engine, folder / "later.jsonl", folder / "later-again")
     began = time.perf_counter()
     with serving(args, versions / LATEST, folder / "vllm-learned.log") as (engine, _):
         seconds["restart"] = time.perf_counter() - began
@@ -311,6 +343,8 @@ def main() -> None:
             side: learned[f"alpha_{side}_last_fifth"] for side in ("learned", "frozen")
         },
         "load": reports["load"],
+        "loads": reports["loads"],
+        "spoiled": reports.get("spoiled"),
     }  # fmt: skip
     print(json.dumps({k: v for k, v in report.items() if k != "versions"}, indent=1))
     write_report(args.name, report, seed=args.seed, dataset=args.dataset, **run_facts(started))

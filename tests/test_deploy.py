@@ -22,7 +22,7 @@ from waiting import full
 from osd_hf.engines import deploy as module
 from osd_hf.engines.deploy import Deployer, DeployMethod, DraftCounts, compare_windows, read_counts, run_command
 from osd_hf.engines.versions import REJECTED, VersionFolder
-from osd_hf.engines.vllm_reload import Weights, weights_digest
+from osd_hf.engines.vllm_reload import Weights, checksums, shared_modules, weights_digest
 from osd_hf.errors import ConfigError, ServerError
 
 WATCH = 200
@@ -505,3 +505,30 @@ def test_the_extension_is_imported_where_only_vllms_packages_are() -> None:
     )
     found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.startswith("FileNotFoundError")
+
+
+def test_nothing_is_loaded_into_what_a_head_shares_with_the_target(tmp_path: Path) -> None:
+    target, head = torch.nn.ModuleDict(), torch.nn.ModuleDict()
+    target["embed_tokens"] = head["embed_tokens"] = torch.nn.Embedding(4, 2)  # one module
+    target["lm_head"], head["lm_head"] = torch.nn.Linear(2, 4), torch.nn.Linear(2, 4)
+    head["fc"] = torch.nn.Linear(6, 2)
+    assert shared_modules(head, target) == {"embed_tokens"}
+    head["lm_head"].weight = target["lm_head"].weight  # one weight
+    assert shared_modules(head, target) == {"embed_tokens", "lm_head"}
+    names = ("model.embed_tokens.weight", "lm_head.weight", "fc.weight", "layers.0.self_attn.q_proj.weight")
+    save_file({name: torch.full((2,), float(i)) for i, name in enumerate(names)}, tmp_path / "model.safetensors")
+    handed = Weights(tmp_path, except_for=shared_modules(head, target))
+    assert [name for name, _ in handed] == ["fc.weight", "layers.0.self_attn.q_proj.weight"]
+    assert handed.digest == weights_digest(tmp_path)  # of all of them
+
+
+def test_a_changed_weight_of_the_target_changes_its_sums() -> None:
+    target = torch.nn.Linear(300, 400)
+    target.register_buffer("scale", torch.ones(3))
+    before = checksums(target)
+    assert checksums(target) == before
+    with torch.no_grad():
+        target.weight.copy_(torch.randn_like(target.weight))
+        target.scale[1] = 2.0
+    changed = {name for name, value in checksums(target).items() if value != before[name]}
+    assert changed == {"weight", "scale"}

@@ -19,7 +19,7 @@ from transformers.cache_utils import MtpCache
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, replay
+from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, save_built_in
@@ -211,6 +211,17 @@ def test_a_head_of_another_target_is_refused() -> None:
         DraftHead.from_draft(copy_layers(models.build("t5"), [0]), models.build("t5"))
     with pytest.raises(ConfigError, match="OnlineAssistant"):
         head.generate(torch.ones(1, 2, dtype=torch.long))
+
+
+def test_transformers_own_loop_refuses_a_head_and_says_what_to_do() -> None:
+    target, ids, seen = models.build("llama"), prompts(1)[0], list[Trace]()
+    head, how = head_of(target), {"do_sample": False, "max_new_tokens": 8}
+    with pytest.raises(ConfigError, match="OnlineAssistant"):
+        target.generate(ids, assistant_model=head, **how)
+    with capture_traces(target, seen.append):
+        output = target.generate(ids, assistant_model=head, **how)
+    assert torch.equal(output, target.generate(ids, **how))
+    assert sum(r.num_drafted for r in seen[0].rounds)
 
 
 def test_a_failing_head_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
