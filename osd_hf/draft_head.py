@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -86,9 +87,14 @@ class StateSource:
     @property
     def target(self) -> PreTrainedModel:
         """The target; raises RuntimeError if it no longer exists."""
-        if (target := self._target()) is None:
+        if (target := self.living) is None:
             raise RuntimeError("The target of the draft head no longer exists. Keep a reference to it.")
         return target
+
+    @property
+    def living(self) -> PreTrainedModel | None:
+        """The target; `None` if it no longer exists."""
+        return self._target()
 
     def of(self, traces: Sequence[Trace]) -> list[Tensor]:
         """Return the states of all tokens of each trace but the last, `(tokens - 1, width)`, in half precision: those
@@ -176,6 +182,12 @@ class DraftHeadConfig(PreTrainedConfig):
         self.target_architectures = list(target_architectures)
         super().__init__(**kwargs)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings, without the folder of the target."""
+        found: dict[str, Any] = super().to_dict()
+        (found.get("text_config") or {}).pop("_name_or_path", None)
+        return found
+
 
 class _Eagle3Layer(nn.Module):
     """A decoder layer whose attention reads embedding and state side by side, `(rows, tokens, 2 * hidden)`."""
@@ -247,6 +259,7 @@ class DraftHead(PreTrainedModel):
             self.d2t = None
         self.source: StateSource | None = None
         self.generation_config = GenerationConfig()
+        self.register_load_state_dict_pre_hook(_rename)  # trainers load their checkpoints of a head by it
         self.post_init()
 
     @property
@@ -334,12 +347,14 @@ class DraftHead(PreTrainedModel):
             raise UnsupportedModelError(
                 f"The head reads the states {self.config.state_layers}, {type(target).__name__} has 0 to {count}."
             )
-        self.config.target_name = config_value(target.config, "name_or_path") or self.config.target_name
+        name = config_value(target.config, "name_or_path")
+        if name and not Path(name).exists():  # the path of a folder is nobody else's business
+            self.config.target_name = name
         self.config.target_architectures = [type(target).__name__]
         self.source = StateSource(target, self.config.state_layers)
         own, theirs = (model.get_input_embeddings().weight for model in (self, target))
-        if own.device == theirs.device and own.dtype == theirs.dtype and torch.equal(own, theirs):
-            setattr(self.config, SHARED_SETTING, True)
+        is_alike = own.device == theirs.device and own.dtype == theirs.dtype
+        setattr(self.config, SHARED_SETTING, is_alike and torch.equal(own, theirs))
         return self
 
     def get_input_embeddings(self) -> Any:
@@ -363,15 +378,19 @@ class DraftHead(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save the head: in the layout `"eagle3"` as a checkpoint of the `speculators` package, otherwise as a model
-        folder with embeddings and output head."""
+        folder with embeddings and output head. Takes the arguments of `PreTrainedModel.save_pretrained`, of which
+        `"eagle3"` uses `state_dict` and `is_main_process`."""
+        given = kwargs.pop("state_dict", None)
+        state = {name: weight.detach() for name, weight in (given or self.state_dict()).items()}
         if self.is_eagle3:
-            _save_eagle3(self, Path(save_directory))
+            if kwargs.get("is_main_process", True):
+                _save_eagle3(self, state, Path(save_directory))
             return
-        state = {name: weight.detach() for name, weight in self.state_dict().items()}
         ends = {weight.data_ptr() for name, weight in state.items() if name != "lm_head.weight"}
-        if state["lm_head.weight"].data_ptr() in ends:  # tied, and loaded as two tensors
+        if "lm_head.weight" in state and state["lm_head.weight"].data_ptr() in ends:  # tied, and loaded as two tensors
             state["lm_head.weight"] = state["lm_head.weight"].clone()
-        super().save_pretrained(save_directory, **{"state_dict": state, **kwargs})
+        super().save_pretrained(save_directory, state_dict=state, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
 
     _supports_logits_to_keep = generate  # transformers' assisted generation calls it first
 
@@ -487,21 +506,28 @@ def load_head(source: str | os.PathLike[str], target: PreTrainedModel, **model_k
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     saved = read_config(source, **location)
     if saved.get("model_type") == DraftHeadConfig.model_type:
-        head: DraftHead = DraftHead.from_pretrained(source, dtype=dtype, **location)
+        head: Any = DraftHead.from_pretrained(source, dtype=dtype, **location)
+        with contextlib.suppress(OSError):
+            head.generation_config = GenerationConfig.from_pretrained(source, **location)
     else:
-        head = _eagle3_head(source, saved, target, location)
+        head = _eagle3_head(source, saved, target, dtype, location)
     found: DraftHead = head.to(device or target.device, dtype).bind(target).eval()
     return found
 
 
 def _eagle3_head(
-    source: str | os.PathLike[str], saved: Mapping[str, Any], target: PreTrainedModel, location: Mapping[str, Any]
+    source: str | os.PathLike[str],
+    saved: Mapping[str, Any],
+    target: PreTrainedModel,
+    dtype: torch.dtype,
+    location: Mapping[str, Any],
 ) -> DraftHead:
     text = target.config.get_text_config(decoder=True)
     try:
         config = DraftHeadConfig(**head_settings(saved, text))
+        config.text_config.dtype = dtype
         with torch.inference_mode(False):
-            head = DraftHead(config)
+            head: DraftHead = DraftHead(config).to(dtype)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnsupportedModelError(f"The head {os.fspath(source)!r} cannot be read: {first_line(error)}.") from error
     for name in (name for name in saved if name.startswith("osd_hf_")):
@@ -537,19 +563,29 @@ def _named(weights: Sequence[str]) -> str:
     return ", ".join(map(their_name, weights[:3])) or "none"
 
 
-def _save_eagle3(head: DraftHead, folder: Path) -> None:
+def _rename(head: DraftHead, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Give the weights of a checkpoint our names."""
+    if head.is_eagle3:
+        for name in [name for name in state if name.startswith(prefix)]:
+            ours = our_name(name.removeprefix(prefix))
+            if ours is not None and prefix + ours != name:
+                state[prefix + ours] = state.pop(name)
+
+
+def _save_eagle3(head: DraftHead, state: Mapping[str, Tensor], folder: Path) -> None:
     """Write a checkpoint of the `speculators` package. Embeddings that are the target's are left out."""
     config = head.config
+    config.text_config.dtype = head.dtype
     k = head.generation_config.num_assistant_tokens or TRAINED_DEPTH
     saved = speculators_config(config, config.target_name, config.target_architectures, k)
     saved |= {name: value for name, value in vars(config).items() if name.startswith("osd_hf_")}
-    is_shared = getattr(config, SHARED_SETTING, False)
-    names = {name: their_name(name) for name in head.state_dict()}
-    weights = {
-        theirs: weight.detach().clone().contiguous()
-        for name, weight in head.state_dict().items()
-        if not ((theirs := names[name]).startswith("embed_tokens.") and is_shared)
-    }
+    weights = {their_name(name): weight.clone().contiguous() for name, weight in state.items()}
+    own = weights.get("embed_tokens.weight")
+    target = None if head.source is None else head.source.living
+    if own is not None and target is not None and getattr(config, SHARED_SETTING, False):
+        theirs = target.get_input_embeddings().weight
+        if own.shape == theirs.shape and torch.equal(own.to(theirs), theirs):
+            del weights["embed_tokens.weight"]
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")

@@ -57,8 +57,10 @@ def head_settings(saved: Mapping[str, Any], target: PreTrainedConfig) -> dict[st
     rows = saved.get("draft_vocab_size") or text.vocab_size
     text.vocab_size = target.vocab_size
     options = {**saved, **(saved.get("eagle_config") or {})}
-    count = target.num_hidden_layers
-    layers = options.get("eagle_aux_hidden_state_layer_ids") or [2, count // 2, count - 3]
+    count, name = target.num_hidden_layers, "eagle_aux_hidden_state_layer_ids"
+    layers = saved.get(name) or [2, count // 2, count - 3]
+    if nested := (saved.get("eagle_config") or {}).get(name):  # SpecForge numbers layers, by their outputs
+        layers = [i + 1 for i in nested]
     return {
         "text_config": text, "layout": "eagle3", "state_layers": layers, "draft_vocab_size": rows,
         "state_size": options.get("target_hidden_size") or target.hidden_size,

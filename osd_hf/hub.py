@@ -134,6 +134,7 @@ class DraftFacts:
     target_version: str | None = None  # as in traces; by default the one in the draft's configuration
     base_model: str | None = None  # Hub id of the original draft
     is_adapter: bool = False  # the repo contains only a LoRA adapter
+    head: str | None = None  # layout of a draft head
     domains: tuple[str, ...] = ()  # of the training requests
     training: Mapping[str, Any] = field(default_factory=dict)  # such as requests, updates and settings
     command: str | None = None
@@ -219,6 +220,7 @@ def save_draft(
     k = num_assistant_tokens or (evaluation.num_assistant_tokens if evaluation is not None else None)
     facts = facts or DraftFacts(is_adapter=is_adapter)
     facts = replace(facts, target_version=facts.target_version or recorded_target(draft))
+    facts = replace(facts, head=draft.config.layout if isinstance(draft, DraftHead) else None)
     with fixed_k(draft, k):
         draft.save_pretrained(folder)
         if is_adapter:  # transformers also reads a generation config next to an adapter
@@ -252,15 +254,16 @@ def export_to_vllm(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Choose another folder.")
     draft = merged(draft)
-    if is_head := isinstance(draft, DraftHead):
-        if not draft.is_eagle3:
-            raise ConfigError(
-                'vLLM serves heads in EAGLE-3\'s layout, got one in the layout of MTP. Use `kind="eagle3"`.'
-            )
-        draft.config.target_name = target_name or draft.config.target_name
+    is_head = isinstance(draft, DraftHead)
+    if is_head and not draft.is_eagle3:
+        raise ConfigError('vLLM serves heads in EAGLE-3\'s layout, got one in the layout of MTP. Use `kind="eagle3"`.')
     exported = align_vocab(draft, target, tokenizer)
     save_draft(folder, exported, tokenizer, num_assistant_tokens=num_assistant_tokens, repo_id=folder.name)
     check_written(folder, draft)
+    if is_head:  # vLLM finds the target by it
+        saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        saved["speculators_config"]["verifier"]["name_or_path"] = target_name or target.config.name_or_path
+        (folder / "config.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
     config = {
         "method": "eagle3" if is_head else "draft_model",
         "model": str(folder),

@@ -159,13 +159,16 @@ def save_built_in(head: DraftHead, target: PreTrainedModel, folder: str | os.Pat
     """Save a checkpoint of the target whose built-in layer has the weights of a head of [`built_in_head`], as
     transformers (`use_mtp`) and vLLM (`"method": "mtp"`) load it. The target's own files are links, or copies where
     there are no links; new are `mtp.safetensors` and the index. Raises UnsupportedModelError if the target's files are
-    not in a folder or in the cache, and ConfigError for another kind of head."""
+    not in a folder or in the cache, and ConfigError for another kind of head or a folder that is not empty."""
     inner, place = unwrap(target), Path(folder)
     if not head.config.has_input_norms:
         raise ConfigError("Only a head of the target's built-in layers can be saved in the target's checkpoint.")
     source = Path(inner.config.name_or_path)
     if not source.is_dir():
-        source = Path(str(cached_file(str(source), "config.json"))).parent
+        revision = getattr(inner.config, "_commit_hash", None)
+        source = Path(str(cached_file(str(source), "config.json", revision=revision))).parent
+    if place.exists() and any(place.iterdir()):
+        raise ConfigError(f"{place} is not empty. Choose another folder.")
     config, number = head.config.text_config, inner.config.get_text_config(decoder=True).num_hidden_layers
     projection = head.input_proj.weight.detach()
     if getattr(config, "mtp_hidden_states_first", False):

@@ -371,7 +371,7 @@ def test_eagle3_checkpoints_are_saved_and_loaded(is_flat: bool, tmp_path: Path) 
             "draft_vocab_size": 32,
             "architectures": ["LlamaForCausalLMEagle3"],
         }
-        options = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}
+        options = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1], "use_aux_hidden_state": True}}
         (tmp_path / "config.json").write_text(json.dumps(flat | options))
         weights = load_file(tmp_path / "model.safetensors")
         renamed = {name.replace("layers.0.", "midlayer."): w for name, w in weights.items() if name != "t2d"}
@@ -395,6 +395,37 @@ def test_a_checkpoint_with_other_weights_is_refused(tmp_path: Path) -> None:
     save_file({**weights, "fc_norm.0.weight": torch.ones(32)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match="fc_norm"):
         load_head(tmp_path, target)
+
+
+def test_a_checkpoint_in_another_precision_keeps_the_weights_that_were_learned(tmp_path: Path) -> None:
+    target = models.build("llama")
+    head = eagle3_of(target)
+    head.save_pretrained(tmp_path / "old")
+    saved = json.loads((tmp_path / "old/config.json").read_text())
+    assert saved["transformer_layer_config"]["dtype"] == "float32"
+    saved["transformer_layer_config"]["dtype"] = "bfloat16"
+    (tmp_path / "old/config.json").write_text(json.dumps(saved))
+    again = load_head(tmp_path / "old", target)
+    assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in head.state_dict().items())
+
+
+def test_a_head_does_not_tell_where_its_target_lies(tmp_path: Path) -> None:
+    models.build("llama").save_pretrained(tmp_path / "secret")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "secret")
+    for kind in (new_eagle3_head(target), head_of(target)):
+        kind.save_pretrained(tmp_path / "head")
+        assert "secret" not in (tmp_path / "head/config.json").read_text()
+    target.config.name_or_path = "org/target"
+    new_eagle3_head(target).save_pretrained(tmp_path / "head")
+    verifier = json.loads((tmp_path / "head/config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]}
+
+
+def test_a_head_that_is_bound_to_another_target_keeps_its_embeddings(tmp_path: Path) -> None:
+    target, other = models.build("llama"), models.build("llama", seed=1)
+    head = eagle3_of(target)
+    head.bind(other).save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
 
 
 def test_embeddings_of_its_own_are_kept(tmp_path: Path) -> None:
@@ -441,6 +472,9 @@ def test_a_head_of_a_target_with_tied_embeddings_is_saved(tmp_path: Path) -> Non
         assert all(torch.equal(learned[name], found) for name, found in again.draft.state_dict().items())
         ends = again.draft.get_input_embeddings().weight, again.draft.get_output_embeddings().weight
         assert {end.data_ptr() for end in ends} == {target.get_input_embeddings().weight.data_ptr()}
+    assert models.fixed_k(load_head(tmp_path, target), 3).generation_config.num_assistant_tokens == 3
+    loaded = load_head(tmp_path, target)
+    assert loaded.generation_config.num_assistant_tokens == 4  # which it was saved with
 
 
 def test_a_head_alone_cannot_be_loaded_without_its_target(tmp_path: Path) -> None:
@@ -567,6 +601,10 @@ def test_built_in_layers_that_cannot_be_read_are_named(
     target = target_with_mtp("glm4_moe", tmp_path / "target", monkeypatch)
     with pytest.raises(ConfigError, match="built-in"):
         save_built_in(head_of(target, (1,)), target, tmp_path / "saved")
+    head = built_in_head(target)
+    assert head is not None
+    with pytest.raises(ConfigError, match="not empty"):
+        save_built_in(head, target, tmp_path / "target")
     stored = load_file(tmp_path / "target/model.safetensors")
     del stored["model.layers.2.eh_proj.weight"]
     save_file(stored, tmp_path / "target/model.safetensors", {"format": "pt"})

@@ -5,13 +5,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from safetensors.torch import load_file
 from saved_pair import save_pair
 from transformers import AutoModelForCausalLM
 
-from osd_hf import CorrectionStore, replay
+from osd_hf import CorrectionStore, DistillConfig, distill, replay
 from osd_hf.cli.main import main
 from osd_hf.draft_head import DraftHead, load_head
 from osd_hf.errors import StateError
@@ -71,6 +72,35 @@ def test_a_head_is_distilled(pair: Path, kind: str, tmp_path: Path) -> None:
     assert head.config.layout == kind
     changed = [n for n, p in head.named_parameters() if not torch.equal(p, dict(before.named_parameters())[n])]
     assert any("q_proj" in name for name in changed)
+    assert not any("embed_tokens" in name for name in changed)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_training_of_a_head_goes_on_from_a_checkpoint(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    target = models.build("llama", tie_word_embeddings=is_tied, num_hidden_layers=4)
+    head = new_head(target) if kind == "mtp" else new_eagle3_head(target)
+    asked = [[1, *torch.randint(3, 60, (6,)).tolist()] for _ in range(16)]
+    traces = list(record_traces(target, asked, max_new_tokens=8))
+    tokenizer = models.tokenizer()
+
+    def trained(folder: Path, steps: int, **more: Any) -> Any:
+        config = DistillConfig(
+            output_dir=str(folder), max_steps=steps, save_strategy="steps", save_steps=2, learning_rate=1e-2,
+            lr_scheduler_type="constant", per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True,
+            eval_strategy="no", **more,
+        )  # fmt: skip
+        return distill(target=None, draft=head, dataset=traces, tokenizer=tokenizer, config=config).draft
+
+    whole = trained(tmp_path / "whole", 4).state_dict()
+    trained(tmp_path / "part", 2)
+    resumed = trained(tmp_path / "part", 4, resume_from_checkpoint="true").state_dict()
+    assert all(torch.allclose(weight, resumed[name], atol=1e-6) for name, weight in whole.items())
+    start = head.state_dict()
+    assert not torch.equal(
+        start["model.layers.0.self_attn.q_proj.weight"], resumed["model.layers.0.self_attn.q_proj.weight"]
+    )
+    assert torch.equal(start["model.embed_tokens.weight"], resumed["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
@@ -98,6 +128,9 @@ def test_heads_and_drafts_are_compared(pair: Path, capsys: pytest.CaptureFixture
     stored = ["bench", *drafts, "--store", str(pair / "store"), *DEVICE]
     assert main(stored) == 2
     assert "Name the target" in capsys.readouterr().err
+    assert main([*stored, "--target", str(pair / "target")]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("mtp", "eagle3"))
 
 
 def test_a_head_is_exported_for_vllm(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +154,9 @@ def test_a_head_is_pushed_with_its_figures(pair: Path, tmp_path: Path, capsys: p
     assert main(["push", "me/head", *places, *prompts, *flags]) == 0
     target, head = loaded(pair, tmp_path)
     assert isinstance(head, DraftHead) and target is not None
+    card = (tmp_path / "README.md").read_text()
+    assert "OnlineAssistant(" in card and '"method": "eagle3"' in card
+    assert "assistant_model" not in card and "draft_model" not in card.replace("draft-model", "")
     assert "alpha after" in capsys.readouterr().out
 
 

@@ -355,6 +355,8 @@ def test_invalid_settings_are_refused() -> None:
             make_draft(target, **{"show_progress": False, **settings})
     with pytest.raises(DataError, match="Pass `tokenizer=`"):
         make_draft(target, prompts=["text"] * 8, show_progress=False)
+    with pytest.raises(UnsupportedModelError, match="needs a decoder-only target"):
+        make_draft(models.build("t5"), prompts=asked(), kind="mtp", show_progress=False)
     with pytest.raises(UnsupportedModelError, match="fewer layers than its target"):
         make_draft(target, prompts=asked(), num_layers=2, show_progress=False)
 

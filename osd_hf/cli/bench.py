@@ -24,7 +24,7 @@ from osd_hf.errors import ConfigError, DataError
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, alone_systems, answer_greedily, benchmark
 from osd_hf.evaluation.compare import DraftComparison, compare
 from osd_hf.evaluation.display import figure, plot_bars, ratio_text, stats_interval, text_table
-from osd_hf.loading import load_draft
+from osd_hf.loading import is_head, load_draft
 from osd_hf.models import input_device, prompt_room
 from osd_hf.prompts import encode_prompts, encode_turn, read_prompts
 from osd_hf.replay import replay_each
@@ -43,7 +43,7 @@ SAMPLED = "all, sampled"  # name of the data set with requests of all others
 
 # Flags without an effect with --compare, and with --store.
 NOT_COMPARED = "draft learn_requests seed threads temperature top_p chat_template chat_template_kwargs"
-NOT_STORED = "pair target prompts revision quantization max_new_tokens output_dir"
+NOT_STORED = "pair prompts max_new_tokens output_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,8 +328,10 @@ def _score_recorded(settings: BenchSettings) -> int:
         raise DataError(f"The store {settings.store} has no recordings to replay.")
     rows = []
     report: dict[str, Any] = {"provenance": provenance(), "num_assistant_tokens": k, "drafts": []}
-    target = settings.load_target()[0] if settings.target else None
-    for name, source in _drafts_by_name(settings).items():
+    sources = _drafts_by_name(settings)
+    needs_target = any(is_head(source, **settings.draft_fetching) for source in sources.values())
+    target = settings.load_target()[0] if needs_target and settings.target else None
+    for name, source in sources.items():
         draft = load_draft(source, target, device_map=settings.device_map, **settings.draft_loading)
         compared = Comparison([trace.domain for trace in traces], {"static": replay_each(draft, traces, k)})
         totals = {title: part.totals["static"] for title, part in compared.parts().items()}

@@ -410,8 +410,12 @@ def layer_drafts(target: PreTrainedModel, num_layers: int | None = None) -> list
 
 def head_drafts(target: PreTrainedModel, config: MakeDraftConfig) -> list[LayerDraft]:
     """Make each head that is tried; raises UnsupportedModelError if the only one cannot be made."""
-    if config.kind == "layers" or config.num_layers is not None or unwrap(target).config.is_encoder_decoder:
+    if config.kind == "layers" or config.num_layers is not None:
         return []
+    if unwrap(target).config.is_encoder_decoder:
+        if config.kind == "auto":
+            return []
+        raise UnsupportedModelError("A draft head needs a decoder-only target, got an encoder-decoder.")
     make = new_eagle3_head if config.kind == "eagle3" else new_head
     try:
         return [LayerDraft(make(target), (first_layer(target),), "eagle3" if config.kind == "eagle3" else "mtp")]

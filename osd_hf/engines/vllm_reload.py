@@ -51,8 +51,18 @@ class Weights:
                     own = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                     own.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
                     self._found[name] = own.digest()
-                    if name.rpartition(".")[0].rpartition(".")[2] not in self._except_for:
+                    if module_of(name) not in self._except_for:
                         yield name, tensor
+
+    def left_out(self) -> Iterator[tuple[str, Any]]:
+        """Return the weights that are not iterated, with their names."""
+        from safetensors import safe_open
+
+        for path in self._files:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no dict
+                    if module_of(name) in self._except_for:
+                        yield name, file.get_tensor(name)
 
     @property
     def digest(self) -> str:
@@ -104,6 +114,13 @@ def _load(worker: Any, folder: Path) -> str:
     target = worker.get_model()
     shared, before = shared_modules(model, target), checksums(target)
     weights = Weights(folder, except_for=shared)
+    for name, tensor in weights.left_out():
+        module = next(m for n, m in model.named_modules() if n.rpartition(".")[2] == module_of(name))
+        if not _holds(module, tensor):
+            raise RuntimeError(
+                f"{name} differs from the target's, with which this server shares it: restart the server with this "
+                "draft. Nothing was loaded"
+            )
     with set_current_vllm_config(config):
         reload_weights(config, model, iter(weights), None, True)
         for name, head in model.named_modules():
@@ -114,6 +131,11 @@ def _load(worker: Any, folder: Path) -> str:
     if changed := [name for name, value in checksums(target).items() if value != before[name]]:
         raise RuntimeError(f"the load has changed weights of the target, {changed[0]} first: restart this server")
     return weights.digest
+
+
+def module_of(name: str) -> str:
+    """Return the own name of the module of a weight."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def shared_modules(draft: Any, target: Any) -> set[str]:
@@ -145,10 +167,25 @@ def checksums(model: Any) -> dict[str, tuple[float, float]]:
 def _check_head(head: Any) -> None:
     """Check that an output head computes with the weights that it shows; raises RuntimeError. Otherwise only the
     acceptance rate would fall, without an error."""
+    if not _computes(head, head.weight):
+        raise RuntimeError("the output head computes with other weights than were loaded")
+
+
+def _holds(module: Any, tensor: Any) -> bool:
+    """Whether a module has these weights: of an output head, which may have packed them, whether it computes so."""
+    import torch
+
+    if hasattr(module, "quant_method") and "Head" in type(module).__name__:
+        return _computes(module, tensor)
+    own = module.weight[: len(tensor)]
+    return own.shape == tensor.shape and torch.equal(own, tensor.to(own))
+
+
+def _computes(head: Any, weight: Any) -> bool:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(NUM_PROBES, head.weight.shape[1], generator=generator).to(head.weight)
-    found, wanted = head.quant_method.apply(head, probe).float(), (probe @ head.weight.T).float()
-    if not (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max():
-        raise RuntimeError("the output head computes with other weights than were loaded")
+    probe = torch.randn(NUM_PROBES, weight.shape[1], generator=generator).to(head.weight)
+    found = head.quant_method.apply(head, probe).float()[:, : len(weight)]
+    wanted = (probe @ weight.to(probe).T).float()
+    return bool((found - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
