@@ -401,7 +401,9 @@ def stretched_pair(device: str, sizes: Sizes) -> tuple[Model, Model, Model, Any,
     else:
         small, _, tokenizer = load_pair(device=device)
         asked = [example.prompt for domain in DOMAINS for example in bundled_prompts(domain, 3, seed=1)]
-    how = MakeDraftConfig(1, 30.0, max_steps=None if sizes.compiles else 2, max_new_tokens=sizes.waited_tokens)
+    how = MakeDraftConfig(
+        num_layers=1, max_seconds=30.0, max_steps=None if sizes.compiles else 2, max_new_tokens=sizes.waited_tokens
+    )
     made = train_draft(small, tokenizer, how, prompts=asked, show_progress=False)
     target = stretched(small, sizes.stretched_layers, sizes.copies, sizes.dtype)
     draft = stretched(made.draft, len(made.layers), sizes.copies, sizes.dtype)
