@@ -3,10 +3,15 @@ offline ceiling.
 
     OSD_HF_DATA=... python recipes/lab_online.py                       # 4 data sets x 600 requests x 3 seeds
     OSD_HF_DATA=... python recipes/lab_online.py --live 50             # and a live run of the first 50 requests
+    OSD_HF_DATA=... python recipes/lab_online.py --drafts cut head three eagle3      # other drafts of the same target
     OSD_HF_DATA=... python recipes/lab_online.py --requests 16 --seeds 0 --datasets gsm8k --epochs 1   # smoke
 
 Each run is one pass over the requests of one data set from the original draft. Acceptance is measured over the last
 20% of the requests and compared with the original draft on the same requests.
+
+`--drafts` are, by the default rule alone: `lab`, the draft of the pair; `cut`, the target's first layer; `head`, a draft
+head that starts as that layer; `three`, one that reads three states; `eagle3`, one in EAGLE-3's layout. A head learns twice:
+with as many steps as the others, and with as many as take the time of the cut draft's. Finished runs are kept in `--runs`.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +30,7 @@ from common import (
     K,
     equal_counts,
     gain,
+    kept,
     last_share,
     load_pair,
     make_parser,
@@ -35,11 +43,16 @@ from common import (
 )
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay, simulate
+from osd_hf import AcceptanceStats, DraftHead, OnlineConfig, Trace, replay, simulate
+from osd_hf.layers import copy_layers, new_eagle3_head
+from osd_hf.learning.drafts import DomainDrafts
+from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater
+from osd_hf.learning.weights import shared_ends
 from osd_hf.replay import redraft, replay_each
 
 PAPER_RATES = (1e-4, 3e-4, 1e-3)
+KINDS = ("lab", "cut", "head", "three", "eagle3")
 
 
 def repeated(trace: Trace, n: int = 4) -> np.ndarray:
@@ -109,6 +122,69 @@ def live(pair: Any, name: str, n: int, seed: int, recorded_run: Any) -> dict[str
     }
 
 
+def other_draft(kind: str, pair: Any) -> Any:
+    """Return a draft of another kind."""
+    target, count = pair.target, pair.target.config.num_hidden_layers
+    if kind == "lab":
+        return pair.draft
+    if kind == "eagle3":
+        return new_eagle3_head(target)
+    cut = copy_layers(target, [0])
+    states = {"head": [-1], "three": [2, count // 2, count]}
+    return cut if kind == "cut" else DraftHead.from_draft(cut, target, states[kind])
+
+
+def by_depth(traces: Sequence[Trace]) -> list[float]:
+    """Return the acceptance of each place of a round."""
+    rounds = [r for trace in traces for r in trace.rounds]
+    examined = [sum(r.num_examined > i for r in rounds) for i in range(K)]
+    accepted = [sum(r.num_accepted > i for r in rounds) for i in range(K)]
+    return [a / max(e, 1) for a, e in zip(accepted, examined, strict=True)]
+
+
+def of_kind(kind: str, steps: int, traces: list[Trace], pair: Any, seed: int) -> dict[str, Any]:
+    """Return the result of one pass of a draft that learns with so many steps per update."""
+    draft, split = other_draft(kind, pair), round(len(traces) * 0.8)
+    static = replay_each(draft, traces, K)
+    config = OnlineConfig(gate=False, seed=seed, steps_per_update=steps, compile_draft=False)
+    # What a draft shares with its target does not learn, as in an `OnlineAssistant`.
+    learner = Learner(DomainDrafts(draft, config, shared=shared_ends(draft, pair.target)))
+    with tqdm(total=len(traces), desc=f"{traces[0].domain} seed {seed} {kind} {steps}", leave=False) as bar:
+        report = simulate(draft, traces, learner=learner, on_request=lambda *_: bar.update())
+    seconds, stats = sum(u.seconds for u in report.updates) / len(traces), last_share(report.stats)
+    return {
+        "draft": kind, "steps_per_update": steps, "static": last_share(static).alpha, **last_fifth(report, static),
+        "tokens_per_forward": stats.block_efficiency, "by_depth": by_depth(report.traces[split:]),
+        "learner_seconds_per_request": seconds,
+    }  # fmt: skip
+
+
+def compare_drafts(args: Any, pair: Any, started: float) -> None:
+    """Run all kinds of drafts over all data sets and seeds, and write a report."""
+    rows, steps = [], OnlineConfig().steps_per_update
+    for seed in args.seeds:
+        for name in args.datasets:
+            traces = recorded(name, seed, args.requests, args.traces, pair)
+            seconds = None
+            for kind in args.drafts:
+                is_head, tried = kind not in ("lab", "cut"), [steps]
+                for number in tried:
+                    place = args.runs / f"{name}-{seed}-{args.requests}-{kind}-{number}.json"
+                    row = kept(place, partial(of_kind, kind, number, traces, pair, seed))
+                    rows.append({"dataset": name, "seed": seed, **row})
+                    own = row["learner_seconds_per_request"]
+                    seconds = own if kind == "cut" else seconds
+                    if is_head and number == steps and seconds is not None:
+                        tried.append(min(max(round(steps * seconds / own), 1), steps - 1))
+                    print(
+                        f"{name:24s} seed {seed} {kind:7s} {number} steps  static {row['static']:.3f}  learned "
+                        f"{row['alpha']:.3f} ({row['tokens_per_forward']:.2f})  {own * 1e3:.0f} ms/request",
+                        flush=True,
+                    )
+    facts = {"seeds": args.seeds, "requests": args.requests, **run_facts(started)}
+    write_report(args.name, {"config": OnlineConfig().to_dict(), "rows": rows}, **facts)
+
+
 def main() -> None:
     parser = make_parser(__doc__, "lab_online", seed=False)
     parser.add_argument("--datasets", nargs="+", default=list(TEMPLATES))
@@ -116,10 +192,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=20, help="of the offline ceiling; 0 = leave it out")
     parser.add_argument("--rates", type=float, nargs="*", default=PAPER_RATES, help="of the paper's rule")
+    parser.add_argument("--drafts", nargs="+", choices=KINDS, help="kinds of drafts to compare")
+    parser.add_argument("--runs", type=Path, default=Path("runs/lab_online"), help="where finished runs are kept")
     parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
     args = parser.parse_args()
     pair = load_pair()
     draft, rows, started = pair.draft, [], time.time()
+    if args.drafts:
+        compare_drafts(args, pair, started)
+        return
     for seed in args.seeds:
         for name in args.datasets:
             traces = recorded(name, seed, args.requests, args.traces, pair)
