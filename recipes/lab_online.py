@@ -9,9 +9,10 @@ offline ceiling.
 Each run is one pass over the requests of one data set from the original draft. Acceptance is measured over the last
 20% of the requests and compared with the original draft on the same requests.
 
-`--drafts` are, by the default rule alone: `lab`, the draft of the pair; `cut`, the target's first layer; `head`, a draft
-head that starts as that layer; `three`, one that reads three states; `eagle3`, one in EAGLE-3's layout. A head learns twice:
-with as many steps as the others, and with as many as take the time of the cut draft's. Finished runs are kept in `--runs`.
+`--drafts` are, by the default rule alone: `lab`, the draft of the pair; `cut`, the target's first layer; `head`, a
+draft head that starts as that layer; `three`, one that reads three states; `eagle3`, one in EAGLE-3's layout. A head
+learns twice: with as many steps as the others, and with as many as take the time of the cut draft's. Finished runs are
+kept in `--runs`.
 """
 
 from __future__ import annotations
