@@ -494,14 +494,14 @@ class DraftHead(PreTrainedModel):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def load_head(source: str | os.PathLike[str], target: PreTrainedModel, **model_kwargs: Any) -> DraftHead:
+def load_head(
+    source: str | os.PathLike[str], target: PreTrainedModel, *, dtype: Any = None, device: Any = None, **location: Any
+) -> DraftHead:
     """Load a head for a target, from a folder or a Hub repository: one saved here, or an EAGLE-3 checkpoint of the
-    `speculators` package or of SpecForge. Embeddings that a checkpoint lacks are the target's. `model_kwargs` are
-    those of [`~osd_hf.models.load_model`]; by default dtype and device are the target's. Raises UnsupportedModelError
-    for a checkpoint with other weights, or of another target."""
+    `speculators` package or of SpecForge. Embeddings that a checkpoint lacks are the target's. By default dtype
+    and device are the target's; `location` are arguments of `from_pretrained` that locate files. Raises
+    UnsupportedModelError for a checkpoint with other weights, or of another target."""
     target = unwrap(target)
-    dtype, device = model_kwargs.pop("dtype", None), model_kwargs.pop("device", None)
-    location = {name: value for name, value in model_kwargs.items() if name != "trust_remote_code"}
     dtype = target.dtype if dtype in (None, "auto") else dtype
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     saved = read_config(source, **location)

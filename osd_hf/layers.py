@@ -136,9 +136,7 @@ def _head_of_mtp(built_in: Any, target: PreTrainedModel) -> DraftHead:
     text._attn_implementation = target.config.get_text_config(decoder=True)._attn_implementation
     with torch.device("meta"):
         head = DraftHead(DraftHeadConfig(text, [-1], text.hidden_size, has_input_norms=True))
-    projection = layer.eh_proj.weight.detach()
-    if getattr(text, "mtp_hidden_states_first", False):
-        projection = torch.cat([*reversed(projection.chunk(2, -1))], -1)
+    projection = _embedding_first(layer.eh_proj.weight.detach(), text)
     head.input_proj = nn.Linear(projection.shape[1], projection.shape[0], bias=False, device="meta")
     head.input_proj.weight = nn.Parameter(projection.clone())
     head.embed_norm, head.hidden_norm = layer.enorm, layer.hnorm
@@ -150,9 +148,14 @@ def _head_of_mtp(built_in: Any, target: PreTrainedModel) -> DraftHead:
     head.set_output_embeddings(_sharing(target.get_output_embeddings()))
     if any(weight.is_meta for weight in (*head.parameters(), *head.buffers())):
         raise UnsupportedModelError("the decoder has other weights than its layers")
-    setattr(head.config, SHARED_SETTING, True)
     head.generation_config = copy.deepcopy(target.generation_config)
     return head
+
+
+def _embedding_first(projection: Tensor, config: Any) -> Tensor:
+    """Exchange the halves of a projection if the checkpoint has the one of the state first, or back."""
+    is_second = getattr(config, "mtp_hidden_states_first", False)
+    return torch.cat([*reversed(projection.chunk(2, -1))], -1) if is_second else projection
 
 
 def save_built_in(head: DraftHead, target: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
@@ -169,16 +172,13 @@ def save_built_in(head: DraftHead, target: PreTrainedModel, folder: str | os.Pat
         source = Path(str(cached_file(str(source), "config.json", revision=revision))).parent
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"{place} is not empty. Choose another folder.")
-    config, number = head.config.text_config, inner.config.get_text_config(decoder=True).num_hidden_layers
-    projection = head.input_proj.weight.detach()
-    if getattr(config, "mtp_hidden_states_first", False):
-        projection = torch.cat([*reversed(projection.chunk(2, -1))], -1)
+    number = inner.config.get_text_config(decoder=True).num_hidden_layers
     place_of = f"model.layers.{number}."
     block = {place_of + name: weight for name, weight in head.model.layers[0].state_dict().items()}
     weights = revert_weight_conversion(inner, block)
     norms = {"enorm": head.embed_norm, "hnorm": head.hidden_norm, "shared_head.norm": head.model.norm}
     weights |= {f"{place_of}{name}.weight": norm.weight.detach() for name, norm in norms.items()}
-    weights[f"{place_of}eh_proj.weight"] = projection
+    weights[f"{place_of}eh_proj.weight"] = _embedding_first(head.input_proj.weight.detach(), head.config.text_config)
     files = sorted(source.glob("*.safetensors"))
     weight_map = {name: file.name for file in files for name in _names_in(file)}
     if not files or not set(weights) <= set(weight_map):

@@ -97,7 +97,7 @@ def load_draft_for(target: Any, source: str, model_kwargs: Mapping[str, Any]) ->
     if draft_kwargs.get("device") is None and hasattr(unwrap(target), "device"):
         draft_kwargs["device"] = str(input_device(unwrap(target)))
     if is_head(source, **draft_kwargs):
-        return load_draft(source, target, **draft_kwargs)
+        return _load_head_of(target, source, draft_kwargs)
     return with_tokenizer(load_model(source, **draft_kwargs), draft_kwargs)
 
 
@@ -105,11 +105,8 @@ def load_draft(source: str, target: Any = None, **model_kwargs: Any) -> PreTrain
     """Load a draft with [`load_model`] and remember its tokenizer for [`find_tokenizer`]. If the source is a LoRA
     adapter, load its base model and merge the adapter into it, which needs PEFT. A draft head needs its target."""
     if is_head(source, **model_kwargs):
-        if not isinstance(unwrap(target), PreTrainedModel):
-            raise ConfigError(f"{source!r} is a draft head, which reads the states of its target. Name the target.")
-        placement = {name: model_kwargs.get(name) for name in ("dtype", "device")}
-        return load_head(source, target, **hub_arguments(model_kwargs), **placement)
-    location = {name: value for name, value in hub_arguments(model_kwargs).items() if name != "trust_remote_code"}
+        return _load_head_of(target, source, model_kwargs)
+    location = _location(model_kwargs)
     adapter_file = None
     with contextlib.suppress(OSError):  # `load_model` raises a clearer error
         adapter_file = find_adapter_config_file(source, **location)
@@ -126,6 +123,17 @@ def load_draft(source: str, target: Any = None, **model_kwargs: Any) -> PreTrain
 
 def is_head(source: str | os.PathLike[str], **model_kwargs: Any) -> bool:
     """Whether a folder or a Hub repository has a draft head."""
-    location = {name: value for name, value in hub_arguments(model_kwargs).items() if name != "trust_remote_code"}
-    saved = read_config(source, **location)
+    saved = read_config(source, **_location(model_kwargs))
     return saved.get("model_type") == HEAD_TYPE or is_eagle3(saved)
+
+
+def _load_head_of(target: Any, source: str, model_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    if not isinstance(unwrap(target), PreTrainedModel):
+        raise ConfigError(f"{source!r} is a draft head, which reads the states of its target. Name the target.")
+    placement = {name: model_kwargs.get(name) for name in ("dtype", "device")}
+    return load_head(source, target, **_location(model_kwargs), **placement)
+
+
+def _location(model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that locate files which have no code."""
+    return {name: value for name, value in hub_arguments(model_kwargs).items() if name != "trust_remote_code"}

@@ -64,7 +64,6 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
         make_folder(folder)
         if settings.draft is None:
             target, draft, tokenizer = settings.load_pair()
-            read = target
             own_tokenizer = tokenizer
         else:  # the draft keeps its dtype and tokenizer, and a store needs no target
             target, tokenizer = settings.load_target() if settings.target else (None, None)
@@ -73,18 +72,18 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
             if not isinstance(draft, DraftHead):
                 own_tokenizer = load_tokenizer(settings.draft, **settings.draft_fetching)
             tokenizer = tokenizer or own_tokenizer
-            read = target  # by a head, as long as it is trained
             check_tokenizers(tokenizer, own_tokenizer)
         room = prompt_room((draft if target is None else target).config, draft.config, config.max_new_tokens)
         dataset, eval_dataset = _read(settings, tokenizer, room)
+        teacher = target
         if settings.answers is not None:
             if target is None or not all(set(row) == {"prompt"} for row in dataset):
                 raise ConfigError("--answers needs --target, and --prompts without answers; see --column.")
             prompts = [row["prompt"] for row in dataset]
             dataset, own = settings.sample_answers(target, prompts, config.max_new_tokens, config.seed)
-            target, eval_dataset = None, eval_dataset or own
+            teacher, eval_dataset = None, eval_dataset or own  # a head still reads the states of `target`
         result = osd_hf.distill(
-            target=target,
+            target=teacher,
             draft=draft,
             dataset=dataset,
             eval_dataset=eval_dataset,
@@ -94,7 +93,6 @@ def distill_command(settings: DistillSettings, config: osd_hf.DistillConfig) -> 
         )
     if not result.state.is_world_process_zero:
         return 0
-    del read
     result.draft.save_pretrained(folder / "draft")
     own_tokenizer.save_pretrained(folder / "draft")
     given = {name: value for name, value in vars(settings).items() if value is not None and name != "json"}

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from tqdm import tqdm
@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 K = 5  # drafted tokens per round in every alpha of this module
 NUM_LOGPROBS = 64  # kept entries of the target's rows
-KINDS = ("auto", "layers", "mtp", "eagle3")
+Kind = Literal["auto", "layers", "mtp", "eagle3"]
+KINDS = get_args(Kind)
 LAYER_COUNTS = (1, 2, 4)  # tried if the caller chooses none
 MIN_REQUESTS = 8  # with different prompts
 HELD_OUT_EVERY, MAX_HELD_OUT = 8, 32
@@ -65,7 +66,7 @@ MAX_RATE_FACTOR = 4.0
 class MakeDraftConfig:
     """Settings of [`make_draft`]."""
 
-    kind: Literal["auto", "layers", "mtp", "eagle3"] = setting(
+    kind: Kind = setting(
         "auto", "layers = some of the target's; mtp, eagle3 = a head that reads its states; auto = the better"
     )
     num_layers: int | None = setting(None, "layers of the draft; none = chosen by measurement")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +42,26 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         import torch
-        from safetensors import safe_open
 
-        for path in self._files:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - it is no dict
-                    tensor = file.get_tensor(name)
-                    own = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-                    own.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-                    self._found[name] = own.digest()
-                    if module_of(name) not in self._except_for:
-                        yield name, tensor
+        for name, read in self._names():
+            tensor = read(name)
+            own = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            own.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            self._found[name] = own.digest()
+            if module_of(name) not in self._except_for:
+                yield name, tensor
 
     def left_out(self) -> Iterator[tuple[str, Any]]:
         """Return the weights that are not iterated, with their names."""
+        return ((name, read(name)) for name, read in self._names() if module_of(name) in self._except_for)
+
+    def _names(self) -> Iterator[tuple[str, Callable[[str], Any]]]:
         from safetensors import safe_open
 
         for path in self._files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
-                    if module_of(name) in self._except_for:
-                        yield name, file.get_tensor(name)
+                    yield name, file.get_tensor
 
     @property
     def digest(self) -> str:
