@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 
 from osd_hf_app.access import AccessMiddleware, is_loopback, limit_log, limit_queue
 from osd_hf_app.page import build
-from osd_hf_app.pair import ServedPair, smollm2_pair
+from osd_hf_app.pair import ServedPair
 from osd_hf_app.service import Service
 from osd_hf_app.view import CSS
 
@@ -87,8 +87,7 @@ def launch(args: Any) -> int:
     login = (USER, password or secrets.token_urlsafe(12)) if args.login else None
     if ignored := remove_variables(os.environ):
         say(f"ignored: {', '.join(ignored)} (see osd-hf app --help for flags)")
-    smollm2 = smollm2_pair(device=args.device or "cpu") if args.pair == "smollm2" else None
-    pair = ServedPair(args.target, args.draft, smollm2=smollm2, **args.loading)
+    pair = ServedPair(args.load_pair(), args.target, args.draft, is_smollm2=args.pair == "smollm2")
     service = Service(pair, state=args.state_dir, threads=args.threads, is_public=is_public)
     if is_public:
         limit_log()

@@ -15,7 +15,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HOME
@@ -32,7 +31,7 @@ from osd_hf import bundled
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import load_layers
-from osd_hf.loading import Pair, load_pair
+from osd_hf.loading import Pair
 from osd_hf.models import load_model, load_tokenizer, prompt_room
 from osd_hf.prompts import encode_turn, render_chat
 from osd_hf.utils.report import make_folder
@@ -135,20 +134,19 @@ def _convert(source: Path, place: Path) -> None:
 
 
 class ServedPair:
-    """A target, a draft, and their tokenizer, loaded and checked. Raises the errors of `load_pair`."""
+    """A target, a draft, and their tokenizer, with the names of models that are not the bundled ones."""
 
     def __init__(
-        self, target: str | None = None, draft: str | None = None, *, smollm2: Pair | None = None, **loading: Any
+        self, pair: Pair, target: str | None = None, draft: str | None = None, *, is_smollm2: bool = False
     ) -> None:
-        loaded = smollm2 or load_pair(target or None, draft or None, **loading)
-        self.target, self.draft, self.tokenizer = loaded
-        self.is_bundled = smollm2 is None and not target
+        self.target, self.draft, self.tokenizer = pair
+        self.is_bundled = not (is_smollm2 or target)
         # Each of these has a draft and sample prompts. For larger models, five drafts that learn need too much memory.
         self.domains = DOMAINS if self.is_bundled else ()
-        self.name = "the bundled pair" if self.is_bundled else f"{target} with {draft}"
+        self.name = "the bundled pair" if self.is_bundled else f"{target} with {draft or 'a draft head'}"
         self.about = ABOUT_BUNDLED if self.is_bundled else ""
         self.sampling = {"temperature": 1.0, "top_p": 1.0}  # initial values of the page
-        if smollm2:
+        if is_smollm2:
             self.name = NAME
             self.about = ABOUT_SMOLLM2
             self.sampling = SAMPLING

@@ -28,7 +28,7 @@ from osd_hf.decoding.static import static_target
 from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, LearnerError
 from osd_hf.hub import facts_of, push_folder, save_draft
-from osd_hf.layers import built_in_head, new_head
+from osd_hf.layers import own_head
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.updater import UpdateReport, make_accelerator
@@ -124,7 +124,7 @@ class OnlineAssistant:
         **model_kwargs: Any,
     ) -> None:
         self.target, source = load_named(target, draft, **model_kwargs)
-        source = (built_in_head(self.target) or new_head(self.target)) if source is None else uncompiled(source)
+        source = own_head(self.target) if source is None else uncompiled(source)
         check_pair(self.target, source)
         if isinstance(unwrap(source), DraftHead):
             unwrap(source).bind(unwrap(self.target))

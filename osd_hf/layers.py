@@ -89,6 +89,12 @@ def copy_layers(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedMod
             ) from error
 
 
+def own_head(target: PreTrainedModel) -> DraftHead:
+    """Return a head of the target's built-in layer for multi-token prediction, or a new one.
+    Raises UnsupportedModelError if there is none and no layer can be copied."""
+    return built_in_head(target) or new_head(target)
+
+
 def new_head(target: PreTrainedModel) -> DraftHead:
     """Return a head that starts as the target's first layer that has attention.
     Raises UnsupportedModelError if no layer can be copied."""

@@ -53,12 +53,13 @@ def load_pair(
     draft_revision: str | None = None,
     **model_kwargs: Any,
 ) -> Pair:
-    """Load a target and a draft by name with [`load_model`], or the bundled pair (fp32, by default on the CPU).
-    `revision` is for the target, `draft_revision` for the draft. Raises ConfigError if only one model is named or the
-    bundled pair does not take an argument, UnsupportedModelError, and VocabularyMismatchError."""
-    if (target is None) != (draft is None):
-        raise ConfigError("A pair is two models: name a target and a draft, or neither for the bundled pair.")
-    if target is None or draft is None:
+    """Load a target and a draft by name with [`load_model`], or the bundled pair (fp32, by default on the CPU). A
+    target alone has the draft `None`. `revision` is for the target, `draft_revision` for the draft. Raises ConfigError
+    if only the draft is named or the bundled pair does not take an argument, UnsupportedModelError, and
+    VocabularyMismatchError."""
+    if target is None and draft is not None:
+        raise ConfigError("A draft needs its target: name both, or neither for the bundled pair.")
+    if target is None:
         arguments = {**model_kwargs, "revision": revision, "draft_revision": draft_revision}
         if given := [name for name, value in arguments.items() if value and (name, value) not in BUNDLED_ARGUMENTS]:
             raise ConfigError(f"The bundled pair is loaded as it is; `{given[0]}` needs a target and a draft by name.")
@@ -68,8 +69,10 @@ def load_pair(
     target_kwargs = model_kwargs if revision is None else {**model_kwargs, "revision": revision}
     draft_kwargs = model_kwargs if draft_revision is None else {**model_kwargs, "revision": draft_revision}
     large = load_model(target, **target_kwargs)
-    small = load_draft_for(large, draft, draft_kwargs)
     tokenizer = TOKENIZERS[large] = load_tokenizer(target, **target_kwargs)
+    if draft is None:
+        return Pair(large, None, tokenizer)
+    small = load_draft_for(large, draft, draft_kwargs)
     common_tokenizer(tokenizer, None, small)
     return Pair(large, align_vocab(small, large), tokenizer)
 

@@ -22,6 +22,7 @@ from waiting import LONG
 from osd_hf import CorrectionStore, OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.errors import ConfigError, HubError, StateError
+from osd_hf.loading import load_pair
 from osd_hf.utils.streaming import Pieces
 from osd_hf_app import service as service_module
 from osd_hf_app import sessions as sessions_module
@@ -37,7 +38,8 @@ MANUAL = {"update_strategy": "manual", "gate": False, "batch_size": 2, "optimize
 
 @pytest.fixture(scope="module")
 def pair(pair: Path) -> ServedPair:
-    pair = ServedPair(str(pair / "target"), str(pair / "draft"))
+    names = str(pair / "target"), str(pair / "draft")
+    pair = ServedPair(load_pair(*names), *names)
     pair.domains = DOMAINS  # as the bundled pair
     return pair
 

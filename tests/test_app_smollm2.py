@@ -43,7 +43,7 @@ def small_draft(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def service(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv("OSD_HF_CACHE", str(cache))
-    made = Service(ServedPair(smollm2=smollm2_pair()), config={"update_strategy": "manual"}, threads=1)
+    made = Service(ServedPair(smollm2_pair(), is_smollm2=True), config={"update_strategy": "manual"}, threads=1)
     yield made
     made.sessions.close()
 

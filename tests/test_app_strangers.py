@@ -28,6 +28,7 @@ from waiting import LONG
 
 from osd_hf.cli.app import AppSettings, make_parser
 from osd_hf.errors import ConfigError
+from osd_hf.loading import load_pair
 from osd_hf_app import access as access_module
 from osd_hf_app import launch as launch_module
 from osd_hf_app.access import (
@@ -343,7 +344,8 @@ def test_no_more_failures_are_printed_than_a_few(
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> ServedPair:
     folder = save_pair(tmp_path_factory.mktemp("pair"))
-    return ServedPair(str(folder / "target"), str(folder / "draft"))
+    names = str(folder / "target"), str(folder / "draft")
+    return ServedPair(load_pair(*names), *names)
 
 
 def test_a_public_page_refuses_all_that_is_the_owners_to_whoever_calls_it(tmp_path: Path) -> None:

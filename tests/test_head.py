@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_lossless import PAIRS, answer_distribution, fits, sampled_answers, small_pair
 from test_lossless import VOCAB as SMALL_VOCAB
 from test_models import family
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
 from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
 from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
-from osd_hf.errors import ConfigError, UnsupportedModelError
-from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, save_built_in
+from osd_hf.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
+from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, new_head, save_built_in
 from osd_hf.learning.updater import Updater
 from osd_hf.loading import load_draft
 from osd_hf.recording import record_traces
@@ -610,3 +611,54 @@ def test_built_in_layers_that_cannot_be_read_are_named(
     save_file(stored, tmp_path / "target/model.safetensors", {"format": "pt"})
     assert built_in_head(target) is None
     assert "eh_proj" in caplog.text
+
+
+# --- candidates that transformers makes -----------------------------------------------------------------------------
+
+
+def dflash_of(target: Any) -> Any:
+    """A draft that proposes blocks from the states of a target."""
+    config = AutoConfig.for_model(
+        "muse_glimmer_assistant", hidden_size=target.config.hidden_size, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=8, block_size=4, mask_token_id=0,
+        target_layer_ids=[0, 1], max_position_embeddings=256, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModel.from_config(config).eval()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_candidates_of_transformers_are_counted(
+    kind: str, do_sample: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "mtp":
+        target: Any = target_with_mtp("deepseek_v3", tmp_path, monkeypatch)
+        how: dict[str, Any] = {"use_mtp": True}
+    else:
+        target = models.build(num_hidden_layers=2)
+        how = {"assistant_model": dflash_of(target), "speculation_type": "dflash"}
+    ids, traces = prompts(1)[0], list[Any]()
+    settings = {"max_new_tokens": 20, "do_sample": do_sample, "repetition_penalty": 1.3, "output_scores": True}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    torch.manual_seed(3)
+    theirs = target.generate(ids, **settings, **how)
+    torch.manual_seed(3)
+    with capture_traces(target, traces.append):
+        ours = target.generate(ids, **settings, **how)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    (trace,) = traces
+    assert trace.completion_ids.tolist() == ours.sequences[0, ids.shape[1] :].tolist()
+    assert sum(r.num_emitted for r in trace.rounds) == len(trace) == len(ours.logits)
+    stats = AcceptanceStats.from_trace(trace)
+    assert stats.drafted >= len(trace) / 2
+    raw = torch.stack(ours.logits)[:, 0]
+    assert np.allclose(trace.top_logits, (raw - raw.amax(-1, keepdim=True)).numpy(), atol=1e-2)  # whole rows
+    rounds = [r for r in trace.rounds if len(r.drafted_ids)]
+    assert all((r.p is not None) == do_sample for r in rounds)
+    if not do_sample:
+        alone = target.generate(ids, max_new_tokens=20, do_sample=False, repetition_penalty=1.3)
+        assert torch.equal(alone, ours.sequences)
+    assistant = OnlineAssistant(target, new_head(target))
+    with assistant.attached(), pytest.raises(UnsupportedGenerationError, match="learn"):
+        target.generate(ids, **settings, **{**how, "assistant_model": assistant.draft})

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from saved_pair import save_pair
+from test_commands import settings_of
 from transformers import AutoModelForCausalLM
 
 from osd_hf import CorrectionStore, DistillConfig, distill, replay
@@ -167,3 +168,28 @@ def test_an_export_with_other_weights_is_noticed(pair: Path, tmp_path: Path, mon
     monkeypatch.setattr("osd_hf.hub.load_head", lambda *_, **__: other)
     with pytest.raises(StateError, match=r"norm\.weight"):
         export_to_vllm(tmp_path / "new", head, target, None)
+
+
+def test_a_target_alone_is_served_with_a_head_of_its_own(pair: Path, tmp_path: Path) -> None:
+    how = [*DEVICE, "--max-new-tokens", "6", "--prompts", str(pair / "rows.jsonl"), "--column", "question"]
+    places = ["--target", str(pair / "target"), "--output-dir", str(tmp_path), "--update-interval", "4", "--no-gate"]
+    assert main(["run", *places, *how]) == 0
+    target, head = loaded(pair, tmp_path / "draft")
+    start = new_head(target).state_dict()
+    assert any(not torch.equal(weight, start[name]) for name, weight in head.state_dict().items())
+    assert main(["run", *places, *how, "--resume"]) == 0
+    settings = settings_of("serve", "--target", str(pair / "target"), *DEVICE)[0]
+    assert isinstance(settings.load_pair().draft, DraftHead)
+
+
+def test_the_bundled_target_gets_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--learn-requests", "2", "--later-requests", "2", "--timed-requests", "1", "--max-new-tokens", "8"]
+    report, places = tmp_path / "report.json", ["--output-dir", str(tmp_path), "--no-compile-target", "--threads", "1"]
+    assert main(["quickstart", "--own-head", *sizes, *places]) == 0
+    found = json.loads(report.read_text())
+    assert found["outputs"]["differing"] == 0
+    head = settings_of("app", "--pair", "bundled", "--own-head")[0].load_pair().draft
+    assert isinstance(head, DraftHead)
+    capsys.readouterr()
+    assert main(["serve", "--own-head", "--target", "t", "--draft", "d"]) == 2
+    assert "--own-head and --draft" in capsys.readouterr().err

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from osd_hf.cli.settings import THREADS, CommandParser, PairSettings, flag, require_extra
+from osd_hf.cli.settings import THREADS, CommandParser, ServedPairSettings, flag, require_extra
 
 
 @dataclass(frozen=True, kw_only=True)
-class AppSettings(PairSettings):
+class AppSettings(ServedPairSettings):
     """Flags of `osd-hf app`."""
 
     threads: int | None = flag(THREADS, None, minimum=1)

@@ -17,7 +17,7 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS
 from osd_hf.cli import FAILED
 from osd_hf.cli.quickstart import serve_stream, split_prompts
-from osd_hf.cli.settings import THREADS, CommandParser, PairSettings, Reporting, RowSettings, flag, open_recorded
+from osd_hf.cli.settings import THREADS, CommandParser, Reporting, RowSettings, ServedPairSettings, flag, open_recorded
 from osd_hf.config import OnlineConfig
 from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ NOT_STORED = "pair prompts max_new_tokens output_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(RowSettings, PairSettings, Reporting):
+class BenchSettings(RowSettings, ServedPairSettings, Reporting):
     """Flags of `osd-hf bench`."""
 
     num_assistant_tokens: list[int] | None = flag(

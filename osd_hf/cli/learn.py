@@ -116,6 +116,7 @@ class CollectSettings(PromptSettings):
         return self.api_key or (None if user or password else os.environ.get("OSD_HF_API_KEY"))
 
 
+POLL_SECONDS = 2.0
 # Flags that a collection does not use, besides those of the assistant.
 OF_LEARNING = """
     output_dir draft paper lora_rank threads by_domain once state_dir keep publish_seconds repo_id public token
@@ -137,7 +138,7 @@ class LearnSettings(CollectSettings, StoreSettings):
     by_domain: bool = flag("train a draft for each label, published to OUTPUT_DIR/LABEL", False)
     collect_only: bool = flag("end when the answers are stored", False, needs="url", excludes=OF_LEARNING)
     once: bool = flag("end when everything in the stores is learned", False)
-    poll_seconds: float = flag("seconds between two looks at stores and engines", 2.0, minimum=0)
+    poll_seconds: float = flag("seconds between two looks at stores and engines", POLL_SECONDS, minimum=0)
     state_dir: Path | None = flag("saved state, with tokens of requests; by default OUTPUT_DIR-state", None)
     keep: int = flag("newest versions to keep", 5)
     publish_seconds: float = flag("minimum seconds between two versions", 30.0, minimum=0)
@@ -164,6 +165,8 @@ class LearnSettings(CollectSettings, StoreSettings):
         if self.collect_only:
             return
         self.check_together("draft", "target")
+        if self.once and not self.deploy and self.poll_seconds != POLL_SECONDS:
+            raise ConfigError("--poll-seconds would change nothing with --once and without --deploy.")
         if self.output_dir is None:
             raise ConfigError("--output-dir must name the folder of the versions.")
         if self.repo_id is not None and self.by_domain:

@@ -14,8 +14,9 @@ from osd_hf.acceptance import AcceptanceStats, Comparison, figures_of
 from osd_hf.assistant import OnlineAssistant
 from osd_hf.bundled import DOMAINS, Example, bundled_prompts
 from osd_hf.cli import FAILED
-from osd_hf.cli.settings import PLACEMENT, THREADS, CommandParser, PairSettings, Reporting, flag
+from osd_hf.cli.settings import PLACEMENT, THREADS, CommandParser, Reporting, ServedPairSettings, flag
 from osd_hf.config import OnlineConfig
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError
 from osd_hf.evaluation import display
 from osd_hf.evaluation.benchmark import BenchmarkReport, System, answer_greedily, answer_traced, benchmark
@@ -34,7 +35,7 @@ COLUMNS = ("alone", "lookup x", "static x", "learned x", "compiled x")  # of the
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartSettings(PairSettings, Reporting):
+class QuickstartSettings(ServedPairSettings, Reporting):
     """Flags of `osd-hf quickstart`."""
 
     learn_requests: int = flag("requests per domain to serve and learn from", 100, minimum=2)
@@ -95,7 +96,8 @@ def quickstart_command(settings: QuickstartSettings) -> int:
         ways = [
             System(alone, "alone"),
             System(lookup, "prompt_lookup", num_assistant_tokens=K),
-            System(static_draft, "stock", pair.draft, K),
+            # transformers' loop knows no such heads
+            System(static_draft, "lean" if isinstance(pair.draft, DraftHead) else "stock", pair.draft, K),
             System(ours, "lean", assistant.draft, "auto", earlier=served),
         ]
         if settings.compile_target:
@@ -200,7 +202,7 @@ def _shown(report: dict[str, Any], sample: Example, answer: str) -> list[str]:
         text_table(["domain", "tokens/forward", "acceptance static", "learned", "gain"], rows),
         f"\nTokens per second of the target alone, and times as fast ({sizes['timed_requests']} of these requests per "
         f"domain in turns,\nmedian of the ratios, torch threads: {report['provenance']['threads']}). Lookup: "
-        f"transformers' prompt lookup; static: its assisted\ngeneration with the draft as it was, k = {K}; learned: "
+        f"transformers' prompt lookup; static: assisted\ngeneration with the draft as it was, k = {K}; learned: "
         f"with the learned draft and past text, at its own pace{compiled}.\n",
         text_table(["domain", *columns, "identical"], speeds),
         f"\nWhile the {len(DOMAINS) * sizes['learn_requests']} requests were served, learning took "

@@ -21,9 +21,9 @@ from osd_hf.assistant import OnlineAssistant
 from osd_hf.cli.settings import (
     PAPER,
     CommandParser,
-    PairSettings,
     PromptSettings,
     Reporting,
+    ServedPairSettings,
     flag,
     learning_parser,
     stop_on_signal,
@@ -44,6 +44,7 @@ from osd_hf.utils.streaming import Rounds
 logger = logging.getLogger(__name__)
 
 SOURCES = ("target", "draft", "prompts")
+NEEDED = ("target", "prompts")  # without a draft, the target gets a head
 SETTINGS = "settings.json"
 JOURNAL = "journal.jsonl"
 STATE = "state"
@@ -52,7 +53,7 @@ SAVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(PromptSettings, PairSettings, Reporting):
+class RunSettings(PromptSettings, ServedPairSettings, Reporting):
     """Flags of `osd-hf run`."""
 
     max_new_tokens: int = flag("maximum tokens of an answer", 128, minimum=1)
@@ -77,7 +78,7 @@ class RunSettings(PromptSettings, PairSettings, Reporting):
         return {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens, **given}
 
     def check(self) -> None:
-        if not self.pair and (missing := [name for name in SOURCES if not getattr(self, name)]):
+        if not self.pair and (missing := [name for name in NEEDED if not getattr(self, name)]):
             hint = f" There is no run in {self.output_dir} to resume." if self.resume else ""
             raise ConfigError(f"--{' and --'.join(missing)} must be given, or --pair bundled.{hint}")
         temperature, top_p = (1 if value is None else value for value in (self.temperature, self.top_p))
@@ -100,6 +101,7 @@ class RunSettings(PromptSettings, PairSettings, Reporting):
         own = ("quantization", "revision", "draft_revision", "learn", "keep_text")
         return {
             **{name: self.place(name) or self.pair for name in SOURCES},
+            **({"draft": "own head"} if self.own_head else {}),
             "requests": len(encoded.prompts),
             "prompts_fingerprint": prompts_digest(encoded.prompts),
             "dtype": "float32" if self.pair else self.dtype,

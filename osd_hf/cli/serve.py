@@ -17,7 +17,7 @@ from osd_hf.cli.settings import (
     PAPER,
     THREADS,
     CommandParser,
-    PairSettings,
+    ServedPairSettings,
     TemplateSettings,
     flag,
     learning_parser,
@@ -39,7 +39,7 @@ CANCEL_SECONDS = 2.0  # to tell clients that their requests are cut off
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(TemplateSettings, PairSettings):
+class ServeSettings(TemplateSettings, ServedPairSettings):
     """Flags of `osd-hf serve`."""
 
     threads: int | None = flag(THREADS, None, minimum=1)
@@ -61,8 +61,8 @@ class ServeSettings(TemplateSettings, PairSettings):
         return self.served_model_name or self.target or str(self.pair)
 
     def check(self) -> None:
-        if not self.pair and not (self.target and self.draft):
-            raise ConfigError("Name a --target and a --draft, or --pair bundled.")
+        if not (self.pair or self.target):
+            raise ConfigError("Name a --target, and a --draft if there is one, or --pair bundled.")
 
     @property
     def key(self) -> str | None:

@@ -28,6 +28,7 @@ from osd_hf.config import OnlineConfig
 from osd_hf.distillation.answers import sample_answers, sampling_of, split_answers
 from osd_hf.errors import ConfigError, StoreError, first_line, nearest
 from osd_hf.hub import EvaluationSet, hub_id
+from osd_hf.layers import own_head
 from osd_hf.loading import Pair, load_pair
 from osd_hf.models import Quantization, load_model, load_tokenizer
 from osd_hf.prompts import EncodedPrompts, Prompt, PromptSource, encode_prompts, read_prompts
@@ -337,6 +338,22 @@ class PairSettings(Settings):
             return target, tokenizer
         loading = {name: getattr(self, name) for name in PLACEMENT} | self.fetching
         return load_model(self.target, **loading), load_tokenizer(self.target, **self.fetching)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedPairSettings(PairSettings):
+    """The models of a command that serves, which may be a target with a draft head of its own."""
+
+    own_head: bool = flag(
+        "draft with a new head of the target in place of a draft, as a --target without a --draft does", False,
+        excludes="draft models compare",
+    )  # fmt: skip
+
+    def load_pair(self, **changes: Any) -> Pair:
+        """Load the models as [`PairSettings.load_pair`] does."""
+        pair = super().load_pair(**changes)
+        needs_head = self.own_head or pair.draft is None
+        return pair._replace(draft=own_head(pair.target)) if needs_head else pair
 
 
 SOURCES = "prompts eval_prompts"

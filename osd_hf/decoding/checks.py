@@ -96,13 +96,20 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("assistant_ensemble_weight", (None,), "it trades the target's distribution for acceptance, so it is lossy"),
     ("prompt_lookup_num_tokens", (None,), "prompt lookup has no draft model that could learn"),
     ("assistant_early_exit", (None,), "early exit drafts with the target itself, there is no draft to teach"),
-    ("use_mtp", (None, False), "multi-token prediction drafts with the target's own heads"),
-    ("speculation_type", (None,), "block drafting has no ordinary assistant model to teach"),
+    (
+        "use_mtp",
+        (None, False),
+        "transformers drafts with the target's built-in layers, and nothing learns. An "
+        "`OnlineAssistant(target)` lets them learn",
+    ),
+    ("speculation_type", (None,), "no draft of this kind can learn. `capture_traces` counts its tokens"),
     ("penalty_alpha", (None, 0, 0.0), "contrastive search verifies no draft"),
     ("dola_layers", (None,), "DoLa verifies no draft"),
     ("constraints", (None,), "constrained beams verify no draft"),
     ("force_words_ids", (None,), "constrained beams verify no draft"),
 )
+# Those of candidates that transformers makes, which are counted where nothing is served.
+WATCHED = ("use_mtp", "speculation_type")
 # Fields under which the target answers without speculation: name, values under which it does nothing, reason.
 UNDRAFTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("guidance_scale", (None, 1, 1.0), "guidance keeps a state that target and draft would share"),
@@ -141,13 +148,13 @@ _logged: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # messages by m
 # --- settings and inputs --------------------------------------------------------------------------------------------
 
 
-def check_generation(*sources: Any) -> None:
-    """Raise UnsupportedGenerationError for modes of `generate` that are lossy, or have no draft to teach. `sources`
-    are those of [`setting`]."""
+def check_generation(*sources: Any, but: Sequence[str] = ()) -> None:
+    """Raise UnsupportedGenerationError for modes of `generate` that are lossy, or have no draft to teach, except
+    fields in `but`. `sources` are those of [`setting`]."""
     given = functools.partial(setting, sources)
     for name, harmless, reason in REFUSED:
         value = given(name)
-        if not any(value is ok or value == ok for ok in harmless):
+        if name not in but and not any(value is ok or value == ok for ok in harmless):
             raise UnsupportedGenerationError(
                 f"`{name}={value!r}` cannot be used here: {reason}. Leave it out, or pass `{name}={harmless[-1]!r}` "
                 "where a generation config sets it."

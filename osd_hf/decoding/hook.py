@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     StoppingCriteriaList,
 )
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from osd_hf.decoding import checks
@@ -58,9 +59,11 @@ logger = logging.getLogger(__name__)
 # as a rule, while any model has a listener. Requests without a listener are passed on.
 
 _LOOP, _GENERATE, _VALIDATE = "_assisted_decoding", "generate", "_validate_generation_mode"
+_CANDIDATES = "_get_candidate_generator"
 _bindings: ContextVar[tuple[Binding, ...]] = ContextVar("osd_hf_bindings", default=())
 _answers: WeakKeyDictionary[Any, WeakMethod[Callable[..., Any]]] = WeakKeyDictionary()  # of models taken over
 _answering: ContextVar[tuple[Any, ...]] = ContextVar("osd_hf_answering", default=())  # those asked in this thread
+_watching: ContextVar[Any] = ContextVar("osd_hf_watching", default=None)  # a call that transformers decodes
 _num_listeners: Counter[tuple[type, str]] = Counter()
 _original_methods: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by the methods that wrap them
 _lock = threading.RLock()  # a block may end when its last reference is dropped
@@ -144,7 +147,7 @@ def _wrapped_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
         found = _answers.get(self)
         answer = None if found is None else found()
         is_assisted = kwargs.get("assistant_model") is not None
-        if answer is None and not (is_assisted or "custom_generate" in kwargs):
+        if answer is None and not (is_assisted or "custom_generate" in kwargs or kwargs.get("use_mtp")):
             for binding in _listening(self):
                 if binding.undrafted:
                     checks.log_once(
@@ -180,7 +183,7 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
         bindings = _listening(self)
         if not bindings:
             return decode(self, input_ids, **kwargs)
-        checks.check_generation(kwargs, kwargs["generation_config"])
+        checks.check_generation(kwargs, kwargs["generation_config"], but=checks.WATCHED)
         prompt_tokens, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["logits_processor"] = LogitsProcessorList(
             p.begin(prompt_tokens) if type(p) is ReplayedProcessor else p for p in kwargs["logits_processor"]
@@ -189,7 +192,7 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
         call = Call(self, input_ids, kwargs, bindings)
         with call.served():
             try:
-                output = call.decode()
+                output = call.watch(decode) if call.is_watched else call.decode()
             finally:
                 call.close()
         hand_over(call.requests)
@@ -210,7 +213,19 @@ def _wrapped_validation(validate: Callable[..., Any]) -> Callable[..., Any]:
     return _validate_generation_mode
 
 
-_WRAPPERS = {_LOOP: _wrapped_loop, _GENERATE: _wrapped_generate, _VALIDATE: _wrapped_validation}
+def _wrapped_candidates(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def _get_candidate_generator(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made, call = make(self, *args, **kwargs), _watching.get()
+        return made if call is None or call.model is not self else _Watched(made, call)
+
+    return _get_candidate_generator
+
+
+_WRAPPERS = {
+    _LOOP: _wrapped_loop, _GENERATE: _wrapped_generate, _VALIDATE: _wrapped_validation,
+    _CANDIDATES: _wrapped_candidates,
+}  # fmt: skip
 
 
 def bounded(config: GenerationConfig, criteria: StoppingCriteriaList, begins: int) -> GenerationConfig:
@@ -257,14 +272,23 @@ class Call:
         """Whether a listener serves a draft. Otherwise the call is only captured."""
         return self.requests[0].is_served
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether transformers makes the candidates, with built-in layers or by drafting blocks."""
+        return any(getattr(self.config, name, None) for name in checks.WATCHED)
+
     @contextlib.contextmanager
     def served(self) -> Iterator[None]:
         """Lease the drafts of all rows while the call runs."""
         with contextlib.ExitStack() as stack:
             for request in self.requests:
                 request.lease(stack)
-            self._find_limits()
-            self._prepare(stack)
+            if self.is_watched:
+                if self.is_served or len(self.requests) > 1:
+                    checks.check_generation(self.config)
+            else:
+                self._find_limits()
+                self._prepare(stack)
             yield
 
     def _find_limits(self) -> None:
@@ -481,6 +505,19 @@ class Call:
             self.length.took(time, sum(ends) - len(ends))
         return output
 
+    def watch(self, decode: Callable[..., Any]) -> Any:
+        """Let transformers decode with candidates of its own, and record rounds and rows."""
+        owners, before = _enter(type(self.model), _CANDIDATES), _watching.set(self)
+        try:
+            output = decode(self.model, self.input_ids, **self.kwargs)
+        finally:
+            _watching.reset(before)
+            _leave(owners, _CANDIDATES)
+        request = self.requests[0]
+        request.sequence = output if isinstance(output, Tensor) else output.sequences
+        request.trim(request.sequence.shape[1] - self.input_ids.shape[1])
+        return output
+
     # --- the end ---
 
     def close(self) -> None:
@@ -496,6 +533,43 @@ def takes_any_token(processor: Any) -> bool:
     `prefix_allowed_tokens_fn`, which calls a function of the user."""
     own = type(processor) is not PrefixConstrainedLogitsProcessor
     return own and type(processor).__module__ == LogitsProcessor.__module__
+
+
+class _Watched(CandidateGenerator):
+    """A candidate generator of transformers whose rounds are recorded."""
+
+    def __init__(self, inner: CandidateGenerator, call: Call) -> None:
+        self.inner, self.request, self.do_sample = inner, call.requests[0], bool(call.config.do_sample)
+        self.requires_model_outputs = inner.requires_model_outputs
+        self.model_kwargs_overrides = inner.model_kwargs_overrides
+        self.rows: list[Tensor] | None = None  # of the target, as it verifies
+        self.drafted, self.logits = call.input_ids[0, :0], None
+        call.kwargs["logits_processor"].insert(0, self.record)
+
+    def record(self, _: Tensor, scores: Tensor) -> Tensor:
+        """Keep the target's row before it is processed; rows of the draft are processed in `get_candidates`."""
+        if self.rows is not None:
+            self.rows.append(scores.clone())
+        return scores
+
+    def get_candidates(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        self.rows = None
+        ids, self.logits = self.inner.get_candidates(input_ids, **kwargs)
+        self.drafted, self.rows = ids[0, input_ids.shape[1] :], []
+        return ids, self.logits
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        self.inner.update_candidate_strategy(input_ids, scores, num_matches)
+        p = q = None
+        if self.logits is not None and self.do_sample:
+            q, p = (
+                logits[0, : len(self.drafted)].softmax(-1).gather(-1, self.drafted[:, None])[:, 0]
+                for logits in (self.logits, scores)
+            )
+        count = int(num_matches) + 1
+        self.request.rounds.append(Round(self.drafted.tolist(), count, p=p, q=q))
+        for row in (self.rows or ())[:count] if self.request.rows.parts else ():
+            self.request.rows.add(row)
 
 
 class _RecordedCriteria(StoppingCriteriaList):

@@ -25,10 +25,10 @@ from osd_hf.errors import ConfigError, StateError
 from osd_hf.hub import refuse_public
 from osd_hf.learning.loss import SampledTail, divergence_sum, stored_rows, target_rows
 from osd_hf.learning.updater import make_optimizers, trainable_parameters
-from osd_hf.learning.weights import adapted, ends_of, learning_context, shared_ends
+from osd_hf.learning.weights import adapted, ends_of, learning_context, shared_of_head
 from osd_hf.loading import load_named
 from osd_hf.losses import DIVERGENCES, generalized_jsd
-from osd_hf.models import align_vocab, check_pair, common_tokenizer, evaluating, is_peft, merged, uncompiled, unwrap
+from osd_hf.models import align_vocab, check_pair, common_tokenizer, evaluating, is_peft, merged, uncompiled
 from osd_hf.recording import record_traces
 from osd_hf.replay import check_head, padded, replay
 from osd_hf.trace import Trace
@@ -246,8 +246,7 @@ class DistillTrainer(Trainer):
         learner = learner_of(draft, peft_config)
         for _, weight in ends_of(learner) if config.freeze_embeddings else ():
             weight.requires_grad_(False)
-        source = getattr(unwrap(draft), "source", None)  # what a head shares with its target does not learn
-        for name in shared_ends(draft, source.target) if source is not None else ():
+        for name in shared_of_head(draft):  # does not learn
             learner.get_parameter(name).requires_grad_(False)
         for head in (learner, data.target):
             if head is not None:

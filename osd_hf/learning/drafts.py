@@ -35,6 +35,7 @@ from osd_hf.learning.weights import (
     make_template,
     serving_copy,
     shared_copy,
+    shared_of_head,
     weights_for,
     write_snapshot,
 )
@@ -89,8 +90,9 @@ class DomainDrafts:
     """Manage a base draft and, for each domain that is learned from, a separate draft: an adapter of `peft_config`, or
     by default a full copy. Without `per_domain`, all domains share one draft. Models that serve are made from learned
     weights when requests need them, with adapters merged. The caller's draft is copied, except parameters of the names
-    in `shared`, whose values stay those given there. May be used from several threads. Raises UnsupportedModelError
-    for adapters that do not fit or cannot be merged, and ConfigError if the `learner_device` does not exist."""
+    in `shared`, whose values stay those given there; by default what a head shares with its target. May be used from
+    several threads. Raises UnsupportedModelError for adapters that do not fit or cannot be merged, and ConfigError if
+    the `learner_device` does not exist."""
 
     def __init__(
         self,
@@ -102,7 +104,8 @@ class DomainDrafts:
         shared: Snapshot | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.shared = frozenset(shared or ())  # names of parameters that never learn
+        shared = shared_of_head(draft) if shared is None else shared
+        self.shared = frozenset(shared)  # names of parameters that never learn
         self.config = config or OnlineConfig()
         self.peft_config = peft_config
         self.per_domain = per_domain

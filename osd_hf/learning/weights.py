@@ -102,6 +102,12 @@ def shared_ends(draft: PreTrainedModel, target: Any) -> Snapshot:
     return found
 
 
+def shared_of_head(draft: PreTrainedModel) -> Snapshot:
+    """Return what a draft head shares with its target, as [`shared_ends`] does; nothing for other drafts."""
+    source = getattr(unwrap(draft), "source", None)
+    return Snapshot() if source is None else shared_ends(draft, source.target)
+
+
 def copy_with(model: PreTrainedModel, parameters: Snapshot) -> PreTrainedModel:
     """Return a copy of a model with these parameters in place of its own."""
     memo = {id(own): parameters[name] for name, own in model.named_parameters() if name in parameters}
