@@ -2,6 +2,7 @@
 
     OSD_HF_DATA=... python recipes/smollm2_draft.py                                    # an hour on two cores
     OSD_HF_DATA=... python recipes/smollm2_draft.py --layers 0 29 --out runs/two       # another draft, to compare
+    OSD_HF_DATA=... python recipes/smollm2_draft.py --states -1 --out runs/head        # a draft head
 
 The prompts are everyday questions: `alpaca` without its last 400 rows, the goals of PIQA, and the prompts of
 `app/everyday.json`. Their sampled answers (temperature 0.7, top-p 0.9) are kept in `--answers` with the 64 most likely
@@ -28,7 +29,7 @@ from common import K, kept_answers, make_parser, write_report
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from osd_hf import CorrectionStore, DistillConfig, Trace, distill, replay
+from osd_hf import CorrectionStore, DistillConfig, DraftHead, Trace, distill, draft_head, replay
 from osd_hf.acceptance import figures_of
 from osd_hf.distillation.answers import sample_answers
 from osd_hf.layers import copy_layers
@@ -40,6 +41,7 @@ from osd_hf.trace import bare_trace
 from osd_hf.vocabulary import write_usual_tokens
 from osd_hf_app.pair import everyday_prompts, smollm2
 
+KEPT_STATES = 4 << 30  # bytes
 MAX_PROMPT_TOKENS, MAX_NEW_TOKENS, SCORED_TOGETHER = 250, 128, 64
 MEASURED_AT = (1e4, 1e5, 3e5, 6e5, 1e6, 2e6, 3e6, 1e7)  # trained tokens, counting each epoch
 
@@ -96,6 +98,7 @@ def save_layers(draft: Any, folder: Path) -> None:
 def main() -> None:
     parser = make_parser(__doc__, "smollm2_draft", traces=False)
     parser.add_argument("--layers", type=int, nargs="+", default=[0], help="layers of the target to copy")
+    parser.add_argument("--states", type=int, nargs="+", help="states of the target that a draft head reads")
     parser.add_argument("--tokens", type=int, default=0, help="sample answers until there are so many tokens")
     parser.add_argument("--epochs", type=float, default=2.0)
     parser.add_argument("--rate", type=float, default=1e-2, help="highest learning rate of Muon")
@@ -123,6 +126,9 @@ def main() -> None:
     total = sum(map(len, training))
     held_out = kept_answers(args.held_out, target, tokenizer)
     draft = copy_layers(target, args.layers)
+    if args.states:
+        draft = DraftHead.from_draft(draft, target, args.states)
+        draft_head.MAX_KEPT_BYTES = KEPT_STATES  # computed once
     steps = math.ceil(len(training) / args.batch_size)
     args.runs.mkdir(parents=True, exist_ok=True)
     result = distill(
@@ -140,11 +146,14 @@ def main() -> None:
     made = result.draft
     write_usual_tokens(made, training)
     set_fixed_k(made.generation_config, 3)
-    save_layers(made, args.out)
+    if args.states:
+        made.save_pretrained(args.out)
+    else:
+        save_layers(made, args.out)
     lines = (args.runs / "measured.jsonl").read_text().splitlines()
     report = {
-        "layers": args.layers, "answers": len(training), "distinct_tokens": total, "epochs": args.epochs,
-        "rate": args.rate, "batch_size": args.batch_size, "steps": result.state.global_step,
+        "layers": args.layers, "states": args.states, "answers": len(training), "distinct_tokens": total,
+        "epochs": args.epochs, "rate": args.rate, "batch_size": args.batch_size, "steps": result.state.global_step,
         "seconds": result.log_history[-1].get("train_runtime"), "curve": [json.loads(line) for line in lines],
         "bytes": (args.out / "model.safetensors").stat().st_size,
     }  # fmt: skip

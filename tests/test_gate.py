@@ -24,6 +24,7 @@ from osd_hf.learning.gate import (
     MIN_HELD_BACK,
     MIN_SERVED,
     OPEN_EFFORT,
+    OPEN_UPDATES,
     RECENT_REQUESTS,
     RISE_UPDATES,
     DraftChoice,
@@ -414,13 +415,26 @@ def test_learning_stops_where_no_likely_acceptance_repays_it() -> None:
     effort = Effort()  # everyday chats with a weak draft
     shares = [after_update(effort, 0.19, gain, cost=LARGE_UPDATE) for gain in CHATS]
     reduced = OPEN_EFFORT * effort.least  # nothing is shown: the gains are smaller than their errors
-    assert shares == [1.0] * (FULL_UPDATES - 1) + [reduced] * (len(CHATS) - FULL_UPDATES + 1)
+    assert shares == [1.0] * (OPEN_UPDATES - 1) + [reduced] * (len(CHATS) - OPEN_UPDATES + 1)
     assert after_update(effort, 0.19, -0.15, cost=LARGE_UPDATE) == effort.least
     assert after_update(effort, 0.19, 0.1, c=1.0, cost=LARGE_UPDATE) == GAIN_EFFORT * effort.least
     assert after_update(Effort(), 0.19, 0.0, cost=LARGE_UPDATE / 10) == 1  # a cheap learner may try
     slow = Effort()  # a draft as slow as its target never saves anything
     assert [after_update(slow, 0.6, 0.0, c=1.0) for _ in range(FULL_UPDATES)][-1] < 1
     assert after_update(Effort(1.0), 0.19, 0.0, cost=LARGE_UPDATE) == 1  # asked for
+
+
+# Gains of the bundled draft of SmolLM2 on sampled requests, as replay showed them after each update.
+FINANCE = (-0.004, -0.001, -0.003, 0.019, 0.022, 0.03, 0.04, 0.05, 0.05, 0.06, 0.07, 0.08)
+KNOWN_CHATS = (-0.002, -0.04, -0.05, -0.04, -0.04, -0.04, -0.04)
+
+
+def test_what_is_learned_slowly_goes_on_and_what_is_lost_stops() -> None:
+    effort = Effort()
+    assert [after_update(effort, 0.32, gain, cost=UPDATE, c=0.14) for gain in FINANCE] == [1.0] * len(FINANCE)
+    effort = Effort()
+    shares = [after_update(effort, 0.3, gain, cost=UPDATE, c=0.14) for gain in KNOWN_CHATS]
+    assert shares == [1.0] * (FULL_UPDATES - 1) + [effort.least] * (len(KNOWN_CHATS) - FULL_UPDATES + 1)
 
 
 def test_learning_stops_once_acceptance_rises_no_more_and_goes_on_when_it_does() -> None:
@@ -445,7 +459,7 @@ def test_learning_begins_anew_when_traffic_changes() -> None:
     noise = np.random.default_rng(0).normal(0, 0.05, 200)
     for fallen in (-0.2, 0.1):  # worse than the original draft; or of less use than before
         effort = Effort()
-        for _ in range(FULL_UPDATES):
+        for _ in range(OPEN_UPDATES):
             after_update(effort, 0.19, 0.0, cost=LARGE_UPDATE)
         for gain in 0.3 + noise:
             effort.served(of(0.3), of(0.3 + float(gain)))

@@ -28,6 +28,7 @@ GAIN_EFFORT = 4  # times as many where replay shows a gain
 OPEN_EFFORT = 2  # times as many where it shows neither a gain nor a loss
 GAIN_ERRORS = 2.0  # standard errors of a gain or a loss
 FULL_UPDATES = 2  # before the first decision
+OPEN_UPDATES = 6  # until which no gain may show: traffic of one kind is learned slowly at first
 RISE_UPDATES = 8  # over which the rise of acceptance is measured
 PRIOR_RISE = 0.15  # of the acceptance, until then
 EXPECTED_RISES = 2  # times that the rise is expected again
@@ -194,8 +195,9 @@ class Effort:
 
     The gain is the acceptance of the learner's newest version minus that of the original draft, by replay on
     held-back requests. Its rise over the last `RISE_UPDATES` updates is expected to go on for `EXPECTED_RISES` times
-    as many; for updates that are missing at first, `PRIOR_RISE` is expected. Learning goes on if what the cost model
-    expects the risen acceptance to save repays the seconds of these updates within `REPAY_REQUESTS` requests.
+    as many; for updates that are missing at first, `PRIOR_RISE` is expected, and before `OPEN_UPDATES` the acceptance
+    may double unless replay shows a loss. Learning goes on if what the cost model expects the risen acceptance to save
+    repays the seconds of these updates within `REPAY_REQUESTS` requests.
     Otherwise the least share of the updates is done, `OPEN_EFFORT` times as many where replay shows no loss, and
     `GAIN_EFFORT` times as many where it shows a gain; each of them decides again. A fall of the gain on served
     requests shows that the traffic has changed: then learning begins anew.
@@ -231,6 +233,9 @@ class Effort:
         else:
             rise = (1 - len(self._gains) / RISE_UPDATES) * PRIOR_RISE * alpha + gain
         alpha += self._gains[-1]
+        margin = GAIN_ERRORS * error
+        if self._updates < OPEN_UPDATES and gain > -margin:
+            rise = max(rise, alpha / EXPECTED_RISES)  # not known yet
         now, later = (token_seconds(min(a, 1.0)) for a in (alpha, alpha + EXPECTED_RISES * max(rise, 0.0)))
         if now is None or later is None:  # nobody waits for learning where no request is timed
             return
@@ -238,7 +243,6 @@ class Effort:
         if repays or self._updates < FULL_UPDATES:
             self.share = 1.0
         else:
-            margin = GAIN_ERRORS * error
             times = GAIN_EFFORT if gain > margin else OPEN_EFFORT if gain > -margin else 1
             self.share = min(self.least * times, 1.0)
 
