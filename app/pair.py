@@ -29,6 +29,7 @@ from transformers import (
 
 from osd_hf import bundled
 from osd_hf.bundled import DOMAINS, bundled_prompts
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, UnsupportedModelError
 from osd_hf.layers import load_layers
 from osd_hf.loading import Pair
@@ -56,7 +57,7 @@ ABOUT_BUNDLED = (
 )
 ABOUT_SMOLLM2 = (
     f"The target is {NAME} by Hugging Face (Apache License 2.0), a small model for English text. Check important "
-    "facts. The draft consists of a few of its layers."
+    "facts. The draft consists of some of its layers, or is a draft head."
 )
 
 
@@ -143,11 +144,11 @@ class ServedPair:
         self.is_bundled = not (is_smollm2 or target)
         # Each of these has a draft and sample prompts. For larger models, five drafts that learn need too much memory.
         self.domains = DOMAINS if self.is_bundled else ()
-        self.name = "the bundled pair" if self.is_bundled else f"{target} with {draft or 'a draft head'}"
+        self.name = NAME if is_smollm2 else target or "the bundled pair"
+        self.name += " with a draft head" if isinstance(self.draft, DraftHead) else f" with {draft}" if draft else ""
         self.about = ABOUT_BUNDLED if self.is_bundled else ""
         self.sampling = {"temperature": 1.0, "top_p": 1.0}  # initial values of the page
         if is_smollm2:
-            self.name = NAME
             self.about = ABOUT_SMOLLM2
             self.sampling = SAMPLING
             self.target.generation_config.repetition_penalty = SMOLLM2_REPETITION_PENALTY

@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--draft", help="folder of another draft")
     parser.add_argument("--runs", type=Path, default=Path("runs/chats"), help="where finished results are kept")
     args, started = parser.parse_args(), time.time()
+    if bool(args.target) != bool(args.draft):
+        parser.error("--target and --draft go together")
     pair = load_pair(args.target, args.draft, dtype="float32", device="cpu") if args.target else smollm2_pair()
     sizes = f"{args.requests}-{args.held_out}-{args.timed}-{args.max_new_tokens}-{args.seed}.json"
     report: dict[str, Any] = {}

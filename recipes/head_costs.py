@@ -21,7 +21,7 @@ from osd_hf.decoding.head import HeadForward
 from osd_hf.layers import copy_layers, new_eagle3_head
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import shared_ends
-from osd_hf.recording import measured_costs
+from osd_hf.recording import GPU_BANDWIDTH, measured_costs
 from osd_hf_app.pair import smollm2
 
 KINDS = ("cut", "head", "three states", "eagle3")
@@ -109,7 +109,7 @@ def planned(gpu: str) -> dict[str, Any]:
     return {
         "gpu": gpu, "target_token_seconds": cost.target, "drafted_token": cost.c, "layer_parameters": layer,
         "output_head_parameters": head, "eh_proj_parameters": fusion,
-        "drafted_token_of_a_head": cost.c * (1 + fusion / (layer + 32768 * width)),
+        "drafted_token_of_a_head": cost.c + 2 * fusion / (0.9 * GPU_BANDWIDTH[gpu]) / cost.target,
         "bytes_per_position": {"head": 2 * width, "three states": 6 * width, "eagle3": 6 * width},
     }  # fmt: skip
 

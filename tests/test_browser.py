@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
@@ -15,6 +17,8 @@ from app_server import app_server
 from held_app import ANSWERS
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from waiting import LONG
+
+from osd_hf_app.pair import NAME, cache_folder
 
 pytestmark = pytest.mark.browser
 
@@ -387,3 +391,31 @@ def test_the_newest_answer_is_in_sight(new_page: Page) -> None:
     ask(page, f"What is 2 +{long}4?")
     expect(page.locator("#chat .osd-figures").last).to_be_in_viewport()
     assert page.errors == []  # type: ignore[attr-defined]
+
+
+# --- what one sees over time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", ["bundled", "smollm2"])
+def test_screens_over_time(browser: Browser, tmp_path: Path, pair: str) -> None:
+    """The page 10, 60 and 180 seconds after it was opened, at two widths. `OSD_HF_SCREENS` keeps the pictures."""
+    if pair == "smollm2" and not (cache_folder() / NAME).is_dir():
+        pytest.skip("SmolLM2 is not on this machine")
+    folder = Path(os.environ.get("OSD_HF_SCREENS") or tmp_path)
+    with app_server(tmp_path, "--pair", pair, demonstrates=True) as address, window(browser) as context:
+        page, errors = context.new_page(), list[str]()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        opened_at = time.monotonic()
+        page.goto(address)
+        for seconds in (10, 60, 180):
+            page.wait_for_timeout(max(opened_at + seconds - time.monotonic(), 0) * 1000)
+            for width, height in ((1280, 800), (390, 844)):
+                page.set_viewport_size({"width": width, "height": height})
+                page.screenshot(path=folder / f"{pair}-{width}-{seconds}.png")
+                expect(page.locator("#headline .osd-number")).to_be_in_viewport()
+            parts = ("#headline", "#balance", "#compared .osd-head >> nth=1")
+            seen = (page.locator(name).inner_text() for name in parts)
+            print(f"{pair}, {seconds} s:", *(" ".join(text.split()) for text in seen), sep="\n  ")
+        assert page.locator("#compared .osd-answer").count() == 2
+        assert errors == []

@@ -437,6 +437,17 @@ def test_what_is_learned_slowly_goes_on_and_what_is_lost_stops() -> None:
     assert shares == [1.0] * (FULL_UPDATES - 1) + [effort.least] * (len(KNOWN_CHATS) - FULL_UPDATES + 1)
 
 
+def test_versions_that_change_nothing_are_no_loss() -> None:
+    effort, scores = Effort(), [of(0.3)] * 8
+    for _ in range(OPEN_UPDATES - 1):
+        effort.spent(UPDATE)
+        effort.judged(scores, scores, seconds_at(0.14), 80)
+        assert effort.share == 1
+    effort.spent(10 * UPDATE)
+    effort.judged(scores, scores, seconds_at(0.14), 80)
+    assert effort.share == OPEN_EFFORT * effort.least
+
+
 def test_learning_stops_once_acceptance_rises_no_more_and_goes_on_when_it_does() -> None:
     effort = Effort()
     shares = [after_update(effort, 0.43, 0.02, cost=UPDATE) for _ in range(2 * RISE_UPDATES)]

@@ -15,12 +15,21 @@ from safetensors.torch import load_file, save_file
 from test_lossless import PAIRS, answer_distribution, fits, sampled_answers, small_pair
 from test_lossless import VOCAB as SMALL_VOCAB
 from test_models import family
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import MtpCache
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, capture_traces, replay
+from osd_hf import (
+    AcceptanceStats,
+    CorrectionStore,
+    OnlineAssistant,
+    OnlineConfig,
+    Trace,
+    capture_traces,
+    replay,
+    simulate,
+)
 from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
 from osd_hf.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, new_head, save_built_in
@@ -659,6 +668,51 @@ def test_candidates_of_transformers_are_counted(
     if not do_sample:
         alone = target.generate(ids, max_new_tokens=20, do_sample=False, repetition_penalty=1.3)
         assert torch.equal(alone, ours.sequences)
+    with capture_traces(target, traces.append), pytest.raises(UnsupportedGenerationError, match="one prompt"):
+        target.generate(ids.repeat(2, 1), **settings, **how)
     assistant = OnlineAssistant(target, new_head(target))
-    with assistant.attached(), pytest.raises(UnsupportedGenerationError, match="learn"):
-        target.generate(ids, **settings, **{**how, "assistant_model": assistant.draft})
+    for given in (how, {**how, "assistant_model": assistant.draft}):
+        with assistant.attached(), pytest.raises(UnsupportedGenerationError, match="learn"):
+            target.generate(ids, **settings, **given)
+    assert assistant.stats.num_requests == 0
+
+
+def test_transformers_own_candidates_are_refused_where_states_are_not_taken_back() -> None:
+    target = family("qwen3_next")
+    how = {"assistant_model": dflash_of(target), "speculation_type": "dflash", "max_new_tokens": 4}
+    with capture_traces(target, print), pytest.raises(UnsupportedGenerationError, match="recurrent states"):
+        target.generate(prompts(1)[0], **how)
+
+
+def test_candidates_of_transformers_are_counted_as_they_are_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, traces = target_with_mtp("deepseek_v3", tmp_path, monkeypatch), list[Any]()
+    streamed: list[int] = []
+
+    class Streamer:
+        def put(self, ids: torch.Tensor) -> None:
+            streamed.extend(ids.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    ids = prompts(1)[0]
+    end = int(target.generate(ids, do_sample=False, max_new_tokens=12)[0, -3])
+    config = GenerationConfig(use_mtp=True, do_sample=False, max_new_tokens=12, eos_token_id=end)
+    with capture_traces(target, traces.append):
+        output = target.generate(ids, generation_config=config, streamer=Streamer())
+    assert streamed == output[0].tolist()
+    assert traces[0].completion_ids.tolist() == output[0, 7:].tolist()
+    assert int(output[0, -1]) == end
+    assert "drafts nothing" not in caplog.text
+
+
+def test_what_a_head_shares_with_its_target_does_not_learn_in_a_simulation() -> None:
+    target = models.build("llama", num_hidden_layers=2)
+    head = new_head(target)
+    asked = [ids[0].tolist() for ids in prompts(4)]
+    report = simulate(head, list(record_traces(target, asked, max_new_tokens=8)), LEARNING)
+    learned = dict(report.draft.named_parameters())
+    assert torch.equal(learned["model.embed_tokens.weight"], target.get_input_embeddings().weight)
+    assert any(not torch.equal(p, learned[name]) for name, p in head.named_parameters())

@@ -147,7 +147,9 @@ def _wrapped_generate(generate: Callable[..., Any]) -> Callable[..., Any]:
         found = _answers.get(self)
         answer = None if found is None else found()
         is_assisted = kwargs.get("assistant_model") is not None
-        if answer is None and not (is_assisted or "custom_generate" in kwargs or kwargs.get("use_mtp")):
+        sources = (kwargs, kwargs.get("generation_config"), self.generation_config)
+        is_drafted = is_assisted or "custom_generate" in kwargs or checks.setting(sources, "use_mtp")
+        if answer is None and not is_drafted:
             for binding in _listening(self):
                 if binding.undrafted:
                     checks.log_once(
@@ -183,7 +185,8 @@ def _wrapped_loop(decode: Callable[..., Any]) -> Callable[..., Any]:
         bindings = _listening(self)
         if not bindings:
             return decode(self, input_ids, **kwargs)
-        checks.check_generation(kwargs, kwargs["generation_config"], but=checks.WATCHED)
+        is_captured = all(binding.is_capture for binding in bindings)
+        checks.check_generation(kwargs, kwargs["generation_config"], but=checks.WATCHED if is_captured else ())
         prompt_tokens, criteria = input_ids.shape[1], kwargs["stopping_criteria"]
         kwargs["logits_processor"] = LogitsProcessorList(
             p.begin(prompt_tokens) if type(p) is ReplayedProcessor else p for p in kwargs["logits_processor"]
@@ -284,8 +287,7 @@ class Call:
             for request in self.requests:
                 request.lease(stack)
             if self.is_watched:
-                if self.is_served or len(self.requests) > 1:
-                    checks.check_generation(self.config)
+                self._check_watched()
             else:
                 self._find_limits()
                 self._prepare(stack)
@@ -505,6 +507,17 @@ class Call:
             self.length.took(time, sum(ends) - len(ends))
         return output
 
+    def _check_watched(self) -> None:
+        if len(self.requests) > 1:
+            raise UnsupportedGenerationError(
+                f"Candidates that transformers makes are counted for one prompt at a time, got {len(self.requests)}."
+            )
+        if getattr(self.model, "_is_stateful", False):  # the other loop does not take all of its states back
+            raise UnsupportedGenerationError(
+                f"{type(self.model).__name__} has recurrent states, with which transformers does not draft. Pass an "
+                "`assistant_model` without such a mode."
+            )
+
     def watch(self, decode: Callable[..., Any]) -> Any:
         """Let transformers decode with candidates of its own, and record rounds and rows."""
         owners, before = _enter(type(self.model), _CANDIDATES), _watching.set(self)
@@ -604,8 +617,9 @@ def capture_traces(
     """
     Give `sink` one [`Trace`] for every assisted `generate` on `target` inside the `with` block. Any draft works, and
     nothing is learned. Greedy output is unchanged. Sampled output has the same distribution, but other tokens for one
-    seed, because the loop of this package decodes. Only requests of this context (thread or task) are seen; start
-    other threads with `contextvars.copy_context().run`.
+    seed, because the loop of this package decodes. With `use_mtp` or `speculation_type="dflash"`, transformers decodes
+    one prompt at a time with candidates of its own, which are counted. Only requests of this context (thread or task)
+    are seen; start other threads with `contextvars.copy_context().run`.
 
     Args:
         target (`PreTrainedModel`): The model that `generate` is called on; also a `PeftModel` or a compiled model.
@@ -616,7 +630,8 @@ def capture_traces(
     Raises:
         ConfigError: `num_logprobs` is below 1.
         UnsupportedModelError: The target has no `generate`.
-        UnsupportedGenerationError: A request has no draft model to watch, or is lossy.
+        UnsupportedGenerationError: A request has no draft to watch, or is lossy; or transformers makes the candidates
+            of several prompts or of a target with recurrent states.
         CaptureError: On exit, if the sink has failed; every answer was delivered.
     """
     if num_logprobs is not None and num_logprobs < 1:
@@ -635,6 +650,7 @@ def capture_traces(
 
     lease = contextlib.nullcontext(Lease(domain=domain))
     binding = Binding(deliver, lambda *_: lease, owner=object(), num_logprobs=num_logprobs)
+    binding.is_capture = True
     binding.undrafted = "Pass `assistant_model=` to the call."
     with bind(target, binding):
         yield

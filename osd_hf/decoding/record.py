@@ -73,6 +73,7 @@ class Binding:
     num_logprobs: int | None = 64  # target entries stored per position; `None` stores full rows
     num_assistant_tokens: int | str | None = None  # k of these requests, if it differs from the draft's
     static: StaticForward | None = None  # verifies the candidates
+    is_capture: bool = False  # only counts and records, with any draft
     undrafted: str | None = None  # logged once when `generate` is called without a draft
     has_requests: bool = field(default=False, init=False)  # whether `generate` was called on the target
     target: PreTrainedModel | None = field(default=None, init=False)

@@ -28,7 +28,7 @@ GAIN_EFFORT = 4  # times as many where replay shows a gain
 OPEN_EFFORT = 2  # times as many where it shows neither a gain nor a loss
 GAIN_ERRORS = 2.0  # standard errors of a gain or a loss
 FULL_UPDATES = 2  # before the first decision
-OPEN_UPDATES = 6  # until which no gain may show: traffic of one kind is learned slowly at first
+OPEN_UPDATES = 5  # judged ones, until which no gain may show: traffic of one kind is learned slowly at first
 RISE_UPDATES = 8  # over which the rise of acceptance is measured
 PRIOR_RISE = 0.15  # of the acceptance, until then
 EXPECTED_RISES = 2  # times that the rise is expected again
@@ -234,7 +234,7 @@ class Effort:
             rise = (1 - len(self._gains) / RISE_UPDATES) * PRIOR_RISE * alpha + gain
         alpha += self._gains[-1]
         margin = GAIN_ERRORS * error
-        if self._updates < OPEN_UPDATES and gain > -margin:
+        if len(self._gains) < OPEN_UPDATES and gain >= -margin:
             rise = max(rise, alpha / EXPECTED_RISES)  # not known yet
         now, later = (token_seconds(min(a, 1.0)) for a in (alpha, alpha + EXPECTED_RISES * max(rise, 0.0)))
         if now is None or later is None:  # nobody waits for learning where no request is timed
@@ -243,7 +243,7 @@ class Effort:
         if repays or self._updates < FULL_UPDATES:
             self.share = 1.0
         else:
-            times = GAIN_EFFORT if gain > margin else OPEN_EFFORT if gain > -margin else 1
+            times = GAIN_EFFORT if gain > margin else OPEN_EFFORT if gain >= -margin else 1
             self.share = min(self.least * times, 1.0)
 
     def served(self, original: AcceptanceStats, learned: AcceptanceStats) -> None:

@@ -103,9 +103,11 @@ def shared_ends(draft: PreTrainedModel, target: Any) -> Snapshot:
 
 
 def shared_of_head(draft: PreTrainedModel) -> Snapshot:
-    """Return what a draft head shares with its target, as [`shared_ends`] does; nothing for other drafts."""
+    """Return what a draft head shares with its target, as [`shared_ends`] does; nothing for other drafts, or if the
+    target no longer exists."""
     source = getattr(unwrap(draft), "source", None)
-    return Snapshot() if source is None else shared_ends(draft, source.target)
+    target = None if source is None else source.living
+    return Snapshot() if target is None else shared_ends(draft, target)
 
 
 def copy_with(model: PreTrainedModel, parameters: Snapshot) -> PreTrainedModel:
