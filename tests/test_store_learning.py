@@ -583,7 +583,6 @@ def test_a_session_that_cannot_be_saved_is_saved_later(
 SMALL = [
     "--num-logprobs", "8", "--update-interval", "4", "--steps-per-update", "1", "--batch-size", "4",
     "--optimizer", "adamw", "--learning-rate", "3e-3", "--no-gate", "--num-assistant-tokens", "3", "--device", "cpu",
-    "--poll-seconds", "0",
 ]  # fmt: skip
 
 
@@ -719,7 +718,7 @@ sys.exit(main(sys.argv[1:]))
 def test_sigterm_ends_it_with_everything_written(flags: list[str], tmp_path: Path) -> None:
     assert learn_command.StoreLearner is StoreLearner
     report = str(tmp_path / "report.json")
-    flags[flags.index("--poll-seconds") + 1] = "60"  # which the signal cuts short
+    flags += ["--poll-seconds", "60"]  # which the signal cuts short
     environment = {**os.environ, "MPLBACKEND": "agg"}
     done = run_python(STOPPED, *flags, "--json", report, "--publish-seconds", "1000", environment=environment)
     assert done.returncode == 0, done.stderr
