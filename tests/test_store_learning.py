@@ -638,7 +638,7 @@ def test_the_command_deploys_and_goes_on_from_what_serves(
     engine.serve(1000)
     monkeypatch.setattr(deploy.httpx2, "Client", connecting(engine))
     flags += ["--deploy", f"sums:reload={engine.url}", "--by-domain", "--lora-rank", "2", "--publish-seconds", "0"]
-    flags += ["--once", "--json", str(report)]
+    flags += ["--once", "--json", str(report), "--poll-seconds", "0"]
     ran: list[float] = []
     closed: list[object] = []
     for kind in (Deployer, VersionFolder):
