@@ -19,9 +19,10 @@ import torch
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from osd_hf import AcceptanceStats, CorrectionStore, OnlineAssistant, OnlineConfig, Trace, simulate
+from osd_hf import AcceptanceStats, CorrectionStore, DraftHead, OnlineAssistant, OnlineConfig, Trace, simulate
 from osd_hf.acceptance import alpha_gain_interval
 from osd_hf.evaluation.display import rolling
+from osd_hf.layers import copy_layers, new_eagle3_head
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.loading import Pair
@@ -83,6 +84,17 @@ def load_pair(target: str | None = None, draft: str | None = None) -> Pair:
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = K, "constant"
     config.assistant_confidence_threshold = 0.0
     return pair
+
+
+def one_layer_draft(kind: str, target: Any) -> Any:
+    """Return a draft of the target's first layer (`"cut"`), a head that starts as that layer and reads the last state
+    (`"head"`) or three states, or a head in EAGLE-3's layout (`"eagle3"`)."""
+    if kind == "eagle3":
+        return new_eagle3_head(target)
+    cut, count = copy_layers(target, [0]), target.config.num_hidden_layers
+    return (
+        cut if kind == "cut" else DraftHead.from_draft(cut, target, [-1] if kind == "head" else [2, count // 2, count])
+    )
 
 
 def rows(name: str) -> list[dict[str, Any]]:

@@ -13,12 +13,11 @@ import time
 from typing import Any
 
 import torch
-from common import K, load_pair, make_parser, recorded, run_facts, write_report
+from common import K, load_pair, make_parser, one_layer_draft, recorded, run_facts, write_report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from osd_hf import DraftHead, OnlineConfig
 from osd_hf.decoding.head import HeadForward
-from osd_hf.layers import copy_layers, new_eagle3_head
 from osd_hf.learning.updater import Updater
 from osd_hf.learning.weights import shared_ends
 from osd_hf.recording import GPU_BANDWIDTH, measured_costs
@@ -32,19 +31,6 @@ BIG: dict[str, Any] = {  # Llama 3.1 8B
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
-
-
-def drafts_of(target: Any, names: tuple[str, ...] = KINDS) -> dict[str, Any]:
-    """Return drafts of one layer of a target, by name."""
-    count, found = target.config.num_hidden_layers, {}
-    for name in names:
-        if name == "eagle3":
-            found[name] = new_eagle3_head(target)
-            continue
-        cut = copy_layers(target, [0])
-        states = [-1] if name == "head" else [2, count // 2, count]
-        found[name] = cut if name == "cut" else DraftHead.from_draft(cut, target, states)
-    return found
 
 
 def state_seconds(head: Any, tokens: int) -> float:
@@ -79,7 +65,7 @@ def step_seconds(draft: Any, target: Any, traces: list[Any]) -> float:
 
 def measured(target: Any, traces: list[Any]) -> dict[str, Any]:
     """Return the costs of all kinds, in tokens of the target alone and in seconds."""
-    drafts = drafts_of(target)
+    drafts = {kind: one_layer_draft(kind, target) for kind in KINDS}
     costs = dict(
         zip(drafts, measured_costs(target, list(drafts.values()), range(3, 131), time.perf_counter), strict=True)
     )

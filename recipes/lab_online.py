@@ -35,6 +35,7 @@ from common import (
     last_share,
     load_pair,
     make_parser,
+    one_layer_draft,
     prompts,
     recorded,
     run_facts,
@@ -44,8 +45,7 @@ from common import (
 )
 from tqdm import tqdm
 
-from osd_hf import AcceptanceStats, DraftHead, OnlineConfig, Trace, replay, simulate
-from osd_hf.layers import copy_layers, new_eagle3_head
+from osd_hf import AcceptanceStats, OnlineConfig, Trace, replay, simulate
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
 from osd_hf.learning.updater import Updater
@@ -123,18 +123,6 @@ def live(pair: Any, name: str, n: int, seed: int, recorded_run: Any) -> dict[str
     }
 
 
-def other_draft(kind: str, pair: Any) -> Any:
-    """Return a draft of another kind."""
-    target, count = pair.target, pair.target.config.num_hidden_layers
-    if kind == "lab":
-        return pair.draft
-    if kind == "eagle3":
-        return new_eagle3_head(target)
-    cut = copy_layers(target, [0])
-    states = {"head": [-1], "three": [2, count // 2, count]}
-    return cut if kind == "cut" else DraftHead.from_draft(cut, target, states[kind])
-
-
 def by_depth(traces: Sequence[Trace]) -> list[float]:
     """Return the acceptance of each place of a round."""
     rounds = [r for trace in traces for r in trace.rounds]
@@ -145,7 +133,8 @@ def by_depth(traces: Sequence[Trace]) -> list[float]:
 
 def of_kind(kind: str, steps: int, traces: list[Trace], pair: Any, seed: int) -> dict[str, Any]:
     """Return the result of one pass of a draft that learns with so many steps per update."""
-    draft, split = other_draft(kind, pair), round(len(traces) * 0.8)
+    draft = pair.draft if kind == "lab" else one_layer_draft(kind, pair.target)
+    split = round(len(traces) * 0.8)
     static = replay_each(draft, traces, K)
     config = OnlineConfig(gate=False, seed=seed, steps_per_update=steps, compile_draft=False)
     # What a draft shares with its target does not learn, as in an `OnlineAssistant`.
