@@ -145,7 +145,8 @@ class Service:
                     sides = self._sides(workspace, domain, trace)
                     workspace.add(Record(domain, sides["learning"].stats, sides["frozen"].stats, trace.draft_version))
                 if steps:
-                    assistant.update(steps, domain=domain or None)
+                    with self.queue.slot(visitor=DEMO):  # not beside the answer of a visitor
+                        assistant.update(steps, domain=domain or None)
                     answer.sides = self._sides(workspace, domain, answer.trace)
         except OSDError as error:  # such as a reset in between
             logger.warning("The demonstration ended: %s", error)

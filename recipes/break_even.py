@@ -3,6 +3,7 @@
     OSD_HF_DATA=... python recipes/break_even.py                                           # 5 x 600 requests
     OSD_HF_DATA=... python recipes/break_even.py --requests 2000 --datasets spider finance_alpaca
     OSD_HF_DATA=... python recipes/break_even.py --rules default "not learning"
+    OSD_HF_DATA=... python recipes/break_even.py --drafts cut head --rules default "not learning" text    # draft heads
     OSD_HF_DATA=... python recipes/break_even.py --requests 12 --datasets gsm8k --no-compile              # smoke
 
 Everyday chats (`alpaca`) are sampled with temperature 0.7 and top-p 0.9; other data sets are answered greedily. Each
@@ -11,7 +12,7 @@ length, so the time of serving one is scaled to the tokens of the target's answe
 learning after the answer. Draft and target are compiled before the first request. The report has, for each assistant,
 the requests after which its total stays below the target's, the ratio of the totals (with an interval over blocks of
 50 requests) and of the last fifth, the share of learning, latencies, and how many greedy answers equal the target's or
-differ at a tie.
+differ at a tie. `--drafts` are the draft of the pair or, of the target's first layer, those of `lab_online.py`.
 
 The same run is also evaluated in a model (not a measurement) of an 8B target with a 0.6B draft on one H100, k = 5:
 bf16 weights are read once per forward at 3.35 TB/s, arithmetic runs at 400 TFLOP/s, and a learning step reads and
@@ -38,6 +39,7 @@ from common import (
     last_share,
     load_pair,
     make_parser,
+    one_layer_draft,
     parting,
     prompts,
     run_facts,
@@ -50,6 +52,8 @@ from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace, simula
 from osd_hf.evaluation.benchmark import compare_outputs
 from osd_hf.learning.drafts import DomainDrafts
 from osd_hf.learning.learner import Learner
+from osd_hf.learning.weights import shared_ends
+from osd_hf.loading import Pair
 from osd_hf.replay import replay_each
 from osd_hf.speedup import expected_block_efficiency
 
@@ -57,7 +61,9 @@ RULES: dict[str, dict[str, Any]] = {
     "default": {},
     "draft alone": {"candidates": "draft"},
     "not learning": {"update_strategy": "manual"},
+    "text": {"candidates": "text", "update_strategy": "manual"},
 }
+DRAFTS = ("lab", "cut", "head", "three", "eagle3")
 CHATS = "alpaca"
 BLOCK = 50  # requests resampled together
 BANDWIDTH, FLOPS, TARGET, DRAFT = 3.35e12, 4e14, 8e9, 0.6e9  # bytes/s and FLOP/s of the model, parameters
@@ -67,11 +73,13 @@ Array = NDArray[np.float64]
 class Served:
     """Requests of one assistant: seconds, learning seconds, effort, traces, and answers."""
 
-    def __init__(self, pair: Any, rule: str, seed: int, compiled: bool) -> None:
+    def __init__(self, pair: Pair, kind: str, rule: str, seed: int, compiled: bool) -> None:
         config = OnlineConfig(
             num_assistant_tokens="auto", compile_draft=compiled, compile_target=compiled, seed=seed, **RULES[rule]
         )
-        self.rule, self.assistant = rule, OnlineAssistant(*pair, config)
+        self.draft = pair.draft if kind == "lab" else one_layer_draft(kind, pair.target)
+        self.assistant = OnlineAssistant(pair.target, self.draft, pair.tokenizer, config)
+        self.kind, self.rule, self.name = kind, rule, rule if kind == "lab" else f"{kind}, {rule}"
         self.seconds: list[float] = []
         self.learning: list[float] = []
         self.effort: list[float] = []
@@ -143,34 +151,36 @@ def account(alone: Array, served: Array, seed: int) -> dict[str, Any]:
 
 
 def report_on(
-    found: Served, alone: Array, draft: Any, static: Sequence[AcceptanceStats], name: str, seed: int
+    found: Served, alone: Array, target: Any, static: Sequence[AcceptanceStats], name: str, seed: int
 ) -> dict[str, Any]:
     seconds, learning = np.array(found.seconds), np.array(found.learning)
     fifth = slice(round(len(alone) * 0.8), None)
     # At k = 5, as one learns and serves there: `"auto"` drafts what is easy on this machine.
     fixed = OnlineConfig(seed=seed, **RULES[found.rule])
-    learner = Learner(DomainDrafts(draft, fixed, per_domain=False))
+    shared = shared_ends(found.draft, target)  # does not learn, as in an `OnlineAssistant`
+    learner = Learner(DomainDrafts(found.draft, fixed, per_domain=False, shared=shared))
 
     def as_served(i: int, _: AcceptanceStats) -> None:  # no time is known there that effort could go by
         learner.drafts.requests[None].effort.share = found.effort[i]
 
     traces = [replace(trace, draft_version=0) for trace in found.traces]
-    run = simulate(draft, traces, fixed, learner=learner, on_request=as_served)
+    run = simulate(found.draft, traces, fixed, learner=learner, on_request=as_served)
     stats = list(run.stats)
     alphas = [[s.alpha if s.examined else 0.0 for s in side] for side in (static, stats)]
     positions = sum(update.positions for update in run.updates)
     share = np.array(found.effort) / np.sum(found.effort)
     model = accelerator(found.traces, *alphas, positions * share)
     p50, p99 = np.percentile(seconds, [50, 99])
-    ends = last_share(stats)
+    ends, served = last_share(stats), last_share([AcceptanceStats.from_trace(trace) for trace in found.traces])
     row = {
-        "dataset": name, "rule": found.rule, "seed": seed, "requests": len(alone),
+        "dataset": name, "draft": found.kind, "rule": found.rule, "seed": seed, "requests": len(alone),
         "alone_seconds": float(alone.mean()), "served_seconds": float((seconds - learning).mean()),
         "learning_seconds": float(learning.mean()),
         **account(alone, seconds, seed),
         "after": {n: account(alone[:n], seconds[:n], seed) for n in (250, 600, 1000) if n < len(alone)},
         "learning_share_last_fifth": float(learning[fifth].sum() / (seconds - learning)[fifth].sum()),
         "saved_seconds": found.assistant.saved_seconds,
+        "tokens_per_forward": served.block_efficiency,
         "alpha": ends.alpha if ends.examined else None, "static": last_share([*static]).alpha,
         "alpha_all": sum(stats, AcceptanceStats()).alpha, "effort": found.effort[::BLOCK],
         "p50": float(p50), "p99": float(p99), "outputs": dict(found.outcomes), "parted": found.parted,
@@ -183,7 +193,7 @@ def report_on(
     paid = {way: "not" if (n := part["paid_after"]) is None else f"{n}" for way, part in
             (("here", row), ("model", row["model"]))}  # fmt: skip
     print(
-        f"{name} {found.rule} seed {seed}: {len(alone)} requests, alpha {row['static']:.3f} > "
+        f"{name} {found.name} seed {seed}: {len(alone)} requests, alpha {row['static']:.3f} > "
         f"{row['alpha'] or 0:.3f}; a request alone {row['alone_seconds']:.3f} s, served {row['served_seconds']:.3f}, "
         f"learning {row['learning_seconds']:.3f}; {times:.3f} [{low:.3f}, {high:.3f}] times alone, last fifth "
         f"{row['times_alone_last_fifth']:.3f} (learning {row['learning_share_last_fifth']:.1%} of serving); paid "
@@ -200,19 +210,21 @@ def main() -> None:
     parser.add_argument("--datasets", nargs="+", default=[CHATS, *TEMPLATES])
     parser.add_argument("--requests", type=int, default=600, help="of each data set; at most 400 chats")
     parser.add_argument("--rules", nargs="+", default=["default"], choices=list(RULES))
+    parser.add_argument("--drafts", nargs="+", default=["lab"], choices=DRAFTS, help="kinds of drafts to compare")
     parser.add_argument("--no-compile", action="store_true", help="draft and verify eagerly")
     args = parser.parse_args()
     pair, started, rows, starts = load_pair(), time.time(), [], {}
     for name in args.datasets:
         asked = prompts(name, pair.tokenizer, args.requests, args.seed)
-        ways = [Served(pair, rule, args.seed, not args.no_compile) for rule in args.rules]
+        kinds = [(kind, rule) for kind in args.drafts for rule in args.rules]
+        ways = [Served(pair, kind, rule, args.seed, not args.no_compile) for kind, rule in kinds]
         for way in ways:  # what only a first request pays, of both sizes of caches
             begun = time.perf_counter()
             for length in (20, 200):
                 ids, settings = greedy(range(100, 100 + length), MAX_NEW_TOKENS)
                 pair.target.generate(ids, **settings)
                 way.assistant.generate(ids, learn=False, **settings)
-            starts[f"{name} {way.rule}"] = time.perf_counter() - begun
+            starts[f"{name} {way.name}"] = time.perf_counter() - begun
             way.assistant.reset_stats()
         alone: list[float] = []
         for i, prompt in enumerate(tqdm(asked, desc=name, leave=False)):
@@ -237,15 +249,16 @@ def main() -> None:
                 way.outcomes[outcome] += 1
                 if outcome != "identical":
                     way.parted.append({"request": i, "outcome": outcome, **parting(pair.target, prompt, *both)})
-        static = replay_each(pair.draft, ways[0].traces, K)
-        rows += [report_on(way, np.array(alone), pair.draft, static, name, args.seed) for way in ways]
+        for way in ways:
+            static = replay_each(way.draft, ways[0].traces, K)
+            rows.append(report_on(way, np.array(alone), pair.target, static, name, args.seed))
         for way in ways:
             way.assistant.close()
         report = {"config": OnlineConfig().to_dict(), "start_seconds": starts, "rows": rows}
         write_report(args.name, report, seed=args.seed, requests=args.requests, **run_facts(started))
     with drawing(args.name, figsize=(8, 4.5)) as (_, axes):
         for row in rows:
-            axes[0, 0].plot(row["curve"], label=f"{row['dataset']}, {row['rule']}")
+            axes[0, 0].plot(row["curve"], label=f"{row['dataset']}, {row['draft']}, {row['rule']}")
         axes[0, 0].axhline(0, color="0.5", linewidth=0.8)
         axes[0, 0].set(xlabel="request", ylabel="seconds ahead of the target alone, learning counted")
         axes[0, 0].legend(fontsize=8)

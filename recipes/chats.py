@@ -2,6 +2,7 @@
 
     OSD_HF_DATA=... python recipes/chats.py                                 # all parts
     OSD_HF_DATA=... python recipes/chats.py --parts learn --kinds alpaca gsm8k --requests 100
+    OSD_HF_DATA=... python recipes/chats.py --head DIR                      # a draft head of SmolLM2
     OSD_HF_DATA=... python recipes/chats.py --target DIR --draft DIR --requests 20 --held-out 2 --timed 1   # smoke
 
 replay    acceptance of the draft (k = 5) on the target's own answers, sampled and greedy
@@ -29,6 +30,7 @@ from tqdm import tqdm
 
 from osd_hf import OnlineAssistant, OnlineConfig, replay
 from osd_hf.acceptance import figures_of
+from osd_hf.draft_head import load_head
 from osd_hf.evaluation.benchmark import System, benchmark
 from osd_hf.loading import Pair, load_pair
 from osd_hf.recording import record_traces
@@ -111,6 +113,9 @@ def timed(args: Any, pair: Pair) -> dict[str, Any]:
         System("stock, draft", "stock", draft, draft.generation_config.num_assistant_tokens or K),
         *(make(f"osd_hf, {source}", "lean") for source, make in ours.items()),
     ]
+    if args.head:
+        head = load_head(args.head, target)
+        systems.append(System("osd_hf, head and text", "lean", head, num_assistant_tokens="auto"))
     report = benchmark(
         target, systems, sets, max_new_tokens=args.max_new_tokens, tokenizer=tokenizer, measure_costs=True,
         sampling={"alpaca, sampled": {**common.SAMPLING, "top_k": 0}}, show_progress=True,
@@ -135,18 +140,20 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=common.MAX_NEW_TOKENS)
     parser.add_argument("--target", help="folder of another target")
     parser.add_argument("--draft", help="folder of another draft")
+    parser.add_argument("--head", help="folder of a draft head, which replaces the draft; timing has both")
     parser.add_argument("--runs", type=Path, default=Path("runs/chats"), help="where finished results are kept")
     args, started = parser.parse_args(), time.time()
     if bool(args.target) != bool(args.draft):
         parser.error("--target and --draft go together")
     pair = load_pair(args.target, args.draft, dtype="float32", device="cpu") if args.target else smollm2_pair()
+    own = pair if args.head is None else pair._replace(draft=load_head(args.head, pair.target))
     sizes = f"{args.requests}-{args.held_out}-{args.timed}-{args.max_new_tokens}-{args.seed}.json"
     report: dict[str, Any] = {}
     if "replay" in args.parts:
-        report["replay"] = kept(args.runs / f"replay-{sizes}", partial(replayed, args, pair))
+        report["replay"] = kept(args.runs / f"replay-{sizes}", partial(replayed, args, own))
     if "learn" in args.parts:
         report["learn"] = {
-            kind: kept(args.runs / f"learn-{kind}-{sizes}", partial(learned, kind, args, pair)) for kind in args.kinds
+            kind: kept(args.runs / f"learn-{kind}-{sizes}", partial(learned, kind, args, own)) for kind in args.kinds
         }
     if "timing" in args.parts:
         report["timing"] = kept(args.runs / f"timing-{sizes}", partial(timed, args, pair))
