@@ -147,7 +147,11 @@ def main() -> None:
         parser.error("--target and --draft go together")
     pair = load_pair(args.target, args.draft, dtype="float32", device="cpu") if args.target else smollm2_pair()
     own = pair if args.head is None else pair._replace(draft=load_head(args.head, pair.target))
-    sizes = f"{args.requests}-{args.held_out}-{args.timed}-{args.max_new_tokens}-{args.seed}.json"
+    others = [Path(place).name for place in (args.target, args.draft, args.head) if place]
+    sizes = (
+        "-".join(map(str, (args.requests, args.held_out, args.timed, args.max_new_tokens, args.seed, *others)))
+        + ".json"
+    )
     report: dict[str, Any] = {}
     if "replay" in args.parts:
         report["replay"] = kept(args.runs / f"replay-{sizes}", partial(replayed, args, own))
