@@ -30,16 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 from common import (
+    DRAFTS,
     MAX_NEW_TOKENS,
     SAMPLING,
     TEMPLATES,
     K,
+    draft_of,
     drawing,
     greedy,
     last_share,
     load_pair,
     make_parser,
-    one_layer_draft,
     parting,
     prompts,
     run_facts,
@@ -63,7 +64,6 @@ RULES: dict[str, dict[str, Any]] = {
     "not learning": {"update_strategy": "manual"},
     "text": {"candidates": "text", "update_strategy": "manual"},
 }
-DRAFTS = ("lab", "cut", "head", "three", "eagle3")
 CHATS = "alpaca"
 BLOCK = 50  # requests resampled together
 BANDWIDTH, FLOPS, TARGET, DRAFT = 3.35e12, 4e14, 8e9, 0.6e9  # bytes/s and FLOP/s of the model, parameters
@@ -77,7 +77,7 @@ class Served:
         config = OnlineConfig(
             num_assistant_tokens="auto", compile_draft=compiled, compile_target=compiled, seed=seed, **RULES[rule]
         )
-        self.draft = pair.draft if kind == "lab" else one_layer_draft(kind, pair.target)
+        self.draft = draft_of(kind, pair)
         self.assistant = OnlineAssistant(pair.target, self.draft, pair.tokenizer, config)
         self.kind, self.rule, self.name = kind, rule, rule if kind == "lab" else f"{kind}, {rule}"
         self.seconds: list[float] = []
@@ -252,9 +252,9 @@ def main() -> None:
                 way.outcomes[outcome] += 1
                 if outcome != "identical":
                     way.parted.append({"request": i, "outcome": outcome, **parting(pair.target, prompt, *both)})
-        for way in ways:
-            static = replay_each(way.draft, ways[0].traces, K)
-            rows.append(report_on(way, np.array(alone), pair.target, static, name, args.seed))
+        originals = {way.kind: way.draft for way in ways}  # all of a kind are the same
+        static = {kind: replay_each(draft, ways[0].traces, K) for kind, draft in originals.items()}
+        rows += [report_on(way, np.array(alone), pair.target, static[way.kind], name, args.seed) for way in ways]
         for way in ways:
             way.assistant.close()
         report = {"config": OnlineConfig().to_dict(), "start_seconds": starts, "rows": rows}

@@ -97,8 +97,8 @@ def learned(kind: str, args: Any, pair: Pair) -> dict[str, Any]:
     return found
 
 
-def timed(args: Any, pair: Pair) -> dict[str, Any]:
-    """Return the speeds of all systems by data set."""
+def timed(args: Any, pair: Pair, head: Any) -> dict[str, Any]:
+    """Return the speeds of all systems by data set, with a draft head in addition unless it is `None`."""
     target, draft, tokenizer = pair
     sets: dict[str, Sequence[list[int]]] = {
         "alpaca, sampled": asked("alpaca", tokenizer, 2 * args.timed, args.seed),
@@ -113,8 +113,7 @@ def timed(args: Any, pair: Pair) -> dict[str, Any]:
         System("stock, draft", "stock", draft, draft.generation_config.num_assistant_tokens or K),
         *(make(f"osd_hf, {source}", "lean") for source, make in ours.items()),
     ]
-    if args.head:
-        head = load_head(args.head, target)
+    if head is not None:
         systems.append(System("osd_hf, head and text", "lean", head, num_assistant_tokens="auto"))
     report = benchmark(
         target, systems, sets, max_new_tokens=args.max_new_tokens, tokenizer=tokenizer, measure_costs=True,
@@ -146,12 +145,11 @@ def main() -> None:
     if bool(args.target) != bool(args.draft):
         parser.error("--target and --draft go together")
     pair = load_pair(args.target, args.draft, dtype="float32", device="cpu") if args.target else smollm2_pair()
-    own = pair if args.head is None else pair._replace(draft=load_head(args.head, pair.target))
+    head = None if args.head is None else load_head(args.head, pair.target)
+    own = pair if head is None else pair._replace(draft=head)
     others = [Path(place).name for place in (args.target, args.draft, args.head) if place]
-    sizes = (
-        "-".join(map(str, (args.requests, args.held_out, args.timed, args.max_new_tokens, args.seed, *others)))
-        + ".json"
-    )
+    facts = (args.requests, args.held_out, args.timed, args.max_new_tokens, args.seed, *others)
+    sizes = "-".join(map(str, facts)) + ".json"
     report: dict[str, Any] = {}
     if "replay" in args.parts:
         report["replay"] = kept(args.runs / f"replay-{sizes}", partial(replayed, args, own))
@@ -160,7 +158,7 @@ def main() -> None:
             kind: kept(args.runs / f"learn-{kind}-{sizes}", partial(learned, kind, args, own)) for kind in args.kinds
         }
     if "timing" in args.parts:
-        report["timing"] = kept(args.runs / f"timing-{sizes}", partial(timed, args, pair))
+        report["timing"] = kept(args.runs / f"timing-{sizes}", partial(timed, args, pair, head))
     write_report(args.name, {"sampling": common.SAMPLING, **report}, seed=args.seed, **run_facts(started))
 
 

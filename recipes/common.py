@@ -46,6 +46,7 @@ RESULTS = Path(os.environ.get("OSD_HF_RESULTS", Path(__file__).parent / "results
 MAX_NEW_TOKENS = 96
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}  # of everyday chats
 HELD_OUT_ROWS = 400  # the last rows of `alpaca`, which no draft is trained on
+DRAFTS = ("lab", "cut", "head", "three", "eagle3")  # see `draft_of`
 K = 5  # drafted tokens per round, in all figures that are compared
 
 
@@ -92,9 +93,14 @@ def one_layer_draft(kind: str, target: Any) -> Any:
     if kind == "eagle3":
         return new_eagle3_head(target)
     cut, count = copy_layers(target, [0]), target.config.num_hidden_layers
-    return (
-        cut if kind == "cut" else DraftHead.from_draft(cut, target, [-1] if kind == "head" else [2, count // 2, count])
-    )
+    if kind == "cut":
+        return cut
+    return DraftHead.from_draft(cut, target, [-1] if kind == "head" else [2, count // 2, count])
+
+
+def draft_of(kind: str, pair: Pair) -> Any:
+    """Return the draft of the pair (`"lab"`), or another one for its target, as in [`one_layer_draft`]."""
+    return pair.draft if kind == "lab" else one_layer_draft(kind, pair.target)
 
 
 def rows(name: str) -> list[dict[str, Any]]:

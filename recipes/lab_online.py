@@ -26,16 +26,17 @@ from typing import Any
 
 import numpy as np
 from common import (
+    DRAFTS,
     MAX_NEW_TOKENS,
     TEMPLATES,
     K,
+    draft_of,
     equal_counts,
     gain,
     kept,
     last_share,
     load_pair,
     make_parser,
-    one_layer_draft,
     prompts,
     recorded,
     run_facts,
@@ -53,7 +54,6 @@ from osd_hf.learning.weights import shared_ends
 from osd_hf.replay import redraft, replay_each
 
 PAPER_RATES = (1e-4, 3e-4, 1e-3)
-KINDS = ("lab", "cut", "head", "three", "eagle3")
 
 
 def repeated(trace: Trace, n: int = 4) -> np.ndarray:
@@ -133,8 +133,7 @@ def by_depth(traces: Sequence[Trace]) -> list[float]:
 
 def of_kind(kind: str, steps: int, traces: list[Trace], pair: Any, seed: int) -> dict[str, Any]:
     """Return the result of one pass of a draft that learns with so many steps per update."""
-    draft = pair.draft if kind == "lab" else one_layer_draft(kind, pair.target)
-    split = round(len(traces) * 0.8)
+    draft, split = draft_of(kind, pair), round(len(traces) * 0.8)
     static = replay_each(draft, traces, K)
     config = OnlineConfig(gate=False, seed=seed, steps_per_update=steps, compile_draft=False)
     # What a draft shares with its target does not learn, as in an `OnlineAssistant`.
@@ -182,7 +181,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=20, help="of the offline ceiling; 0 = leave it out")
     parser.add_argument("--rates", type=float, nargs="*", default=PAPER_RATES, help="of the paper's rule")
-    parser.add_argument("--drafts", nargs="+", choices=KINDS, help="kinds of drafts to compare")
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, help="kinds of drafts to compare")
     parser.add_argument("--runs", type=Path, default=Path("runs/lab_online"), help="where finished runs are kept")
     parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
     args = parser.parse_args()
