@@ -353,6 +353,8 @@ class OnlineAssistant:
                 'Earlier text is kept with `num_assistant_tokens="auto"`, `candidates` "both" or "text", '
                 'and the `text_scope` "owner" or "domain". Set these.'
             )
+        if domain is not None and self.config.text_scope != "domain":
+            raise ConfigError('A `domain` has text with `text_scope="domain"` alone. Set that, or leave `domain` out.')
         tokens, size = [int(token) for token in token_ids], vocab_size_of(unwrap(self.target))
         if odd := [token for token in tokens if not 0 <= token < size]:
             raise ConfigError(f"Tokens of the target are from 0 to {size - 1}, got {odd[0]}. Use its own tokenizer.")
@@ -378,7 +380,7 @@ class OnlineAssistant:
             domain (`str`, *optional*): Domain of the draft; by default the one with the most new requests.
 
         Raises:
-            LearnerError: The update failed, or there is nothing to learn from.
+            LearnerError: The update failed, or the drafts are per domain and none has a request to learn from.
         """
         return self._live.update(steps, domain)
 

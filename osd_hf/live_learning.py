@@ -46,7 +46,9 @@ OTHER_DRAFT = (
     "A request drafts with another model than the assistant's, which never learns. Pass "
     "`assistant_model=assistant.draft`."
 )
-TIMED_REQUESTS = 16  # after which a draft that is slower than its target is reported
+UNLOADED = "The session in %s is not loaded, and the next save replaces it. Call `load_state` first."
+UNROUTED = "%d requests came without a domain, and only drafts of domains learn. Pass `domain=`, or no router."
+TIMED_REQUESTS = 16  # after which a draft that is slower than its target, or never learns, is reported
 
 
 class Failures:
@@ -174,6 +176,7 @@ class LiveLearning:
         self.router = router
         self.tokenizer = tokenizer
         self.autosave = autosave
+        self._replaces = autosave is not None and session.has_session(autosave)  # a session that was not loaded
         self.static = static
         self.accelerator = accelerator  # its trackers log the updates
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
@@ -260,6 +263,9 @@ class LiveLearning:
         if self.is_closed:
             return
         # Requests of a target that changed while it answered have no rows.
+        if learn and self._replaces:
+            self._replaces = False
+            logger.warning(UNLOADED, self.autosave)
         if learn and store is not None and (trace.num_kept or not len(trace)):
             with self.failures.kept(LOGGING):
                 store.append(trace)
@@ -269,6 +275,8 @@ class LiveLearning:
                 self.learner.observe(trace.domain, trace, learn=learn)
             if self.tally.requests == TIMED_REQUESTS:
                 self._warn_of_slow_draft()
+                if self.drafts.per_domain and set(self.tally.by_domain()) == {None}:
+                    logger.warning(UNROUTED, TIMED_REQUESTS)
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":
@@ -352,6 +360,8 @@ class LiveLearning:
                 f"The update failed ({error!r}). The draft serves as before, and no request is lost. Fix the cause, "
                 "then call again."
             ) from error
+        if not report.steps and report.decision is None:
+            logger.warning("The update changed nothing: there was nothing to learn from. Serve requests before it.")
         return self._finish_update(report)
 
     def pause(self, is_paused: bool) -> None:
@@ -436,6 +446,7 @@ class LiveLearning:
         """Load a saved session; raises StateError, with nothing changed, if that fails."""
         with self.traffic.alone(), self._taking_in:
             facts = session.load_session(directory, self.learner, self.router)
+            self._replaces &= self.autosave is None or directory.resolve() != self.autosave.resolve()
             self.tally.load(facts)
             version = target_version(self.target)
             if not self.drafts.per_domain:
@@ -461,6 +472,8 @@ class LiveLearning:
             with self.failures.kept(SAVING):
                 self.save(self.autosave)
         if store is not None:
+            if not self.tally.requests:
+                logger.warning("Nothing was stored: no request was seen. See `generate` and `attached`.")
             with self.failures.kept(LOGGING):
                 store.flush()
         if self.accelerator.trackers:  # ending also ends the process group, which may be a trainer's

@@ -71,7 +71,7 @@ class RolloutAssistant(TrainerCallback):
         self._calls = 0  # since the last log
         self._seconds = 0.0  # of generation, since the last log
         self._learned = 0.0  # seconds of learning at the last log
-        self._is_open = self._drafts = False
+        self._is_open = self._drafts = self._has_generated = False
         self._has_stepped = False
         weakref.finalize(self, self._block.close)
 
@@ -90,7 +90,7 @@ class RolloutAssistant(TrainerCallback):
         self.assistant = OnlineAssistant(unwrap(model), self.draft, tokenizer, self.config, **self._kwargs)
         self.assistant.drafts.set_pace(min_effort=MIN_EFFORT, target_lag=TARGET_LAG)
         self._block.enter_context(taken_over(model, self._answer))
-        self._is_open = self._drafts = True
+        self._is_open, self._drafts, self._has_generated = True, True, False
         self._calls, self._seconds, self._learned = 0, 0.0, 0.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,6 +125,8 @@ class RolloutAssistant(TrainerCallback):
     def _end(self) -> None:
         self._block.close()
         if self.assistant is not None and self._is_open:
+            if not self._has_generated:
+                logger.warning("The policy generated nothing in this training, so nothing was drafted or learned.")
             try:
                 self.assistant.close()
             except LearnerError as error:
@@ -149,6 +151,9 @@ class RolloutAssistant(TrainerCallback):
         assert self.assistant is not None
         began, learned = time.perf_counter(), self.assistant.learning_seconds
         self._calls += 1
+        self._has_generated = True
+        if len(args) > 1:
+            log_once(self.assistant.target, "A call with a positional configuration is not drafted. Pass it by name.")
         try:
             if self._has_stepped:
                 self._has_stepped = False

@@ -51,6 +51,8 @@ def test_answers_are_counted_continued_and_stored_once(tmp_path: Path, caplog: p
     # The same answers again: it ends, and says so.
     last = sampled(10**6, sampling={"top_k": 1})
     assert last["tokens"] < 10**6 and last["duplicates"] and "repeat themselves" in caplog.text
+    warned = [m for m in caplog.messages if "sampled otherwise" in m]  # by the last run alone
+    assert len(warned) == 1 and warned[0].endswith("answers in the store were sampled otherwise than by {'top_k': 1}.")
 
 
 def test_sampling_is_the_targets_own_unless_changed() -> None:

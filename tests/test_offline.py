@@ -663,6 +663,7 @@ def test_text_without_a_tokenizer_is_refused(t5_pair: Any, tmp_path: Any) -> Non
         ({"num_assistant_tokens": 0}, "`num_assistant_tokens` must be at least 1"),
         ({"metric_for_best_model": "accuracy"}, "`metric_for_best_model` must be one of alpha, block_efficiency"),
         ({"packing": True}, "`packing` must be left alone"),
+        ({"optimizer": "muon", "weight_decay": 0.1}, "`weight_decay` must be left alone unless `optimizer` is adamw"),
         ({"use_liger_kernel": True}, "`use_liger_kernel` must be left alone"),
     ],
 )

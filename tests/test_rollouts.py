@@ -228,6 +228,7 @@ def test_a_training_that_breaks_off_leaves_a_policy_that_answers_as_ever(caplog:
     beams = {"num_beams": 2, "num_return_sequences": 2}
     assert len(policy.generate(models.prompt(), **given, **beams)) == 2
     assert policy.generate(models.prompt(), GenerationConfig(max_new_tokens=1)).shape == (1, 7)
+    assert caplog.text.count("A call with a positional configuration is not drafted. Pass it by name.") == 1
     assert caplog.text.count("generates without a draft") == 1
     # Nor does it meddle where the caller brings a draft.
     assert torch.equal(policy.generate(models.prompt(), **given, assistant_model=pair()[1]), drafted)
@@ -263,8 +264,10 @@ def test_what_cannot_be_drafted_is_left_alone(
     assert (methods() == before) == (why is not None)
     assert ("Rollouts are not drafted" in caplog.text) == (why is not None)
     assert why is None or why in caplog.text
+    assert "generated nothing" not in caplog.text
     rollout.on_train_end(None, None, None)
     assert methods() == before
+    assert ("The policy generated nothing in this training" in caplog.text) == (why is None)
 
 
 @pytest.mark.parametrize("by", ["accelerate launch", "its weights"])

@@ -216,6 +216,8 @@ def test_resuming_with_other_settings_names_them(straight, pair, prompts, capsys
     for name in ("config.replay_fraction was 0.75, is 0.1", "requests was 14, is 9", "draft was", "fingerprint"):
         assert name in message
     assert "batch_size" not in message
+    assert main(arguments(pair, prompts, straight, "--resume", "--paper")) == 2
+    assert "paper was None, is True" in capsys.readouterr().err
 
 
 def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):

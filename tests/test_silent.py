@@ -11,6 +11,7 @@ import pytest
 from transformers import pipeline
 
 from osd_hf import CorrectionStore, LabelRouter, OnlineAssistant, OnlineConfig, Trace, capture_traces
+from osd_hf.errors import ConfigError
 
 Log = pytest.LogCaptureFixture
 
@@ -129,3 +130,84 @@ def test_a_callback_that_is_never_called_and_settings_without_an_effect(caplog: 
         ids = models.prompt()
         assistant.generate(ids, **models.greedy(ids, max_new_tokens=6))
     assert_said_once(caplog, "`on_update` was never called: 1 requests, and no update.")
+
+
+def learning(**changes: Any) -> OnlineConfig:
+    return OnlineConfig(num_assistant_tokens=5, update_strategy="manual", gate=False, **changes)
+
+
+def serve(assistant: OnlineAssistant, number: int = 1, **settings: Any) -> None:
+    for ids in models.prompts(number):
+        assistant.generate(ids, **models.greedy(ids, max_new_tokens=6), **settings)
+
+
+def test_a_session_in_the_autosave_folder_that_is_not_loaded(tmp_path: Path, caplog: Log) -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, None, learning(), autosave=tmp_path) as assistant:
+        serve(assistant)
+    assert not caplog.messages
+    with OnlineAssistant(target, draft, None, learning(), autosave=tmp_path) as assistant:
+        assistant.load_state(tmp_path)
+        serve(assistant)
+    assert not caplog.messages
+    with OnlineAssistant(target, draft, None, learning(), autosave=tmp_path) as assistant:
+        serve(assistant, learn=False)
+        assert not caplog.messages
+        serve(assistant, 2)
+    assert_said_once(caplog, f"The session in {tmp_path} is not loaded, and the next save replaces it.")
+
+
+def test_a_loaded_session_learns_with_the_configured_rate(tmp_path: Path) -> None:
+    target, draft = models.pair(noise=0.3)
+    moved = []
+    for rate in (1e-3, 1e-9):
+        assistant = OnlineAssistant(target, draft, None, learning(learning_rate=rate, weight_average=0.0))
+        if moved:
+            assistant.load_state(tmp_path)
+        before = models.weights(assistant.draft)
+        serve(assistant, 4)
+        assistant.update(1)
+        after = models.weights(assistant.draft)
+        moved.append(max(float((after[name] - before[name]).abs().max()) for name in before))
+        assistant.save_state(tmp_path)
+    assert moved[0] > 1e-4 and moved[1] < 1e-6
+
+
+def test_drafts_of_domains_without_a_labeled_request(caplog: Log) -> None:
+    target, draft = models.pair()
+    for labels in ([None] * 20, [None] * 15 + ["sql"] + [None] * 4):
+        assistant = OnlineAssistant(target, draft, None, learning(), router=LabelRouter())
+        for label in labels:
+            serve(assistant, domain=label)
+    assert_said_once(caplog, "16 requests came without a domain, and only drafts of domains learn. Pass `domain=`")
+
+
+def test_an_update_without_requests_and_a_store_without_traces(tmp_path: Path, caplog: Log) -> None:
+    target, draft = models.pair()
+    with OnlineAssistant(target, draft, None, learning(), store=tmp_path) as assistant:
+        version = assistant.update().version
+        assert version == 0
+        assert_said_once(caplog, "The update changed nothing: there was nothing to learn from.")
+        assert not [message for message in caplog.messages if "stored" in message]
+    assert_said_once(caplog, "Nothing was stored: no request was seen.")
+    caplog.clear()
+    with OnlineAssistant(target, draft, None, learning(), store=tmp_path) as assistant:
+        serve(assistant, 4)
+        assistant.update()
+    assert not caplog.messages
+
+
+def test_text_of_a_domain_that_no_other_owner_may_use() -> None:
+    target, draft = models.pair()
+    assistant = OnlineAssistant(target, draft)
+    assistant.remember([1, 2, 3])
+    with pytest.raises(ConfigError, match='`text_scope="domain"` alone'):
+        assistant.remember([1, 2, 3], domain="sql")
+    OnlineAssistant(target, draft, None, OnlineConfig(text_scope="domain")).remember([1, 2, 3], domain="sql")
+
+
+def test_a_tracker_that_is_not_installed_beside_one_that_is(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    target, draft = models.pair()
+    with pytest.raises(ConfigError, match="`report_to`: swanlab is not installed"):
+        OnlineAssistant(target, draft, report_to=["tensorboard", "swanlab"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import deque
@@ -32,6 +33,8 @@ from osd_hf.store.store import CorrectionStore
 from osd_hf.trace import Trace
 from osd_hf.utils.context import choose_threads
 from osd_hf.utils.report import make_folder, provenance, write_report
+
+logger = logging.getLogger(__name__)
 
 RequestStream = list[tuple[str, list[int]]]  # data set and token ids of each request that is learned from
 EncodedSets = dict[str, list[list[int]]]  # data set -> token ids of each prompt
@@ -331,6 +334,8 @@ def _score_recorded(settings: BenchSettings) -> int:
     sources = _drafts_by_name(settings)
     needs_target = any(is_head(source, **settings.draft_fetching) for source in sources.values())
     target = settings.load_target()[0] if needs_target and settings.target else None
+    if settings.target and not needs_target:
+        logger.warning("--target has no effect: these drafts replay the store without it.")
     for name, source in sources.items():
         draft = load_draft(source, target, device_map=settings.device_map, **settings.draft_loading)
         compared = Comparison([trace.domain for trace in traces], {"static": replay_each(draft, traces, k)})

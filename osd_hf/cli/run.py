@@ -102,6 +102,7 @@ class RunSettings(PromptSettings, ServedPairSettings, Reporting):
         return {
             **{name: self.place(name) or self.pair for name in SOURCES},
             **({"draft": "own head"} if self.own_head or not (self.pair or self.draft) else {}),
+            **({"paper": True} if self.paper else {}),
             "requests": len(encoded.prompts),
             "prompts_fingerprint": prompts_digest(encoded.prompts),
             "dtype": "float32" if self.pair else self.dtype,

@@ -55,7 +55,7 @@ def sample_answers(
     [`is_held_out`] are answered once greedily and once by sampling. Returns counts: `tokens` and `answers` in the
     store, without held-out ones, and the `duplicates` of this run.
     """
-    known, times, counts = set[bytes](), Counter[tuple[bytes, bool]](), Counter[str]()
+    known, times, counts, others = set[bytes](), Counter[tuple[bytes, bool]](), Counter[str](), 0
 
     def add(trace: Trace) -> bool:
         """Count an answer; return whether it is new."""
@@ -71,6 +71,10 @@ def sample_answers(
 
     for trace in store:
         add(trace)
+        earlier = {name: trace.sampling.get(name, no) for name, no in NO_WARPING.items()}
+        others += trace.is_sampled and earlier != {**NO_WARPING, **sampling}
+    if others:
+        logger.warning("%d answers in the store were sampled otherwise than by %s.", others, dict(sampling))
     asked = {np.asarray(ids, np.int32).tobytes(): list(ids) for ids in prompts}
     held = [prompt for prompt, ids in asked.items() if is_held_out(ids)][:MAX_HELD_OUT]
     training = [prompt for prompt, ids in asked.items() if not is_held_out(ids)]

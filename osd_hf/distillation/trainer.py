@@ -52,6 +52,7 @@ except ImportError as error:
 # TRL's settings with a meaning here; its others prepare text or load models.
 _OF_TRL = {"beta", "disable_dropout", "lmbda", "max_new_tokens", "temperature", "trust_remote_code"}
 _UNSUPPORTED = {"deepspeed", "label_smoothing_factor", "use_liger_kernel"}
+_OF_ADAMW = ("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _WITHOUT_MEANING = sorted(
     {f.name for f in fields(GKDConfig)} - {f.name for f in fields(TrainingArguments)} - _OF_TRL | _UNSUPPORTED
 )
@@ -111,6 +112,8 @@ class DistillConfig(GKDConfig):
         for name, other, value in (("lmbda", "sample_source", "mix_request"), ("beta", "divergence", "jsd")):
             is_used = getattr(self, other) == value or getattr(self, name) == defaults[name]
             must(name, is_used, f"left alone unless `{other}` is {value}")
+        for name in _OF_ADAMW if self.optimizer == "muon" else ():
+            must(name, getattr(self, name) == defaults[name], "left alone unless `optimizer` is adamw")
         self.hub_private_repo = self.hub_private_repo is not False
         if self.resume_from_checkpoint in ("true", "false"):  # as a flag says it
             self.resume_from_checkpoint = self.resume_from_checkpoint == "true"  # type: ignore[assignment]

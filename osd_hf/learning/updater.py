@@ -392,7 +392,10 @@ class Updater:
             for name, averaged in self.averaged.items():
                 averaged.copy_(state["averaged"][name])
             for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
+                rates = [group["lr"] for group in optimizer.param_groups]  # configured now
                 optimizer.load_state_dict(saved_optimizer)
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
         self.kept_steps = int(state["kept_steps"])
         self.version = int(state["version"])
         self.buffer.rng.bit_generator.state = state["rng"]
@@ -498,9 +501,11 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
         accelerator = Accelerator(log_with=names, project_config=project, **settings)
     except ValueError as error:
         raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
+    found = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
+    missing = [name for name in names if name not in ("all", *found)] or names * (not found)
+    if missing:
+        raise ConfigError(f"`report_to`: {', '.join(missing)} is not installed. Install it, for example trackio.")
     accelerator.init_trackers("osd_hf", config=config.to_dict())
-    if not accelerator.trackers:
-        raise ConfigError(f"`report_to={report_to!r}` finds no tracker installed; try `pip install trackio`.")
     return accelerator
 
 
