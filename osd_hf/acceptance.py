@@ -20,6 +20,7 @@ MAX_REQUESTS = 1024  # newest requests with individual counts
 MAX_DOMAINS = 1024  # domains with counts of their own, as labels may come from strangers
 UNTIMED = (0.0, 0.0, 0.0, 0.0)
 DRAFTS = ("learned", "original")  # that are replayed over time
+REPLAYED_REQUESTS = 50  # newest compared requests, over which the replay of both drafts is shown
 NORMAL_QUANTILE = 1.959964  # of a 95% interval, in standard errors
 
 _TEXT_COUNTS = ("text_drafted", "text_examined", "text_accepted")
@@ -191,13 +192,12 @@ class AcceptanceStats:
             parts.append(f"acceptance {self.alpha:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"))
         parts.append(f"{self.num_requests} request{'' if self.num_requests == 1 else 's'}")
         for name, rates in replayed.items():
-            parts.append(
-                f"the {name} draft alone, replayed: {rates['block_efficiency']:.2f} tokens per target forward"
-            )
-            parts[-1] += f" (acceptance {rates['alpha']:.3f})"
+            count = min(len(self.curves[name]), REPLAYED_REQUESTS)
+            parts.append(f"the {name} draft alone, replayed on {count} requests: ")
+            parts[-1] += f"{rates['block_efficiency']:.2f} tokens per target forward (acceptance {rates['alpha']:.3f})"
         return ", ".join(parts)
 
-    def replayed(self, window: int = 50) -> dict[str, dict[str, float]]:
+    def replayed(self, window: int = REPLAYED_REQUESTS) -> dict[str, dict[str, float]]:
         """Return tokens per target forward (`block_efficiency`) and `alpha` of the learned and the original draft, by
         replay of the last `window` compared requests at a fixed k; empty before a version was compared."""
         rows = {name: self.curves[name][-window:].sum(0) for name in DRAFTS if len(self.curves.get(name, ()))}
@@ -220,8 +220,9 @@ class AcceptanceStats:
         for name, color in zip(DRAFTS, (LEARNING, FROZEN), strict=True):
             if len(rows := self.curves.get(name, np.zeros((0, 5)))):
                 curve = pooled(rows[:, 3:], window)
-                axes.plot(rows[:, 0], curve, color=color, lw=1.4, ls="--", label=f"{name} draft alone, replayed")
-                axes.legend(loc="upper left", frameon=False, fontsize=8)
+                style = {"ls": "--", "lw": 1.4, "marker": "." if len(rows) < 3 else None}
+                axes.plot(rows[:, 0], curve, color=color, label=f"{name} draft alone, replayed", **style)
+                axes.legend(frameon=False, fontsize=8)
         for axes in lower:
             axes.plot(speed[:, 0], pooled(speed[:, 1:], window), color=LEARNING, lw=2)
             axes.axhline(1, color="black", lw=1)
@@ -404,9 +405,12 @@ class Tally:
             requests, stats = self.requests, dict(self._by_domain)
         return {"requests": requests, "stats": [[domain, s.to_dict()] for domain, s in stats.items()]}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
+    def load(self, state: dict[str, Any]) -> int:
+        """Continue from a state; returns its number of requests since the last reset."""
         with self._lock:
             self.requests = int(state["requests"])
             self._by_domain = {domain: AcceptanceStats.from_dict(stats) for domain, stats in state["stats"]}
             self._recent = AcceptanceStats()
+            counted = sum(stats.num_requests for stats in self._by_domain.values())
+            self._timed = deque([(counted, 0.0, 0.0)], MAX_REQUESTS)
+            return counted

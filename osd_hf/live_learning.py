@@ -47,8 +47,8 @@ OTHER_DRAFT = (
     "`assistant_model=assistant.draft`."
 )
 UNLOADED = "The session in %s is not loaded, and the next save replaces it. Call `load_state` first."
-UNROUTED = "%d requests came without a domain, and only drafts of domains learn. Pass `domain=`, or no router."
-TIMED_REQUESTS = 16  # after which a draft that is slower than its target, or never learns, is reported
+UNROUTED = "%d requests came without a domain, and only drafts of domains learn. Pass `domain=`, or another router."
+TIMED_REQUESTS, ROUTED_REQUESTS = 16, 32  # after which slow drafts, and drafts without a domain, are reported
 
 
 class Failures:
@@ -275,8 +275,9 @@ class LiveLearning:
                 self.learner.observe(trace.domain, trace, learn=learn)
             if self.tally.requests == TIMED_REQUESTS:
                 self._warn_of_slow_draft()
-                if self.drafts.per_domain and set(self.tally.by_domain()) == {None}:
-                    logger.warning(UNROUTED, TIMED_REQUESTS)
+            is_due = self.tally.requests == ROUTED_REQUESTS and self.drafts.per_domain
+            if is_due and set(self.tally.by_domain()) == {None}:
+                logger.warning(UNROUTED, ROUTED_REQUESTS)
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":
@@ -447,7 +448,8 @@ class LiveLearning:
         with self.traffic.alone(), self._taking_in:
             facts = session.load_session(directory, self.learner, self.router)
             self._replaces &= self.autosave is None or directory.resolve() != self.autosave.resolve()
-            self.tally.load(facts)
+            self.learner.observed = self.tally.load(facts)
+            self.learner.replayed.clear()
             version = target_version(self.target)
             if not self.drafts.per_domain:
                 self.learner.set_target_version(version)

@@ -167,7 +167,7 @@ def test_what_is_counted_stays_small_however_many_requests_and_domains_there_are
     assert len(tally.by_domain()) == MAX_DOMAINS
     assert tally.total().num_requests == tally.requests
     again = Tally()
-    again.load(json.loads(json.dumps(tally.state())))
+    assert again.load(json.loads(json.dumps(tally.state()))) == tally.requests
     assert again.by_domain() == tally.by_domain()
     assert again.total().alpha_interval == tally.total().alpha_interval
 

@@ -314,7 +314,7 @@ def test_stats_are_drawn() -> None:
     assert (axes.get_ylabel(), axes.get_xlabel()) == ("tokens per target forward", "request (each point: the last 4)")
 
 
-def test_the_learned_and_the_original_draft_are_drawn_and_named_by_replay() -> None:
+def test_the_learned_and_the_original_draft_are_drawn_and_named_by_replay(tmp_path: Path) -> None:
     target, draft = models.pair()
     config = OnlineConfig(update_strategy="manual", gate=True, steps_per_update=40, learning_rate=3e-3)
     assistant = OnlineAssistant(target, draft, models.tokenizer(), config)
@@ -324,13 +324,26 @@ def test_the_learned_and_the_original_draft_are_drawn_and_named_by_replay() -> N
             assistant.update()
     replayed = assistant.stats.replayed()
     assert replayed["learned"]["block_efficiency"] > replayed["original"]["block_efficiency"] >= 1
-    assert "the original draft alone, replayed: " in repr(assistant.stats)
+    assert f"the original draft alone, replayed on {len(assistant.stats.curves['original'])} requests: " in repr(
+        assistant.stats
+    )
     curves = assistant.stats.curves
     assert curves["learned"][:, 0].tolist() == curves["original"][:, 0].tolist() != []
     upper, *lower = assistant.stats.plot().axes
     names = ["served", "learned draft alone, replayed", "original draft alone, replayed"]
     assert [text.get_text() for text in upper.get_legend().get_texts()] == names
     assert [axes.get_ylabel() for axes in lower] == ["speed-up"] * bool(curves["speedup"][:, 2:].any())
+    # The curves of a loaded session continue behind the requests that it has served.
+    assistant.save_state(tmp_path)
+    again = OnlineAssistant(target, draft, models.tokenizer(), config)
+    again.load_state(tmp_path)
+    for i in range(4):
+        answer(again.generate, again.tokenizer, do_sample=False, max_new_tokens=16 + i % 2)
+    again.update()
+    later = again.stats
+    assert later.num_requests == 28
+    assert later.curves["learned"][:, 0].min() > 24
+    assert len(later.curves["speedup"]) == 0 or later.curves["speedup"][:, 0].min() > 24
     assistant.reset_stats()
     assert assistant.stats.replayed() == {} and not len(assistant.stats.curves["speedup"])
 

@@ -175,11 +175,11 @@ def test_a_loaded_session_learns_with_the_configured_rate(tmp_path: Path) -> Non
 
 def test_drafts_of_domains_without_a_labeled_request(caplog: Log) -> None:
     target, draft = models.pair()
-    for labels in ([None] * 20, [None] * 15 + ["sql"] + [None] * 4):
+    for labels in ([None] * 36, [None] * 31 + ["sql"] + [None] * 4):
         assistant = OnlineAssistant(target, draft, None, learning(), router=LabelRouter())
         for label in labels:
             serve(assistant, domain=label)
-    assert_said_once(caplog, "16 requests came without a domain, and only drafts of domains learn. Pass `domain=`")
+    assert_said_once(caplog, "32 requests came without a domain, and only drafts of domains learn. Pass `domain=`")
 
 
 def test_an_update_without_requests_and_a_store_without_traces(tmp_path: Path, caplog: Log) -> None:
