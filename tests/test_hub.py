@@ -177,7 +177,7 @@ def test_an_adapter_is_published_alone(tmp_path: Path) -> None:
 
 def test_a_card_without_figures_claims_none() -> None:
     card = draft_card("me/draft", DraftFacts())
-    assert "Not measured." in card.text
+    assert "Not measured by `osd-hf push`." in card.text
     assert card.data.eval_results is None
     assert card.data.base_model is None
 
