@@ -547,13 +547,15 @@ def test_what_fails_is_told_and_logged(
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_path: Path) -> None:
+def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_path: Path, capsys: Any) -> None:
     flags = ["--pair", "bundled", "--port", "0", "--threads", "1", "--state-dir", str(tmp_path / "session")]
     with open(tmp_path / "log", "w") as log:
         command = [sys.executable, "-m", "osd_hf.cli.main", "serve", *flags]
         process = ModuleProcess(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ)
     line = process.stdout.readline()
     assert line.startswith("bundled is served at http://127.0.0.1:"), (tmp_path / "log").read_text()
+    with pytest.raises(ConfigError, match="Another server saves to .*session. Choose another folder."):
+        serve_command(*make_parser(flags).parse_settings(flags))
     body = {"messages": user("What is net income?"), "stream": True}
     address = f"{line.split()[-1]}/chat/completions"
     with httpx2.stream("POST", address, json=body, timeout=LONG) as response:
@@ -567,6 +569,7 @@ def test_a_server_that_is_told_to_stop_ends_what_runs_and_saves_its_session(tmp_
     assert json.loads(told[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
     with open_assistant(*make_parser(flags).parse_settings(flags)) as assistant:  # as the next one begins
         assert assistant.stats.num_requests == 1
+    assert f"continues {tmp_path / 'session'}: 1 requests, draft version 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -220,6 +220,17 @@ def test_resuming_with_other_settings_names_them(straight, pair, prompts, capsys
     assert "paper was None, is True" in capsys.readouterr().err
 
 
+def test_resuming_a_complete_run_keeps_its_report(pair, prompts, tmp_path):
+    more = ["--num-requests", "2"]
+    assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0
+    place = tmp_path / "run" / "report.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "speedup": 1.25}))
+    assert main(["run", "--resume", "--output-dir", str(tmp_path / "run")]) == 0
+    report = json.loads(place.read_text())
+    assert (report["speedup"], report["overall"]["requests"]) == (1.25, 2)
+    assert report["settings"]["config.update_strategy"] == "manual"
+
+
 def test_a_journal_that_lost_lines_is_refused(pair, prompts, tmp_path, capsys):
     more = ["--num-requests", "5"]
     assert main(arguments(pair, prompts, tmp_path / "run", *more)) == 0

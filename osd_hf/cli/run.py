@@ -132,9 +132,9 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     pair = target, draft, tokenizer = settings.load_pair()
     room = prompt_room(target.config, draft.config, settings.max_new_tokens)
     encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
+    config = replace(config, update_strategy="manual")
     identity = settings.identity(config, encoded)
     _check_folder(folder, identity, resume=settings.resume)
-    config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, {**identity, "flags": settings.flags(config)})
     try:
@@ -159,6 +159,9 @@ def _report(
     """Write and show the report of a run."""
     folder, identity = settings.output_dir, facts["settings"]
     frozen_is = "expected by replay on the sampled answers" if settings.do_sample else "exact but for rounding"
+    if speedup is None:  # nothing was left to serve
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            speedup = json.loads((folder / "report.json").read_text())["speedup"]
     places = {n: Path(v).name for n, v in identity.items() if isinstance(v, str) and Path(v).is_absolute()}
     report = {
         **facts,

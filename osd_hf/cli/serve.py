@@ -30,10 +30,12 @@ from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.learning.session import has_session
 from osd_hf.models import input_device
 from osd_hf.utils.context import choose_threads
+from osd_hf.utils.disk import hold_lock, make_private_folder
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = "Who are you?", 8
+LOCK = ".serve.lock"
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")  # names of this machine for itself
 CANCEL_SECONDS = 2.0  # to tell clients that their requests are cut off
 
@@ -91,7 +93,12 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     if key is None and not running.is_local:
         logger.warning("Other machines can reach %s without a key: set one by --api-key-file.", running.address)
     hosts = (*LOCAL_HOSTS, settings.host) if key is None and running.is_local else ()
+    state = settings.state_dir if settings.learn else None
+    lock = None
     try:
+        if state is not None:
+            make_private_folder(state.expanduser())
+            lock = hold_lock(state.expanduser() / LOCK, f"Another server saves to {state}. Choose another folder.")
         service = server.Service(
             open_assistant(settings, config),
             settings.name,
@@ -116,8 +123,9 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
         on_stop=stop,
     )
     service.close()
-    if settings.learn and settings.state_dir is not None:
-        print(f"osd-hf: the state is saved in {settings.state_dir}", file=sys.stderr)
+    if lock is not None:
+        lock.release()
+        print(f"osd-hf: the state is saved in {state}", file=sys.stderr)
     return 0
 
 
@@ -135,4 +143,6 @@ def open_assistant(settings: ServeSettings, config: OnlineConfig) -> OnlineAssis
     assistant.reset_stats()
     if session is not None and has_session(session):
         assistant.load_state(session)
+        served, version = assistant.stats.num_requests, assistant.version
+        print(f"osd-hf: continues {session}: {served} requests, draft version {version}", file=sys.stderr)
     return assistant
