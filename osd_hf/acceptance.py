@@ -190,6 +190,8 @@ class AcceptanceStats:
         if not replayed and self.examined:  # served acceptance falls where text proposes the easy tokens
             low, high = self.alpha_interval
             parts.append(f"acceptance {self.alpha:.3f}" + ("" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"))
+        if self.text_accepted:
+            parts.append(f"{self.accepted:.0f} tokens from the draft and {self.text_accepted:.0f} from earlier text")
         parts.append(f"{self.num_requests} request{'' if self.num_requests == 1 else 's'}")
         for name, rates in replayed.items():
             count = min(len(self.curves[name]), REPLAYED_REQUESTS)

@@ -194,6 +194,8 @@ def test_repr_reads_well():
         repr(requests([(3, 4)] * 5)) == "4.00 tokens per target forward, acceptance 0.750 [0.750, 0.750], 5 requests"
     )
     assert str(request(3, 4)) == "4.00 tokens per target forward, acceptance 0.750, 1 request"
+    text = AcceptanceStats.from_counts(examined=4, accepted=3, emitted=9, target_forwards=3, text_accepted=5)
+    assert "acceptance 0.750, 3 tokens from the draft and 5 from earlier text, 1 request" in str(text)
     assert repr(AcceptanceStats()) == "0 requests"
 
 
