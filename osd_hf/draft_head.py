@@ -37,13 +37,23 @@ from osd_hf.head_checkpoints import (
     speculators_config,
     their_name,
 )
-from osd_hf.models import SHARED_SETTING, config_value, model_masks, output_head, set_fixed_k, unwrap
+from osd_hf.models import (
+    SHARED_SETTING,
+    config_value,
+    model_masks,
+    output_head,
+    set_fixed_k,
+    unwrap,
+    vocab_size_of,
+)
 from osd_hf.trace import Trace
 from osd_hf.utils.context import neutral_context
 
 DEPTH_WEIGHT = 0.8  # of a drafted token in the loss, relative to the one before
 ABSENT = 20.0  # a token that an output head lacks has this much less log-mass than all others together
 TRAINED_DEPTH = 3  # tokens of a round that the loss unrolls
+STATE_EPS = 1e-6
+STATE_SCALE = 5.0  # of states that a new head reads, relative to embeddings, by their root mean squares
 MAX_KEPT_BYTES = 256 << 20  # of the states of all traces; those of the oldest are dropped, and recomputed when needed
 
 _kept: WeakKeyDictionary[Trace, tuple[list[int], Tensor]] = WeakKeyDictionary()  # layers and states, oldest first
@@ -128,6 +138,15 @@ def joined(hidden_states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
 # --- the head --------------------------------------------------------------------------------------------------------
 
 
+@neutral_context()
+@torch.no_grad()
+def state_scale(model: PreTrainedModel) -> float:
+    """Return the root mean square of states that a new head reads beside the embeddings of this model. States are
+    often much larger than embeddings, so that the first optimizer steps would change what a head computes too much."""
+    ids = torch.linspace(0, vocab_size_of(model) - 1, 256, device=model.device).long()
+    return STATE_SCALE * float(model.get_input_embeddings()(ids).float().square().mean().sqrt())
+
+
 class DraftHeadConfig(PreTrainedConfig):
     """
     Configuration of a [`DraftHead`].
@@ -140,6 +159,8 @@ class DraftHeadConfig(PreTrainedConfig):
         state_size (`int`): Width of one of them.
         layout (`str`): `"mtp"` or `"eagle3"`; see [`DraftHead`].
         has_input_norms (`bool`): `"mtp"` only: whether embedding and state are normalized, as in built-in layers.
+        state_scale (`float`, *optional*): `"mtp"` only: root mean square to which states are scaled; by default they
+            are left as they are.
         draft_vocab_size (`int`, *optional*): `"eagle3"` only: rows of the output head; by default the vocabulary's.
         norm_before_residual, norm_before_fc, fc_norm, norm_output (`bool`): `"eagle3"` only: where a checkpoint
             normalizes the state that is added to the layer's output, all states together, each of them, and the state
@@ -157,6 +178,7 @@ class DraftHeadConfig(PreTrainedConfig):
         state_size: int | None = None,
         layout: str = "mtp",
         has_input_norms: bool = False,
+        state_scale: float | None = None,
         draft_vocab_size: int | None = None,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
@@ -173,6 +195,7 @@ class DraftHeadConfig(PreTrainedConfig):
         self.state_size = state_size
         self.layout = layout
         self.has_input_norms = has_input_norms
+        self.state_scale = state_scale
         self.draft_vocab_size = draft_vocab_size
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
@@ -319,6 +342,7 @@ class DraftHead(PreTrainedModel):
         if draft.config.is_encoder_decoder:
             raise UnsupportedModelError("A draft head needs a decoder-only target, got an encoder-decoder.")
         config = DraftHeadConfig(draft.config, state_layers, target.config.get_text_config(decoder=True).hidden_size)
+        config.state_scale = state_scale(draft)
         for name, value in vars(draft.config).items():
             if name.startswith("osd_hf_"):
                 setattr(config, name, value)
@@ -403,8 +427,17 @@ class DraftHead(PreTrainedModel):
         if self.state_norms is not None:
             parts = states.chunk(len(self.state_norms), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], -1)
-        reduced: Tensor = states if self.state_proj is None else self.state_proj(states)
+        if self.state_proj is None:
+            return states
+        reduced: Tensor = self.state_proj(self._scaled(states, len(self.config.state_layers)))
         return reduced
+
+    def _scaled(self, states: Tensor, count: int = 1) -> Tensor:
+        """Scale each of `count` states side by side to the configured root mean square."""
+        if (scale := self.config.state_scale) is None:
+            return states
+        parts = states.reshape(*states.shape[:-1], count, -1)
+        return scale * torch.nn.functional.rms_norm(parts, parts.shape[-1:], eps=STATE_EPS).flatten(-2)
 
     def outputs(self, ids: Tensor, states: Tensor, **inputs: Any) -> Tensor:
         """Return the outputs of the layers at tokens, `(rows, tokens, hidden)`. They take the place of the
@@ -412,6 +445,7 @@ class DraftHead(PreTrainedModel):
         embeddings = self.get_input_embeddings()(ids).to(states.dtype)
         if self.embed_norm is not None:
             embeddings, states = self.embed_norm(embeddings), self.hidden_norm(states)
+        states = self._scaled(states)
         mixed = torch.cat([embeddings, states], -1)
         mixed = mixed if self.input_proj is None else self.input_proj(mixed)
         hidden: Tensor = self.model(inputs_embeds=mixed, return_dict=True, **inputs).last_hidden_state

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
@@ -23,14 +24,17 @@ from transformers.modeling_layers import MtpModel
 from transformers.utils import cached_file
 
 from osd_hf.decoding.forward import layers_with_state
-from osd_hf.draft_head import DraftHead, DraftHeadConfig
+from osd_hf.draft_head import DraftHead, DraftHeadConfig, state_scale
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.weights import copy_with, shared_ends
-from osd_hf.models import SHARED_SETTING, check_pair, is_peft, merged, uncompiled, unwrap
+from osd_hf.models import SHARED_SETTING, check_pair, is_peft, merged, uncompiled, unwrap, vocab_size_of
+from osd_hf.trace import bare_trace
 from osd_hf.utils.report import make_folder
 from osd_hf.vocabulary import VOCABULARY_SETTING
 
 logger = logging.getLogger(__name__)
+
+SAMPLE_TOKENS = 64  # of which the size of states is estimated
 
 
 def num_layers_of(model: PreTrainedModel) -> int:
@@ -222,9 +226,10 @@ def _sharing(module: nn.Module) -> nn.Module:
 
 def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) -> DraftHead:
     """Return a head in EAGLE-3's layout, with the target's embeddings, final norm and rows of its output head. Its
-    attention reads the embedding as the target's first layer does, and its state is the last of the three. `token_ids`
-    are the tokens that it can draft, int64, `(tokens,)`, in ascending order; by default all. Weights that do not fit
-    are random. Raises UnsupportedModelError for a target without a plain output head."""
+    attention reads the embedding as the target's first layer does, and its state is the last of the three, made
+    smaller, so that it begins much like that layer. `token_ids` are the tokens that it can draft, int64, `(tokens,)`,
+    in ascending order; by default all. Weights that do not fit are random. Raises UnsupportedModelError for a target
+    without a plain output head."""
     inner = unwrap(target)
     cut = copy_layers(target, [first_layer(target)])
     text, head_weight = cut.config, getattr(inner.get_output_embeddings(), "weight", None)
@@ -254,7 +259,7 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
             elif given is not None and given.ndim == 2 and parameter.shape == (len(given), 2 * width):
                 parameter.zero_()[:, :width] = given
         head.norm.weight.copy_(cut.get_decoder().norm.weight)
-        head.state_proj.weight.zero_()[:, -width:] = torch.eye(width).to(head.state_proj.weight)
+        head.state_proj.weight.zero_()
         head.lm_head.weight.copy_(head_weight if token_ids is None else head_weight[token_ids])
         head.set_input_embeddings(_sharing(inner.get_input_embeddings()))
         if token_ids is not None and head.d2t is not None:
@@ -262,6 +267,12 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
             head.t2d[token_ids] = True
     head.generation_config = copy.deepcopy(inner.generation_config)
     found: DraftHead = head.bind(inner).eval()
+    assert found.source is not None
+    probe = np.linspace(0, vocab_size_of(inner) - 1, SAMPLE_TOKENS).astype(int).tolist()
+    last = found.source.of([bare_trace(probe[:1], probe[1:], vocab_size_of(inner), None)])[0][:, -width:].float()
+    usual = float(last.square().mean(-1).sqrt().median())  # the first tokens often have much larger states
+    with torch.inference_mode(False), torch.no_grad():
+        found.state_proj.weight[:, -width:] = state_scale(inner) / usual * torch.eye(width).to(found.state_proj.weight)
     return found
 
 
