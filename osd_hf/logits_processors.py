@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.generation import logits_process as known
 
 from osd_hf.losses import overlap
+from osd_hf.models import unwrap
 from osd_hf.trace import Trace
 from osd_hf.utils.context import to_device
 
@@ -145,8 +146,10 @@ def _rebuilt(model: PreTrainedModel, trace: Trace, prompt_tokens: int) -> Sequen
         config.decoder_start_token_id = int(trace.decoder_prompt_ids[0])
     # The processors of encoder ids use the prompt of a decoder-only model, too.
     encoder_ids = torch.from_numpy(trace.prompt_ids.astype(np.int64))[None].to(model.device)
-    model._prepare_special_tokens(config, True, device=model.device)
-    processors: Sequence[Any] = model._get_logits_processor(
+    source = getattr(unwrap(model), "source", None)  # of a draft head, which cannot generate itself
+    maker: Any = model if source is None else source.target
+    maker._prepare_special_tokens(config, True, device=model.device)
+    processors: Sequence[Any] = maker._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=prompt_tokens,
         encoder_input_ids=encoder_ids,

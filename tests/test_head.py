@@ -739,3 +739,14 @@ def test_what_a_head_shares_with_its_target_does_not_learn_in_a_simulation() -> 
     learned = dict(report.draft.named_parameters())
     assert torch.equal(learned["model.embed_tokens.weight"], target.get_input_embeddings().weight)
     assert any(not torch.equal(p, learned[name]) for name, p in head.named_parameters())
+
+
+def test_sampled_requests_are_replayed_and_pass_the_gate() -> None:
+    target = models.build()
+    config = replace(LEARNING, gate=True, update_interval=4, num_assistant_tokens="auto")
+    with OnlineAssistant(target, config=config) as assistant:
+        for seed, ids in enumerate(prompts(1) * 24):
+            torch.manual_seed(seed)
+            answered(assistant, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=12)
+        assert assistant.learning_error is None
+        assert assistant.decisions and all(0 < decision.alpha_after < 1 for decision in assistant.decisions)
