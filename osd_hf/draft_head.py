@@ -488,8 +488,8 @@ class DraftHead(PreTrainedModel):
         tokens = torch.from_numpy(ids).to(device)
         kept = self.source.of(traces)
         before = torch.stack([
-            torch.nn.functional.pad(states, (0, 0, pad + 1, total - pad - 1 - len(states)))  # cut, if it is longer
-            for pad, states in zip(padding, kept, strict=True)
+            torch.nn.functional.pad(states.to(device, self.dtype), (0, 0, pad + 1, total - pad - 1 - len(states)))
+            for pad, states in zip(padding, kept, strict=True)  # cut, if they are longer; autocast stacks no float16
         ])  # fmt: skip
         pads = torch.tensor(padding, device=device)[:, None]
         columns = torch.arange(total, device=device)

@@ -52,8 +52,8 @@ def outcome(folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__, "interruptions", traces=False)
     parser.add_argument("--interruptions", type=int, default=50)
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--max-new-tokens", type=int, default=24)
     args, started = parser.parse_args(), time.time()
     rng, folder = random.Random(args.seed), Path(tempfile.mkdtemp())
     subprocess.run(command(folder / "straight", *first_flags(args)), check=True, capture_output=True)
@@ -67,7 +67,7 @@ def main() -> None:
             while True:
                 process = subprocess.Popen(command(place, *flags), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
                 try:
-                    error = process.communicate(timeout=rng.uniform(0.2 * whole, whole))[1]
+                    error = process.communicate(timeout=rng.uniform(0.25 * whole, 0.7 * whole))[1]
                 except subprocess.TimeoutExpired:
                     which = rng.choice(SIGNALS)
                     served = len((place / "journal.jsonl").read_text()) if (place / "journal.jsonl").exists() else 0

@@ -23,10 +23,12 @@ from transformers.modeling_layers import MtpModel
 from osd_hf import (
     AcceptanceStats,
     CorrectionStore,
+    DistillConfig,
     OnlineAssistant,
     OnlineConfig,
     Trace,
     capture_traces,
+    distill,
     replay,
     simulate,
 )
@@ -750,3 +752,16 @@ def test_sampled_requests_are_replayed_and_pass_the_gate() -> None:
             answered(assistant, ids, do_sample=True, temperature=0.7, top_k=20, max_new_tokens=12)
         assert assistant.learning_error is None
         assert 0 < (assistant.decisions[-1].alpha_before or 0) < 1  # `None` if replay fails
+
+
+def test_a_head_is_distilled_in_bfloat16(tmp_path: Path) -> None:
+    target = models.build()
+    traces = list(record_traces(target, [ids[0].tolist() for ids in prompts(8)], max_new_tokens=12))
+    config = DistillConfig(
+        str(tmp_path), max_steps=6, learning_rate=3e-3, optimizer="muon", freeze_embeddings=True, bf16=True,
+        save_strategy="no", report_to="none", logging_steps=1, use_cpu=True,
+    )  # fmt: skip
+    given = {"dataset": traces, "config": config, "tokenizer": models.tokenizer()}
+    result = distill(target=None, draft=new_head(target), **given)
+    losses = [entry["loss"] for entry in result.log_history if "loss" in entry]
+    assert len(losses) == 6 and losses[-1] < losses[0]
