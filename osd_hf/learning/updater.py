@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from osd_hf.acceptance import AcceptanceStats
 from osd_hf.config import OnlineConfig
+from osd_hf.draft_head import DraftHead
 from osd_hf.errors import ConfigError, StateError, UnsupportedModelError, is_out_of_memory
 from osd_hf.learning.gate import GateDecision
 from osd_hf.learning.loss import (
@@ -47,14 +48,16 @@ from osd_hf.learning.weights import (
     write_snapshot,
 )
 from osd_hf.losses import DIVERGENCES, outcome_logprobs
-from osd_hf.models import is_peft
+from osd_hf.models import is_peft, unwrap
 from osd_hf.replay import batches, completion_logits, completion_mask, has_plain_head
 from osd_hf.trace import Trace
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BATCH_POSITIONS = 480  # completion tokens in the batch of one step, about, if some requests are replayed
+# Completion tokens in the batch of one step, about, if some requests are replayed; of a draft head, which has more to
+# learn from its target's states.
+BATCH_POSITIONS, HEAD_BATCH_POSITIONS = 480, 720
 MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request; memory grows with them
 MAX_GRAD_NORM = 1.0
 MUON_MOMENTUM = 0.95
@@ -189,14 +192,15 @@ class Updater:
             replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
             fresh = min(len(newest), size - replayed)
             chosen = [newest[i] for i in rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
-        if not replayed or sum(min(len(trace), self.max_tokens) for trace in chosen) <= BATCH_POSITIONS:
+        most = HEAD_BATCH_POSITIONS if isinstance(unwrap(self.master), DraftHead) else BATCH_POSITIONS
+        if not replayed or sum(min(len(trace), self.max_tokens) for trace in chosen) <= most:
             return chosen
-        # Cut to BATCH_POSITIONS, in an order in which each part of the batch has both in their shares.
+        # Cut to so many positions, in an order in which each part of the batch has both in their shares.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
         order = np.roll(np.argsort(places, kind="stable"), rng.integers(len(chosen)))
         ordered = [chosen[i] for i in order]
         ends = np.cumsum([min(len(trace), self.max_tokens) for trace in ordered])
-        return ordered[: max(int(np.searchsorted(ends, BATCH_POSITIONS, side="right")), 1)]
+        return ordered[: max(int(np.searchsorted(ends, most, side="right")), 1)]
 
     def _step(self, traces: Sequence[Trace]) -> Parts[tuple[float | None, int]]:
         """Run one optimizer step; returns the loss (`None` if the step was dropped) and the number of positions. If
