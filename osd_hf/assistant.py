@@ -595,6 +595,7 @@ class OnlineAssistant:
             StateError: No readable state, or the session of another draft. The assistant is unchanged then.
         """
         self._live.load(Path(directory))
+        self._learned_before = self._learner.seconds
 
     def close(self) -> None:
         """

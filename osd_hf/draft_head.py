@@ -143,8 +143,14 @@ def joined(hidden_states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
 def state_scale(model: PreTrainedModel) -> float:
     """Return the root mean square of states that a new head reads beside the embeddings of this model. States are
     often much larger than embeddings, so that the first optimizer steps would change what a head computes too much."""
-    ids = torch.linspace(0, vocab_size_of(model) - 1, 256, device=model.device).long()
+    ids = torch.tensor(sample_ids(model, 256), device=model.device)
     return STATE_SCALE * float(model.get_input_embeddings()(ids).float().square().mean().sqrt())
+
+
+def sample_ids(model: PreTrainedModel, count: int) -> list[int]:
+    """Return token ids all over the vocabulary, in ascending order."""
+    size = min(vocab_size_of(model), len(model.get_input_embeddings().weight))
+    return [i * (size - 1) // (count - 1) for i in range(count)]
 
 
 class DraftHeadConfig(PreTrainedConfig):
@@ -420,9 +426,15 @@ class DraftHead(PreTrainedModel):
 
     # --- forwards ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _reads(self) -> torch.dtype:
+        """Dtype of the first weight that reads states. Embeddings of the target may have another one."""
+        dtype: torch.dtype = (self.input_proj if self.state_proj is None else self.state_proj).weight.dtype
+        return dtype
+
     def reduced(self, states: Tensor) -> Tensor:
         """Return the target's states, `(rows, tokens, width)`, as the head reads them, `(rows, tokens, hidden)`."""
-        states = states.to(device=self.device, dtype=self.dtype)
+        states = states.to(self.device, self._reads)
         states = states if self.state_norm is None else self.state_norm(states)
         if self.state_norms is not None:
             parts = states.chunk(len(self.state_norms), -1)
@@ -488,7 +500,7 @@ class DraftHead(PreTrainedModel):
         tokens = torch.from_numpy(ids).to(device)
         kept = self.source.of(traces)
         before = torch.stack([
-            torch.nn.functional.pad(states.to(device, self.dtype), (0, 0, pad + 1, total - pad - 1 - len(states)))
+            torch.nn.functional.pad(states.to(device, self._reads), (0, 0, pad + 1, total - pad - 1 - len(states)))
             for pad, states in zip(padding, kept, strict=True)  # cut, if they are longer; autocast stacks no float16
         ])  # fmt: skip
         pads = torch.tensor(padding, device=device)[:, None]

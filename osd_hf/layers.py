@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
@@ -24,7 +23,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.utils import cached_file
 
 from osd_hf.decoding.forward import layers_with_state
-from osd_hf.draft_head import DraftHead, DraftHeadConfig, state_scale
+from osd_hf.draft_head import DraftHead, DraftHeadConfig, sample_ids, state_scale
 from osd_hf.errors import ConfigError, UnsupportedModelError, first_line, is_out_of_memory
 from osd_hf.learning.weights import copy_with, shared_ends
 from osd_hf.models import SHARED_SETTING, check_pair, is_peft, merged, uncompiled, unwrap, vocab_size_of
@@ -268,11 +267,12 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
     head.generation_config = copy.deepcopy(inner.generation_config)
     found: DraftHead = head.bind(inner).eval()
     assert found.source is not None
-    probe = np.linspace(0, vocab_size_of(inner) - 1, SAMPLE_TOKENS).astype(int).tolist()
+    probe = sample_ids(inner, SAMPLE_TOKENS)
     last = found.source.of([bare_trace(probe[:1], probe[1:], vocab_size_of(inner), None)])[0][:, -width:].float()
     usual = float(last.square().mean(-1).sqrt().median())  # the first tokens often have much larger states
+    factor = state_scale(inner) / usual if usual > 0 else 1.0
     with torch.inference_mode(False), torch.no_grad():
-        found.state_proj.weight[:, -width:] = state_scale(inner) / usual * torch.eye(width).to(found.state_proj.weight)
+        found.state_proj.weight[:, -width:] = factor * torch.eye(width).to(found.state_proj.weight)
     return found
 
 

@@ -184,6 +184,7 @@ class LiveLearning:
         # Requests that wait to be counted and learned from: the traces, whether to learn, the store, and the owner.
         self._finished: deque[tuple[Iterable[Trace], bool, CorrectionStore | None, str | None]] = deque()
         self.tally = Tally()
+        self._unrouted = 0  # requests without a domain, before the first domain has a draft
         self.earlier = EarlierText(self.config.text_scope, EARLIER_TEXT_BYTES)
         self.reads_text = self.config.reads_text
         self.failures = Failures()
@@ -275,8 +276,9 @@ class LiveLearning:
                 self.learner.observe(trace.domain, trace, learn=learn)
             if self.tally.requests == TIMED_REQUESTS:
                 self._warn_of_slow_draft()
-            is_due = self.tally.requests == ROUTED_REQUESTS and self.drafts.per_domain
-            if is_due and set(self.tally.by_domain()) == {None}:
+            self._unrouted += learn and self.drafts.per_domain and not self.drafts.domains
+            if self._unrouted == ROUTED_REQUESTS:
+                self._unrouted += 1
                 logger.warning(UNROUTED, ROUTED_REQUESTS)
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
@@ -436,6 +438,7 @@ class LiveLearning:
 
     def save(self, directory: Path, patience_seconds: float = session.PATIENCE_SECONDS) -> None:
         """Save the session; raises StateError if it cannot be written."""
+        self._replaces &= not _same(directory, self.autosave)
         with self.traffic.alone():
             with self._taking_in:  # a request is in both or in neither
                 counts, learner = self.tally.state(), self.learner.state_dict()
@@ -447,9 +450,10 @@ class LiveLearning:
         """Load a saved session; raises StateError, with nothing changed, if that fails."""
         with self.traffic.alone(), self._taking_in:
             facts = session.load_session(directory, self.learner, self.router)
-            self._replaces &= self.autosave is None or directory.resolve() != self.autosave.resolve()
+            self._replaces &= not _same(directory, self.autosave)
             self.learner.observed = self.tally.load(facts)
             self.learner.replayed.clear()
+            self.drafts.pacer.reset_timed()
             version = target_version(self.target)
             if not self.drafts.per_domain:
                 self.learner.set_target_version(version)
@@ -470,7 +474,9 @@ class LiveLearning:
         self._report_decisions()
         if self._on_update() is not None and not self.learner.decisions:
             logger.warning("`on_update` was never called: %d requests, and no update.", self.tally.requests)
-        if self.autosave is not None:
+        if self._replaces:
+            logger.warning("The session in %s stays as it is: it was not loaded, nor anything learned.", self.autosave)
+        elif self.autosave is not None:
             with self.failures.kept(SAVING):
                 self.save(self.autosave)
         if store is not None:
@@ -488,6 +494,10 @@ class LiveLearning:
                 f"The assistant is closed, but something had failed ({'; '.join(map(repr, new))}). All requests were "
                 "answered. Fix the cause; `close()` again saves what could not be saved."
             ) from new[-1]
+
+
+def _same(folder: Path, other: Path | None) -> bool:
+    return other is not None and folder.resolve() == other.resolve()
 
 
 def _learning(domain: str | None) -> str:

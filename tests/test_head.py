@@ -745,7 +745,7 @@ def test_what_a_head_shares_with_its_target_does_not_learn_in_a_simulation() -> 
 
 def test_sampled_requests_are_replayed_and_pass_the_gate() -> None:
     target = models.build()
-    config = replace(LEARNING, gate=True, update_interval=4, num_assistant_tokens="auto")
+    config = replace(LEARNING, gate=True, update_interval=4)
     with OnlineAssistant(target, config=config) as assistant:
         for seed, ids in enumerate(prompts(1) * 40):
             torch.manual_seed(seed)
@@ -765,3 +765,15 @@ def test_a_head_is_distilled_in_bfloat16(tmp_path: Path) -> None:
     result = distill(target=None, draft=new_head(target), **given)
     losses = [entry["loss"] for entry in result.log_history if "loss" in entry]
     assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("make", [new_head, new_eagle3_head])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_head_of_a_target_in_half_precision_learns_without_autocast(make: Any, dtype: torch.dtype) -> None:
+    target = models.build(num_hidden_layers=4).to(dtype)
+    with OnlineAssistant(target, make(target), config=LEARNING) as assistant:
+        before = models.weights(assistant.draft)
+        for ids in prompts(6):
+            answered(assistant, ids, max_new_tokens=12)
+        assert assistant.learning_error is None and assistant.version
+        assert assistant.draft.dtype == dtype and not models.same(before, models.weights(assistant.draft))

@@ -143,7 +143,7 @@ def test_another_format_is_not_guessed_at(other: int, tmp_path: Path, traces: li
     save_session(tmp_path, learner(traces, 1), {})
     (path,) = tmp_path.glob("state-*/session.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": other}))
-    with pytest.raises(StateError, match=f"format {other}, this version reads 10"):
+    with pytest.raises(StateError, match=f"format {other}, this version reads 11"):
         load_session(tmp_path, learner(traces, 0))
 
 

@@ -153,8 +153,18 @@ def test_a_session_in_the_autosave_folder_that_is_not_loaded(tmp_path: Path, cap
     with OnlineAssistant(target, draft, None, learning(), autosave=tmp_path) as assistant:
         serve(assistant, learn=False)
         assert not caplog.messages
+    assert_said_once(caplog, f"The session in {tmp_path} stays as it is")
+    again = OnlineAssistant(target, draft, None, learning())
+    again.load_state(tmp_path)
+    assert again.stats.num_requests == 2  # of the sessions before
+    caplog.clear()
+    with OnlineAssistant(target, draft, None, learning(), autosave=tmp_path) as assistant:
         serve(assistant, 2)
     assert_said_once(caplog, f"The session in {tmp_path} is not loaded, and the next save replaces it.")
+    with OnlineAssistant(target, draft, None, learning(), autosave=tmp_path) as assistant:
+        assistant.save_state(tmp_path)
+        serve(assistant)
+    assert len(caplog.messages) == 1
 
 
 def test_a_loaded_session_learns_with_the_configured_rate(tmp_path: Path) -> None:
@@ -175,10 +185,11 @@ def test_a_loaded_session_learns_with_the_configured_rate(tmp_path: Path) -> Non
 
 def test_drafts_of_domains_without_a_labeled_request(caplog: Log) -> None:
     target, draft = models.pair()
-    for labels in ([None] * 36, [None] * 31 + ["sql"] + [None] * 4):
+    for labels in ([None] * 36, [None] * 31 + ["sql"] + [None] * 4, ["sql"] + [None] * 36):
         assistant = OnlineAssistant(target, draft, None, learning(), router=LabelRouter())
         for label in labels:
             serve(assistant, domain=label)
+        assistant.reset_stats()
     assert_said_once(caplog, "32 requests came without a domain, and only drafts of domains learn. Pass `domain=`")
 
 

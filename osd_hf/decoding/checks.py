@@ -118,8 +118,8 @@ UNDRAFTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 # Arguments of `OnlineAssistant.generate` that are refused: name, reason and what to do.
 REFUSED_ARGUMENTS = (
-    ("assistant_model", "the assistant brings its own draft. Leave it out, or call `target.generate` inside `with "
-     "assistant.attached():`"),
+    ("assistant_model", "`assistant.generate` brings its own draft. Leave it out, or call `target.generate` inside "
+     "`with assistant.attached():`"),
     ("custom_generate", "it replaces assisted decoding, so no draft is used. Leave it out"),
     ("assistant_tokenizer", "the draft has the target's tokenizer. Leave it out"),
 )  # fmt: skip

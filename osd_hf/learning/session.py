@@ -21,7 +21,7 @@ from osd_hf.learning.weights import learning_context
 from osd_hf.store.folder import table_to_traces, traces_to_table
 from osd_hf.utils.disk import make_private_folder, new_file, sync_folder, wait_for_lock
 
-FORMAT = 10
+FORMAT = 11
 UPDATES_BETWEEN_SAVES = 8  # of an assistant with `autosave`
 LOCK = ".state.lock"
 STATE = re.compile(r"state-\d{8}")
