@@ -1,4 +1,4 @@
-"""Draft heads: one decoder layer that reads the hidden states of its target beside the tokens."""
+"""Draft heads: one decoder layer that reads the hidden states of its target and tokens."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def joined(hidden_states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
 @neutral_context()
 @torch.no_grad()
 def state_scale(model: PreTrainedModel) -> float:
-    """Return the root mean square of states that a new head reads beside the embeddings of this model. States are
+    """Return the root mean square of states that a new head reads with the embeddings of this model. States are
     often much larger than embeddings, so that the first optimizer steps would change what a head computes too much."""
     ids = torch.tensor(sample_ids(model, 256), device=model.device)
     return STATE_SCALE * float(model.get_input_embeddings()(ids).float().square().mean().sqrt())

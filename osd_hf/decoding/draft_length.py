@@ -278,7 +278,7 @@ class Pacer:
         return self._domains.setdefault(domain, Acceptance())
 
     def costs_of(self, rows: int) -> Costs:
-        """Return the costs of rounds of so many rows. The lock is held."""
+        """Return the costs of rounds of a number of rows. The lock is held."""
         return self._costs.setdefault(1 << (rows - 1).bit_length(), Costs())
 
     def plan(self, domain: Any = None) -> DraftingPlan:
@@ -398,7 +398,7 @@ class DraftLength:
         return not drafts and not (self.reads_text and self._looks_up)
 
     def begin(self, rows: int, texts: Mapping[int, Sequence[float]]) -> RoundPlan:
-        """Begin a round of so many rows. For some of them, past text proposes tokens: `texts` has the probability of
+        """Begin a round of `rows` rows. For some of them, past text proposes tokens: `texts` has the probability of
         each that it and all before it are accepted."""
         pacer, domain = self._pacer, self._domain
         with pacer.lock:

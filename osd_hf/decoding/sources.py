@@ -151,7 +151,7 @@ class Drafting:
     # --- changes of the draft ---
 
     def prepare(self, tokens: int) -> None:
-        """Capture or compile the draft for sequences of at most so many tokens, if it is to be."""
+        """Capture or compile the draft for sequences of at most `tokens` tokens, if configured."""
         if self._static is not None:
             self._static.prepare(self.model()[0], tokens)
 

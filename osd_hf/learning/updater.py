@@ -195,7 +195,7 @@ class Updater:
         most = HEAD_BATCH_POSITIONS if isinstance(unwrap(self.master), DraftHead) else BATCH_POSITIONS
         if not replayed or sum(min(len(trace), self.max_tokens) for trace in chosen) <= most:
             return chosen
-        # Cut to so many positions, in an order in which each part of the batch has both in their shares.
+        # Cut to these positions, in an order in which each part of the batch has both in their shares.
         places = np.concatenate([(np.arange(n) + 0.5) / n for n in (fresh, replayed) if n])
         order = np.roll(np.argsort(places, kind="stable"), rng.integers(len(chosen)))
         ordered = [chosen[i] for i in order]
