@@ -155,7 +155,7 @@ def balance(workspace: Workspace) -> str:
     """Return what learning has cost and saved, and the speed-up over the target alone once it is known."""
     assistant, stats = workspace.assistant, workspace.assistant.stats
     used, saved = assistant.learning_seconds, round(assistant.saved_seconds or 0.0, 1) + 0.0  # 0.0 instead of -0.0
-    paid = "Learning has paid for itself." if saved >= used else WHY_NOT_PAID
+    paid = WHY_NOT_PAID if saved < max(used, 0.1) else "Learning has paid for itself."  # nothing yet is no gain
     speed = ""
     if stats.speedup is not None and stats.num_requests >= MIN_REQUESTS:
         speed = f"Answers come at {stats.speedup:.2f}× the speed of the target alone. "

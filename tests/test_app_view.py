@@ -182,6 +182,8 @@ def test_a_page_with_nothing_yet_reads() -> None:
     assert balance.text.endswith("saved 3.3 s. Learning has paid for itself.")
     workspace.assistant.saved_seconds, workspace.assistant.stats.speedup = None, None
     assert Read(view.balance(workspace)).text == f"Learning used 2.0 s and saved 0.0 s. {view.WHY_NOT_PAID}"
+    workspace.assistant.learning_seconds = 0.0
+    assert Read(view.balance(workspace)).text == f"Learning used 0.0 s and saved 0.0 s. {view.WHY_NOT_PAID}"
     workspace.records = [Record("sql", AcceptanceStats(emitted=6, target_forwards=2), STATS, 2)]
     assert "3.00" in Read(view.headline(workspace)).inside("osd-number")
     assert "frozen draft: 2.50 (+20% by learning)" in Read(view.headline(workspace)).text
