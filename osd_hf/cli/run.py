@@ -88,7 +88,8 @@ class RunSettings(PromptSettings, ServedPairSettings, Reporting):
     def flags(self, config: OnlineConfig) -> dict[str, Any]:
         """Return the values of all flags with which a run is resumed, ready for JSON."""
         found = {**vars(self), **config.to_dict(), "store": self.store and str(Path(self.store).resolve())}
-        own = {name: value for name, value in found.items() if name not in ("resume", "output_dir", "json")}
+        left_out = ("resume", "output_dir", "json", "update_strategy")
+        own = {name: value for name, value in found.items() if name not in left_out}
         return own | {name: self.place(name) for name in SOURCES}
 
     def place(self, name: str) -> str | None:
@@ -108,7 +109,7 @@ class RunSettings(PromptSettings, ServedPairSettings, Reporting):
             "dtype": "float32" if self.pair else self.dtype,
             **{name: value for name in own if (value := getattr(self, name)) is not None},
             **self.generate_kwargs,
-            **{f"config.{name}": value for name, value in config.to_dict().items()},
+            **{f"config.{name}": value for name, value in config.to_dict().items() if name != "update_strategy"},
         }
 
 
