@@ -161,7 +161,6 @@ class OnlineAssistant:
         if size > target_size:
             logger.warning("The draft has %d parameters, the target only %d. Are they swapped?", size, target_size)
         self._learner = self._live.learner
-        self._learned_before = self._learner.seconds  # the last reset of the statistics
         weakref.finalize(self, self._live.stop)
         warn_of_target(source, self.target)
 
@@ -503,7 +502,7 @@ class OnlineAssistant:
     def stats(self) -> AcceptanceStats:
         """Tokens per target forward, the speed-up if known, and acceptance of all requests since the last reset, next
         to those of the original draft by replay."""
-        learning, tally = self._learner.seconds - self._learned_before, self._live.tally
+        learning, tally = self._learner.seconds - self._live.learned_before, self._live.tally
         curves = {"speedup": tally.speeds(), **self._learner.curves()}
         return replace(tally.total(), timed=(*self.drafts.pacer.timed, learning), curves=curves)
 
@@ -514,11 +513,7 @@ class OnlineAssistant:
 
     def reset_stats(self) -> None:
         """Reset the statistics. Nothing learned is lost."""
-        self._live.tally.reset()
-        self.drafts.pacer.reset_timed()
-        self._learner.observed = 0
-        self._learner.replayed.clear()
-        self._learned_before = self._learner.seconds
+        self._live.reset_stats()
 
     def __repr__(self) -> str:
         """Describe the pair, its state and its statistics in two lines."""
@@ -595,7 +590,6 @@ class OnlineAssistant:
             StateError: No readable state, or the session of another draft. The assistant is unchanged then.
         """
         self._live.load(Path(directory))
-        self._learned_before = self._learner.seconds
 
     def close(self) -> None:
         """

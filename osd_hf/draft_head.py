@@ -1,4 +1,4 @@
-"""Draft heads: one decoder layer that reads the hidden states of its target and tokens."""
+"""Draft heads: one decoder layer that reads tokens and hidden states of its target."""
 
 from __future__ import annotations
 

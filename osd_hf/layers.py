@@ -258,7 +258,6 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
             elif given is not None and given.ndim == 2 and parameter.shape == (len(given), 2 * width):
                 parameter.zero_()[:, :width] = given
         head.norm.weight.copy_(cut.get_decoder().norm.weight)
-        head.state_proj.weight.zero_()
         head.lm_head.weight.copy_(head_weight if token_ids is None else head_weight[token_ids])
         head.set_input_embeddings(_sharing(inner.get_input_embeddings()))
         if token_ids is not None and head.d2t is not None:
@@ -272,7 +271,7 @@ def new_eagle3_head(target: PreTrainedModel, token_ids: Tensor | None = None) ->
     usual = float(last.square().mean(-1).sqrt().median())  # the first tokens often have much larger states
     factor = state_scale(inner) / usual if usual > 0 else 1.0
     with torch.inference_mode(False), torch.no_grad():
-        found.state_proj.weight[:, -width:] = factor * torch.eye(width).to(found.state_proj.weight)
+        found.state_proj.weight.zero_()[:, -width:] = factor * torch.eye(width).to(found.state_proj.weight)
     return found
 
 

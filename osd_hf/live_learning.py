@@ -173,6 +173,7 @@ class LiveLearning:
         self.drafts = drafts
         self.config = drafts.config
         self.learner = Learner(drafts)
+        self.learned_before = 0.0  # seconds of learning before the last reset of the statistics
         self.router = router
         self.tokenizer = tokenizer
         self.autosave = autosave
@@ -263,10 +264,10 @@ class LiveLearning:
     def _take_in(self, trace: Trace, learn: bool, store: CorrectionStore | None, owner: str | None) -> None:
         if self.is_closed:
             return
-        # Requests of a target that changed while it answered have no rows.
         if learn and self._replaces:
             self._replaces = False
             logger.warning(UNLOADED, self.autosave)
+        # Requests of a target that changed while it answered have no rows.
         if learn and store is not None and (trace.num_kept or not len(trace)):
             with self.failures.kept(LOGGING):
                 store.append(trace)
@@ -276,10 +277,10 @@ class LiveLearning:
                 self.learner.observe(trace.domain, trace, learn=learn)
             if self.tally.requests == TIMED_REQUESTS:
                 self._warn_of_slow_draft()
-            self._unrouted += learn and self.drafts.per_domain and not self.drafts.domains
-            if self._unrouted == ROUTED_REQUESTS:
+            if learn and self.drafts.per_domain and not self.drafts.domains:
                 self._unrouted += 1
-                logger.warning(UNROUTED, ROUTED_REQUESTS)
+                if self._unrouted == ROUTED_REQUESTS:
+                    logger.warning(UNROUTED, ROUTED_REQUESTS)
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
         if learn and self.config.update_strategy == "idle":
@@ -438,28 +439,35 @@ class LiveLearning:
 
     def save(self, directory: Path, patience_seconds: float = session.PATIENCE_SECONDS) -> None:
         """Save the session; raises StateError if it cannot be written."""
-        self._replaces &= not _same(directory, self.autosave)
         with self.traffic.alone():
             with self._taking_in:  # a request is in both or in neither
                 counts, learner = self.tally.state(), self.learner.state_dict()
             facts = {**counts, "config": self.config.to_dict()}
             router = None if self.router is None else self.router.state_dict()
             session.save_session(directory, learner, facts, router, patience_seconds=patience_seconds)
+        self._replaces &= not _same(directory, self.autosave)
 
     def load(self, directory: Path) -> None:
         """Load a saved session; raises StateError, with nothing changed, if that fails."""
         with self.traffic.alone(), self._taking_in:
             facts = session.load_session(directory, self.learner, self.router)
             self._replaces &= not _same(directory, self.autosave)
+            self.reset_stats()
             self.learner.observed = self.tally.load(facts)
-            self.learner.replayed.clear()
-            self.drafts.pacer.reset_timed()
             version = target_version(self.target)
             if not self.drafts.per_domain:
                 self.learner.set_target_version(version)
             # With drafts per domain, the next request of each domain shows whether the target is another one.
             for requests in self.drafts.requests.values():
                 requests.is_unconfirmed = requests.target not in (None, version)
+
+    def reset_stats(self) -> None:
+        """Count from zero again. Nothing learned is lost."""
+        self.tally.reset()
+        self.drafts.pacer.reset_timed()
+        self.learner.observed = 0
+        self.learner.replayed.clear()
+        self.learned_before = self.learner.seconds
 
     def target_changed(self) -> None:
         """Remove all requests, as the caller says that the target is another one now."""

@@ -14,15 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 
 from osd_hf.config import OnlineConfig
 from osd_hf.decoding.text import EARLIER_TEXT_BYTES
-from osd_hf.draft_head import DraftHead
 from osd_hf.errors import UnsupportedModelError, first_line
 from osd_hf.learning.loss import ActivationMemory
-from osd_hf.learning.updater import (
-    BATCH_POSITIONS,
-    HEAD_BATCH_POSITIONS,
-    MAX_LEARN_TOKENS,
-    trainable_parameters,
-)
+from osd_hf.learning.updater import MAX_LEARN_TOKENS, batch_positions, trainable_parameters
 from osd_hf.learning.weights import adapted, ends_of, hidden_matrices
 from osd_hf.models import SHARED_SETTING, config_value, vocab_size_of
 from osd_hf.replay import CHUNK_LOGITS, MAX_LOGITS
@@ -121,8 +115,7 @@ def memory_plan(
     activations = ActivationMemory.of(learner)
     length = min(prompt_tokens + new_tokens, MAX_LEARN_TOKENS, activations.max_tokens)
     answer, vocab, kept = min(new_tokens, length), vocab_size_of(draft), config.num_logprobs
-    positions = HEAD_BATCH_POSITIONS if isinstance(learner, DraftHead) else BATCH_POSITIONS
-    requests = max(min(config.batch_size, positions // answer, MAX_LOGITS // (answer * vocab)), 1)
+    requests = max(min(config.batch_size, batch_positions(small) // answer, MAX_LOGITS // (answer * vocab)), 1)
     while requests > 1 and not activations.fits(requests, length):
         requests -= 1
     per_token = activations.per_token + length * activations.per_pair

@@ -133,9 +133,9 @@ def run_command(settings: RunSettings, config: OnlineConfig) -> int:
     pair = target, draft, tokenizer = settings.load_pair()
     room = prompt_room(target.config, draft.config, settings.max_new_tokens)
     encoded = settings.encode_prompts(tokenizer, room, seed=config.seed)
-    config = replace(config, update_strategy="manual")
     identity = settings.identity(config, encoded)
     _check_folder(folder, identity, resume=settings.resume)
+    config = replace(config, update_strategy="manual")
     assistant = OnlineAssistant(*pair, config, store=settings.store, report_to=settings.report_to)
     open_folder(folder, {**identity, "flags": settings.flags(config)})
     try:

@@ -30,7 +30,7 @@ from osd_hf.evaluation.benchmark import pad_setting
 from osd_hf.learning.session import has_session
 from osd_hf.models import input_device
 from osd_hf.utils.context import choose_threads
-from osd_hf.utils.disk import make_private_folder, wait_for_lock
+from osd_hf.utils.disk import hold_lock, make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
     try:
         if state is not None:
             make_private_folder(state.expanduser())
-            lock = wait_for_lock(state.expanduser() / LOCK, 0.0)
+            refusal = f"Another server saves to {state}. Choose another folder."
+            lock = hold_lock(state.expanduser() / LOCK, refusal, is_needed=False)
         service = server.Service(
             open_assistant(settings, config),
             settings.name,
@@ -107,9 +108,6 @@ def serve_command(settings: ServeSettings, config: OnlineConfig) -> int:
             learn=settings.learn,
             chat_template_kwargs=template_kwargs,
         )
-    except TimeoutError as error:
-        running.close()
-        raise ConfigError(f"Another server saves to {state}. Choose another folder.") from error
     except BaseException:
         running.close()
         raise

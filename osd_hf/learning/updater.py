@@ -55,9 +55,7 @@ from osd_hf.trace import Trace
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Completion tokens in the batch of one step, about, if some requests are replayed; of a draft head, which has more to
-# learn from its target's states.
-BATCH_POSITIONS, HEAD_BATCH_POSITIONS = 480, 720
+BATCH_POSITIONS, HEAD_BATCH_POSITIONS = 480, 720  # see `batch_positions`
 MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request; memory grows with them
 MAX_GRAD_NORM = 1.0
 MUON_MOMENTUM = 0.95
@@ -192,7 +190,7 @@ class Updater:
             replayed = min(len(self.buffer), size - fresh) if self.config.replay_fraction > 0 else 0
             fresh = min(len(newest), size - replayed)
             chosen = [newest[i] for i in rng.permutation(len(newest))[:fresh]] + self.buffer.sample(replayed)
-        most = HEAD_BATCH_POSITIONS if isinstance(unwrap(self.master), DraftHead) else BATCH_POSITIONS
+        most = batch_positions(self.master)
         if not replayed or sum(min(len(trace), self.max_tokens) for trace in chosen) <= most:
             return chosen
         # Cut to these positions, in an order in which each part of the batch has both in their shares.
@@ -396,15 +394,19 @@ class Updater:
             for name, averaged in self.averaged.items():
                 averaged.copy_(state["averaged"][name])
             for optimizer, saved_optimizer in zip(self.optimizers, state["optimizers"], strict=True):
-                rates = [group["lr"] for group in optimizer.param_groups]  # configured now
-                optimizer.load_state_dict(saved_optimizer)
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
+                groups = optimizer.state_dict()["param_groups"]  # as configured now
+                optimizer.load_state_dict({**saved_optimizer, "param_groups": groups})
         self.kept_steps = int(state["kept_steps"])
         self.version = int(state["version"])
         self.buffer.rng.bit_generator.state = state["rng"]
         if self.tail is not None and state["tail"] is not None:
             self.tail.generator.set_state(state["tail"])
+
+
+def batch_positions(draft: PreTrainedModel) -> int:
+    """Return the completion tokens in the batch of one step, about, if some requests are replayed. A draft head has
+    more to learn, from its target's states."""
+    return HEAD_BATCH_POSITIONS if isinstance(unwrap(draft), DraftHead) else BATCH_POSITIONS
 
 
 def finish(work: Parts[T]) -> T:
@@ -506,7 +508,8 @@ def make_accelerator(report_to: str | Sequence[str] | None, config: OnlineConfig
     except ValueError as error:
         raise ConfigError(f"`report_to={report_to!r}` is not known: {error}") from error
     found = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
-    missing = [name for name in names if name not in ("all", *found)] or names * (not found)
+    missing = [name for name in names if name not in ("all", *found)]
+    missing = missing or ([] if found else names)  # "all" may find none
     if missing:
         raise ConfigError(f"`report_to`: {', '.join(missing)} is not installed. Install it, for example trackio.")
     accelerator.init_trackers("osd_hf", config=config.to_dict())

@@ -113,10 +113,11 @@ def wait_for_lock(path: Path, seconds: float) -> FileLock:
     return lock
 
 
-def hold_lock(path: Path, refusal: str) -> FileLock:
-    """Acquire a lock without waiting; raises ConfigError with the text `refusal` if that fails or without locks."""
+def hold_lock(path: Path, refusal: str, *, is_needed: bool = True) -> FileLock:
+    """Acquire a lock without waiting; raises ConfigError with the text `refusal` if another process holds it or, if it
+    `is_needed`, the file system has no locks."""
     with contextlib.suppress(TimeoutError):
         lock = wait_for_lock(path, 0.0)
-        if lock.is_locked:
+        if lock.is_locked or not is_needed:
             return lock
     raise ConfigError(refusal)
