@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import threading
@@ -46,12 +47,12 @@ from osd_hf.models import (
     unwrap,
     vocab_size_of,
 )
-from osd_hf.trace import Trace
+from osd_hf.trace import Trace, bare_trace
 from osd_hf.utils.context import neutral_context
 
 DEPTH_WEIGHT = 0.8  # of a drafted token in the loss, relative to the one before
 ABSENT = 20.0  # a token that an output head lacks has this much less log-mass than all others together
-TRAINED_DEPTH = 3  # tokens of a round that the loss unrolls
+TRAINED_DEPTHS = {"mtp": 2, "eagle3": 3}  # tokens of a round that the loss unrolls, by layout
 STATE_EPS = 1e-6
 STATE_SCALE = 5.0  # of states that a new head reads, relative to embeddings, by their root mean squares
 MAX_KEPT_BYTES = 256 << 20  # of the states of all traces; those of the oldest are dropped, and recomputed when needed
@@ -296,6 +297,11 @@ class DraftHead(PreTrainedModel):
         return self.config.layout == "eagle3"
 
     @property
+    def state_width(self) -> int:
+        """Number of values of all states of a token."""
+        return len(self.config.state_layers) * (self.config.state_size or 0)
+
+    @property
     def first(self) -> int:
         """The first token that is read. EAGLE-3 and built-in layers leave out the one before which there is no
         state."""
@@ -486,9 +492,30 @@ class DraftHead(PreTrainedModel):
         """Return, for the first `depth` tokens of a round, the inputs of the output head where a round could begin,
         with the true tokens as input: `(positions, hidden)`, and int64, `(positions,)`, the places of the predicted
         tokens among the completion tokens of all traces, one trace after the other. Attention is that of drafting: a
-        drafted token sees the verified tokens up to where its round begins, and the drafted ones of its own round."""
+        drafted token sees the verified tokens up to where its round begins, and the drafted ones of its own round. The
+        first round of an answer reads zeros in place of states. To learn that at no cost, a third of the prompts are
+        read so where gradients are enabled; otherwise it is computed."""
         if self.source is None:
             raise ConfigError("The draft head does not know its target. Call `head.bind(target)` first.")
+        kept, learns = self.source.of(traces), torch.is_grad_enabled()
+        unknown = [learns and num_tokens % 3 == 0 for num_tokens in map(len, kept)]
+        parts = self._rounds(traces, depth, kept, unknown)
+        if not learns:
+            begun = [bare_trace(t.prompt_ids, t.completion_ids[:depth], t.vocab_size) for t in traces]
+            first = self._rounds(begun, depth, kept, [True] * len(traces))
+            pairs = (zip(*both, strict=True) for both in zip(first, parts, strict=True))
+            parts = [[torch.cat([begin[:1], rest[1:]]) for begin, rest in pair] for pair in pairs]
+        ends, found = np.cumsum([0, *map(len, traces)]), []
+        for j, rows in enumerate(parts):
+            places = np.concatenate([np.arange(first + j, end) for first, end in itertools.pairwise(ends)])
+            found.append((self.normed(torch.cat(rows)), torch.from_numpy(places).to(self.device)))
+        return found
+
+    def _rounds(
+        self, traces: Sequence[Trace], depth: int, kept: Sequence[Tensor], unknown: Sequence[bool]
+    ) -> list[list[Tensor]]:
+        """Return the states behind each of the first tokens of a round, for each trace, `(positions, hidden)`. Where
+        `unknown`, the states of the prompt are zeros."""
         device = self.device
         prompt, width = max(len(t.prompt_ids) for t in traces), max(len(t) for t in traces)
         total = prompt + width - 1
@@ -498,11 +525,11 @@ class DraftHead(PreTrainedModel):
             row[pad : pad + len(t.prompt_ids)] = t.prompt_ids
             row[prompt : prompt + len(t)] = t.completion_ids
         tokens = torch.from_numpy(ids).to(device)
-        kept = self.source.of(traces)
         before = torch.stack([
             torch.nn.functional.pad(states.to(device, self._reads), (0, 0, pad + 1, total - pad - 1 - len(states)))
             for pad, states in zip(padding, kept, strict=True)  # cut, if they are longer; autocast stacks no float16
         ])  # fmt: skip
+        before[torch.tensor(unknown, device=device), :prompt] = 0
         pads = torch.tensor(padding, device=device)[:, None]
         columns = torch.arange(total, device=device)
         is_real = columns >= pads + self.first
@@ -513,14 +540,9 @@ class DraftHead(PreTrainedModel):
             tokens[:, :total], self.reduced(before), attention_mask=model_masks(self, mask[:, None], distance),
             position_ids=places, past_key_values=cache, use_cache=True,
         )[:, prompt - 1 :]  # fmt: skip
-        lengths = [len(t) for t in traces]
-        firsts = np.cumsum([0, *lengths[:-1]])
         begins = torch.arange(width, device=device)
-        mask, distance, diagonal = (
-            mask[:, prompt - 1 :],
-            distance[prompt - 1 :],
-            torch.eye(width, device=device).bool(),
-        )
+        mask, distance = mask[:, prompt - 1 :], distance[prompt - 1 :]
+        diagonal = torch.eye(width, device=device).bool()
         found = []
         for j in range(depth):
             if j:
@@ -531,9 +553,7 @@ class DraftHead(PreTrainedModel):
                     drafted, states, attention_mask=model_masks(self, mask[:, None], distance),
                     position_ids=places[:, prompt - 1 :] + j, past_key_values=cache, use_cache=True,
                 )  # fmt: skip
-            rows = [states[i, : max(n - j, 0)] for i, n in enumerate(lengths)]
-            at = [np.arange(first + j, first + n) for first, n in zip(firsts, lengths, strict=True)]
-            found.append((self.normed(torch.cat(rows)), torch.from_numpy(np.concatenate(at)).to(device)))
+            found.append([states[i, : max(len(t) - j, 0)] for i, t in enumerate(traces)])
         return found
 
 
@@ -622,7 +642,7 @@ def _save_eagle3(head: DraftHead, state: Mapping[str, Tensor], folder: Path) -> 
     """Write a checkpoint of the `speculators` package. Embeddings that are the target's are left out."""
     config = head.config
     config.text_config.dtype = head.dtype
-    k = head.generation_config.num_assistant_tokens or TRAINED_DEPTH
+    k = head.generation_config.num_assistant_tokens or 3
     saved = speculators_config(config, config.target_name, config.target_architectures, k)
     saved |= {name: value for name, value in vars(config).items() if name.startswith("osd_hf_")}
     weights = {their_name(name): weight.clone().contiguous() for name, weight in state.items()}

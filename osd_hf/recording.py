@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -26,6 +25,8 @@ from transformers import (
 
 from osd_hf import vocabulary
 from osd_hf.decoding.checks import log_once
+from osd_hf.decoding.forward import AHEAD
+from osd_hf.decoding.head import HeadForward
 from osd_hf.decoding.record import NO_WARPING, Rows, compress_rows, sampling_settings
 from osd_hf.decoding.sources import DraftForward
 from osd_hf.draft_head import DraftHead
@@ -262,8 +263,8 @@ class _TimedModel:
         for _ in range(2):  # the first time, much is set up
             started = clock()
             if isinstance(unwrap(model), DraftHead):
-                self.forward: Any = _HeadTimes(model)
-                self.forward.feed(prompt)
+                self.forward: Any = HeadForward(model, [[]], 2 * prompt.shape[1] + AHEAD)
+                self.forward.read(prompt.tolist())
             elif model.config.is_encoder_decoder:
                 mask = torch.ones_like(prompt)
                 outputs = model.get_encoder()(prompt, attention_mask=mask)
@@ -280,25 +281,3 @@ class _TimedModel:
         self.forward.feed(self.token.expand(1, tokens))
         self.seconds[tokens] = min(self.clock() - started, self.seconds.get(tokens, math.inf))
         self.forward.crop(length)
-
-
-class _HeadTimes:
-    """Run a head over one row, with states that are zero."""
-
-    def __init__(self, head: Any) -> None:
-        self.head, self.cache, self.length = head, DynamicCache(config=head.config.text_config), 0
-        self.cache.activate_past_recording()
-
-    def feed(self, ids: torch.Tensor) -> None:
-        width = self.head.config.text_config.hidden_size
-        states = torch.zeros(1, ids.shape[1], width, dtype=self.head.dtype, device=self.head.device)
-        if self.length == 0:
-            size = len(self.head.config.state_layers) * self.head.config.state_size
-            states = self.head.reduced(torch.zeros(1, ids.shape[1], size, device=self.head.device))
-        at = torch.tensor([ids.shape[1] - 1], device=self.head.device)
-        self.head(ids, states, at, past_key_values=self.cache, use_cache=True)
-        self.length += ids.shape[1]
-
-    def crop(self, length: int) -> None:
-        self.cache.crop(length - self.length)
-        self.length = length

@@ -64,9 +64,8 @@ def replay(draft: PreTrainedModel, traces: Iterable[Trace], num_assistant_tokens
 
 def replay_each(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list[AcceptanceStats]:
     """Compute [`replay`] for each trace."""
-    blind = int(isinstance(unwrap(draft), DraftHead))
     return [
-        _expected_stats(t, s, k, blind) if t.is_sampled else AcceptanceStats.from_rounds(rounds_of(t, s, k, blind))
+        _expected_stats(t, s, k) if t.is_sampled else AcceptanceStats.from_rounds(rounds_of(t, s, k))
         for t, s in zip(traces, _scores(draft, traces, k), strict=True)
     ]
 
@@ -76,9 +75,8 @@ def redraft(draft: PreTrainedModel, traces: Sequence[Trace], k: int = 5) -> list
     are -1. Takes the arguments of [`replay`]; raises DataError for sampled traces."""
     if any(trace.is_sampled for trace in traces):
         raise DataError("The rounds of sampled traces cannot be computed for another draft. Leave them out.")
-    blind = int(isinstance(unwrap(draft), DraftHead))
     return [
-        replace(trace, rounds=tuple(rounds_of(trace, predicted, k, blind)))
+        replace(trace, rounds=tuple(rounds_of(trace, predicted, k)))
         for trace, predicted in zip(traces, _scores(draft, traces, k), strict=True)
     ]
 
@@ -148,14 +146,14 @@ def _max_drafted(trace: Trace, position: int, k: int) -> int:
     return max(min(k, budget), 0)
 
 
-def rounds_of(trace: Trace, predicted: NDArray[Any], k: int, blind: int = 0) -> list[DraftRound]:
+def rounds_of(trace: Trace, predicted: NDArray[Any], k: int) -> list[DraftRound]:
     """Return the rounds of a draft that predicts `predicted[d, t]` at position `t` of a greedy answer as the token `d`
-    of a round (the last row holds for further ones). It drafts nothing for the first `blind` tokens of an answer."""
+    of a round (the last row holds for further ones)."""
     eos = eos_ids(trace.sampling)
     rounds = []
     start = 0
     while start < len(trace):
-        limit = 0 if start < blind else _max_drafted(trace, start, k)
+        limit = _max_drafted(trace, start, k)
         at = np.arange(start, min(start + limit, len(trace)))
         guesses = predicted[np.minimum(at - start, len(predicted) - 1), at]
         accepted = int((guesses == trace.completion_ids[at]).cumprod().sum())
@@ -170,7 +168,7 @@ def rounds_of(trace: Trace, predicted: NDArray[Any], k: int, blind: int = 0) -> 
     return rounds
 
 
-def _expected_stats(trace: Trace, acceptance: NDArray[np.float64], k: int, blind: int = 0) -> AcceptanceStats:
+def _expected_stats(trace: Trace, acceptance: NDArray[np.float64], k: int) -> AcceptanceStats:
     """Return the expected counts if each position is accepted with its probability; arguments as in [`rounds_of`]."""
     begins = np.zeros(len(trace) + 1)  # probability that a round begins at each position of the recorded answer
     begins[0] = 1.0
@@ -178,7 +176,7 @@ def _expected_stats(trace: Trace, acceptance: NDArray[np.float64], k: int, blind
     histogram: dict[int, float] = defaultdict(float)
     for start in range(len(trace)):
         reach = float(begins[start])
-        limit = 0 if start < blind else _max_drafted(trace, start, k)
+        limit = _max_drafted(trace, start, k)
         forwards += reach
         drafted += reach * limit
         length = 0

@@ -3,13 +3,15 @@
     python recipes/exactness_survey.py                                          # about 20 minutes on one core
     python recipes/exactness_survey.py --groups models --only mamba --show      # some targets, with each row
     python recipes/exactness_survey.py --groups states --name exactness_survey_states --seconds 300
+    python recipes/exactness_survey.py --groups heads --name exactness_survey_heads --seconds 300
 
 `ropes` are the rope types of transformers with lengths that pass the limits of the configuration. `adapters` are the
 methods of PEFT, as target and as draft. `models` are the families in the auto mappings for causal,
 sequence-to-sequence, image-text, and speech models. `states` are those with recurrent or convolutional layers, with 64
-answers each: one row or four, drafted or from text, streamed, and with stop strings. Weights are random and in
-float64, so that a different token is a fault. Each target runs in its own process with a time limit. The report has a
-row for each target and way, and is written after each target.
+answers each: one row or four, drafted or from text, streamed, and with stop strings. `heads` are twelve families with
+draft heads that learned four answers and go on learning. Weights are random and in float64, so that a different token
+is a fault. Each target runs in its own process with a time limit. The report has a row for each target and way, and is
+written after each target.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ from peft import LoraConfig, get_peft_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto import modeling_auto
 
-from osd_hf import OnlineAssistant, OnlineConfig
+from osd_hf import DraftHead, OnlineAssistant, OnlineConfig
 from osd_hf.errors import OSDError
+from osd_hf.layers import copy_layers, new_eagle3_head, new_head
+from osd_hf.learning.updater import Updater
+from osd_hf.learning.weights import shared_ends
+from osd_hf.recording import record_traces
 
 VOCAB, NEW_TOKENS, WINDOW = 64, 40, 8
 PROMPTS = (9, 6, 12, 7)  # tokens of the prompts of a batch; a single prompt has those of the first
@@ -61,6 +67,14 @@ STATE_WAYS = {  # number of prompts, requests, settings of the assistant
     "4 rows, 3 times, k = 3": (4, 3, {"num_assistant_tokens": 3}),
     "4 rows, 2 times, text": (4, 2, {"candidates": "text", "text_scope": "owner"}),
     "4 rows, 2 times, stop strings": (4, 2, {"num_assistant_tokens": 4}),
+}
+LEARNING = {"num_assistant_tokens": 4, "update_strategy": "interval", "update_interval": 2, "gate": False}
+HEAD_WAYS = {
+    "8 answers, learning": (1, 8, LEARNING),
+    "4 rows, 4 times, learning": (4, 4, LEARNING),
+    "8 answers, auto": (1, 8, {}),
+    "8 answers, streamed": (1, 8, LEARNING),
+    "4 rows, 2 times, stop strings": (4, 2, LEARNING),
 }
 Target = tuple[Any, Any, dict[str, Any]]  # the target, a draft, arguments of `generate` beside or in place of a prompt
 Build = Callable[[], Target]
@@ -172,11 +186,11 @@ def compared(target: Any, draft: Any, way: str, given: dict[str, Any], alone: An
 
 def several(target: Any, draft: Any, way: str) -> dict[str, Any]:
     """Compare several answers of one assistant with those of the target."""
-    rows, count, settings = STATE_WAYS[way]
+    rows, count, settings = (STATE_WAYS | HEAD_WAYS)[way]
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(string.printable[:VOCAB])}, []))
     letters.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters)
-    config, different = OnlineConfig(update_strategy="manual", **settings), list[int]()
+    config, different = OnlineConfig(**{"update_strategy": "manual", **settings}), list[int]()
     try:
         with OnlineAssistant(copy.deepcopy(target), draft, tokenizer, config=config) as assistant:
             for seed in range(count):
@@ -247,7 +261,7 @@ def examine(build: Build, ways: list[str], send: Any) -> None:
     alone = functools.cache(lambda rows: answered(target, rows, given))
     for way in ways:
         log.lines.clear()
-        if way in STATE_WAYS:
+        if way in STATE_WAYS | HEAD_WAYS:
             found = several(target, draft, way)
             send.send({"way": way, **facts, **found} | ({"log": log.lines[:2]} if log.lines else {}))
             continue
@@ -577,9 +591,40 @@ def states() -> Iterator[tuple[str, Build]]:
             yield name, build
 
 
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma3", "GPT2", "GPTNeoX", "Phi3", "Olmo2", "Mixtral",
+            "DeepseekV3")  # fmt: skip
+
+
+def with_head(name: str, make: Callable[[Any], Any], states: tuple[int, ...]) -> Target:
+    """Build a target and a head that has learned some of its answers."""
+    target, _, given = of_family(name, {})
+    head = make(target) if len(states) == 1 else DraftHead.from_draft(copy_layers(target, [0]), target, states)
+    head.model.config._experts_implementation = "eager"  # another one cannot compute in float64
+    prompts = [request(1, {}, seed)["input_ids"][0].tolist() for seed in range(4)]
+    updater = Updater(head, OnlineConfig(gate=False, learning_rate=1e-2), frozen=shared_ends(head, target))
+    updater.buffer.extend(record_traces(target, prompts, max_new_tokens=NEW_TOKENS))
+    updater.update(60)
+    updater.copy_to(head)
+    return target, head, given
+
+
+def heads() -> Iterator[tuple[str, Build]]:
+    """Return the targets of this group."""
+    kinds = {
+        "last state": (new_head, (-1,)),
+        "three states": (new_head, (0, 1, -1)),
+        "eagle3": (new_eagle3_head, (-1,)),
+    }
+    for family in FAMILIES:
+        for kind, (make, states) in kinds.items():
+            name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+            yield f"{name}, {kind}", functools.partial(with_head, name, make, states)
+
+
 # What the report holds of an answer that is the same.
 SAME = ("target", "way", "outcome", "drafted", "accepted", "repeats", "log")
-GROUPS = {"ropes": ropes, "adapters": adapters, "models": models, "states": states}
+GROUPS = {"ropes": ropes, "adapters": adapters, "models": models, "states": states, "heads": heads}
+WAYS_OF = {"states": STATE_WAYS, "heads": HEAD_WAYS}
 
 
 def main() -> None:
@@ -592,7 +637,7 @@ def main() -> None:
         metavar="TEXT",
         help="parts of names; other rows of the report stay",
     )
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *STATE_WAYS], help="of asking")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, *STATE_WAYS, *HEAD_WAYS], help="of asking")
     parser.add_argument("--seconds", type=float, default=60.0, help="time limit of a target")
     parser.add_argument("--show", action="store_true", help="print each row")
     args = parser.parse_args()
@@ -606,7 +651,7 @@ def main() -> None:
             ]
         report[group], summary[group] = others, Counter(row["outcome"] for row in others)
         for name, build in chosen.items():
-            ways = args.ways or list(STATE_WAYS if group == "states" else WAYS)
+            ways = args.ways or list(WAYS_OF.get(group, WAYS))
             rows = [{"target": name, **row} for row in rows_of(build, ways, args.seconds)]
             for row in rows:
                 is_same = row["outcome"].startswith("same")  # short, as most are

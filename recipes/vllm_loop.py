@@ -41,9 +41,10 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from osd_hf import CorrectionStore, Trace, replay
+from osd_hf import AcceptanceStats, CorrectionStore, DraftHead, Trace, replay
 from osd_hf.engines.versions import LATEST
 from osd_hf.loading import is_head, load_draft
+from osd_hf.replay import raw_rows, rounds_of
 
 NUM_LOGPROBS = 64
 COUNTER = "vllm:spec_decode_num_"
@@ -190,15 +191,23 @@ def asked(
     return counted(before, engine.counts()), report
 
 
+def in_engine(model: Any, traces: Sequence[Trace]) -> AcceptanceStats:
+    """Replay rounds that begin after the first token, for which the engine has read the prompt."""
+    found = AcceptanceStats()
+    for trace in (t for t in traces if len(t) > 1):
+        predicted = np.full((K if isinstance(model, DraftHead) else 1, len(trace)), -1)
+        for _, first, logits, depth in raw_rows(model, [trace], depths=len(predicted)):
+            predicted[depth, first : first + len(logits)] = logits.argmax(-1)
+        found += AcceptanceStats.from_rounds(rounds_of(as_engine(trace), predicted[:, 1:], K))
+    return found
+
+
 def ours(draft: Path, traces: Sequence[Trace]) -> dict[str, Any]:
     """Return the result of replay in the rounds of transformers and of vLLM."""
     target = AutoModelForCausalLM.from_pretrained(data_folder() / "lab/target", dtype=torch.float32).eval()
     model = load_draft(str(draft), target, dtype="float32", device="cpu")
-    found, sets = {}, {"replay": list(traces)}
-    if not is_head(draft):  # a head drafts after the first token everywhere
-        sets["replay_in_vllm_rounds"] = [as_engine(t) for t in traces if len(t) > 1]
-    for name, those in sets.items():
-        stats = replay(model, those, K)
+    found = {}
+    for name, stats in {"replay": replay(model, traces, K), "replay_in_vllm_rounds": in_engine(model, traces)}.items():
         found[name] = {
             "alpha": stats.alpha, "interval": stats.alpha_interval, "accepted": stats.accepted,
             "examined": stats.examined, "rounds": stats.target_forwards, "block_efficiency": stats.block_efficiency,

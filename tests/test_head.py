@@ -35,7 +35,7 @@ from osd_hf import (
 from osd_hf.draft_head import DraftHead, DraftHeadConfig, half, keep_states, load_head
 from osd_hf.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from osd_hf.layers import built_in_head, copy_layers, new_eagle3_head, new_head, save_built_in
-from osd_hf.learning.updater import Updater
+from osd_hf.learning.updater import Updater, make_optimizers
 from osd_hf.learning.weights import shared_ends
 from osd_hf.loading import load_draft
 from osd_hf.recording import record_traces
@@ -125,10 +125,32 @@ def test_replay_counts_what_a_live_head_did(rows: int, states: tuple[int, ...]) 
         copies = [copy.copy(trace) for trace in seen]  # of which no states are kept
         computed = replay(assistant.draft, copies, 4)
     assert 0 < live.accepted < live.examined
+    assert all(trace.rounds[0].num_drafted == 4 for trace in seen)  # before the target has given states
     for stats in (replayed, computed):
         assert (stats.examined, stats.accepted, stats.emitted) == (live.examined, live.accepted, live.emitted)
         assert stats.target_forwards == live.target_forwards
         assert stats.accepted_length_histogram == live.accepted_length_histogram
+
+
+@pytest.mark.parametrize("make", [new_head, new_eagle3_head])
+def test_a_prompt_of_one_token_is_drafted_for(make: Any) -> None:
+    target = models.build("llama").double()
+    head = models.fixed_k(make(target), 4)
+    with OnlineAssistant(target, head, config=FIXED) as assistant:
+        seen = [answered(assistant, ids, max_new_tokens=24)[1][0] for ids in prompts(6, length=1)]
+        live = sum(map(AcceptanceStats.from_trace, seen), AcceptanceStats())
+        replayed = replay(assistant.draft, seen, 4)
+    assert all(trace.rounds[0].num_drafted for trace in seen)
+    assert (replayed.examined, replayed.accepted) == (live.examined, live.accepted)
+
+
+@pytest.mark.parametrize("make", [new_head, new_eagle3_head])
+def test_what_is_read_before_the_layers_learns_more_slowly(make: Any) -> None:
+    head = make(models.build("llama"))
+    layers, before = make_optimizers(head, dict(head.named_parameters()), OnlineConfig())[0].param_groups
+    assert before["lr"] < layers["lr"] == OnlineConfig().learning_rate
+    projection = head.input_proj if make is new_head else head.state_proj
+    assert [id(p) for p in before["params"]] == [id(projection.weight)]
 
 
 @pytest.mark.parametrize("states", [(-1,), (0, 1, 2)])

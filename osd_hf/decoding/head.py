@@ -36,6 +36,7 @@ class HeadForward:
     each row, in the order of the rows. Sequences have at most `most` tokens."""
 
     captures = False  # no graph drafts several tokens
+    length = 0  # of a timed round
 
     def __init__(self, head: DraftHead, states: Sequence[list[Tensor]], most: int) -> None:
         self.head, self.device = head, head.device
@@ -50,31 +51,34 @@ class HeadForward:
         self._ragged.cache.layers = [_HeadLayer(self._ragged) for _ in layers]
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the target's states are there: not before the first round."""
+    def keeps(self) -> bool:
+        """Whether what is read stays. The first round knows no states of the target, and the prompt is read again."""
         return all(self._states)
 
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Read the tokens behind which the target has new states, and return the logits after the last one,
-        `(rows, vocab)`."""
+        `(rows, vocab)`. In the first round, zeros take the place of states."""
         self._known, self._fed = [len(text) for text in texts], 0
+        keeps, width = self.keeps, self.head.state_width
+        begins = [min(read, known - 1) for read, known in zip(self._read, self._known, strict=True)]
         parts = []
-        for read, known, held in zip(self._read, self._known, self._states, strict=True):
-            whole = held[0] if len(held) == 1 else torch.cat(held)
-            held[:] = [whole]
-            zero = whole.new_zeros(1 if read == 0 else 0, whole.shape[1])  # there is no token before the first one
+        for read, known, held in zip(begins, self._known, self._states, strict=True):
+            whole = torch.cat(held) if keeps else torch.zeros(known, width, device=self.device)
+            held[:] = [whole] if keeps else []
+            zero = whole.new_zeros(1 if read == 0 else 0, width)  # there is no token before the first one
             parts.append(torch.cat([zero, whole[max(read - 1, 0) : known - 1]]))
         count = max(map(len, parts))
         # Columns behind the end of a shorter row are overwritten before they are seen.
         states = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, count - len(part))) for part in parts])
-        pairs = zip(self._read, texts, strict=True)
-        ids = to_device([[*t[r:], *[0] * (count - len(t) + r)] for r, t in pairs], self.device)
+        ids = to_device(
+            [[*t[r:], *[0] * (count - len(t) + r)] for r, t in zip(begins, texts, strict=True)], self.device
+        )
         at = to_device([len(part) - 1 for part in parts], self.device)
         last = to_device(self._known, self.device)[:, None] - 1 - self._first
-        starts = [read - self._first for read in self._read]
-        logits = self._ragged.feed(ids, starts, last, states=self.head.reduced(states), at=at)
+        starts = [max(read - self._first, 0) for read in begins]
+        logits = self._ragged.feed(ids, starts, last.clamp(min=0), states=self.head.reduced(states), at=at)
         self._last = self._ragged.outputs.hidden_states[0]
-        self._read = list(self._known)
+        self._read = list(self._known) if keeps else self._read
         return logits[:, -1]
 
     def feed(self, ids: Tensor) -> Tensor:
@@ -84,6 +88,10 @@ class HeadForward:
         self._last = self._ragged.outputs.hidden_states[0]
         self._fed += 1
         return logits[:, -1]
+
+    def crop(self, length: int) -> None:
+        """Remove the candidates of the round."""
+        self._fed = 0
 
     def keep(self, row: int, length: int) -> None:
         """Keep the first `length` tokens of a row. Drafted ones are read again with the target's states."""

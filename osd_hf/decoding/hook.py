@@ -450,6 +450,8 @@ class Call:
     def _draft_source(self, loop: Loop, drafting: Drafting, rows: list[int]) -> DraftSource | None:
         texts = [loop.rows[number].tokens for number in rows]
         states = [loop.rows[number].states for number in rows]
+        if drafting.state_layers and not loop.state_layers:
+            return None
         forward = drafting.forward(self.kwargs, texts, int(self.config.max_length), states)
         if forward is None:
             return None

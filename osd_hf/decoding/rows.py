@@ -98,7 +98,7 @@ class BatchDraftForward:
     [`~osd_hf.decoding.sources.DraftForward`]. For the draft, [`~osd_hf.decoding.checks.batch_hindrance`] returns
     `None`. Sequences have at most `most` tokens."""
 
-    is_ready = True
+    keeps = True  # what was read
 
     def __init__(
         self,

@@ -205,7 +205,7 @@ class DraftForward:
     """Run a draft over one row. `source` are further arguments of each forward, such as an encoder's outputs."""
 
     captures = False  # no graph drafts several tokens
-    is_ready = True
+    keeps = True  # what was read
 
     def __init__(self, draft: PreTrainedModel, source: dict[str, Any] | None = None) -> None:
         self.draft = draft
@@ -304,21 +304,16 @@ class DraftSource:
         return room if self.max_positions is None else min(room, self.max_positions - length + 1)
 
     def propose(
-        self,
-        k: int,
-        texts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        rooms: Sequence[int],
-        threshold: float,
+        self, k: int, texts: Sequence[Sequence[int]], lengths: Sequence[int], rooms: Sequence[int], threshold: float
     ) -> Candidates | None:
         """Propose at most k candidates for each row, or return `None` where no row has room. `texts` are the tokens of
         the rows without padding, `lengths` their numbers with padding, and `rooms` the largest numbers of candidates.
         A row ends with a token that is less probable than the `threshold`."""
         rooms = [self.room(len(text), room) for text, room in zip(texts, rooms, strict=True)]
         k, self.times = min(k, max(rooms)), []
-        if k <= 0 or not self.forward.is_ready:
+        if k <= 0:
             return None
-        self.reads_prompt, self._has_read_prompt = not self._has_read_prompt, True
+        self.reads_prompt, self._has_read_prompt = not self._has_read_prompt, self.forward.keeps
         began, drafted = self.clock(), None
         if self._graph_key is not None and not threshold:
             assert isinstance(self.forward, BatchDraftForward)
@@ -332,12 +327,7 @@ class DraftSource:
         return Candidates(tokens, self._is_proposed(tokens, highest, rooms), q[0] if q else None)
 
     def _draft(
-        self,
-        k: int,
-        texts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        rooms: Sequence[int],
-        threshold: float,
+        self, k: int, texts: Sequence[Sequence[int]], lengths: Sequence[int], rooms: Sequence[int], threshold: float
     ) -> Candidates:
         """Draft token by token. On a CPU, this ends where no row continues; elsewhere, reading that takes time."""
         on_cpu = self.forward.device.type == "cpu"

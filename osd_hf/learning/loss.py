@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from osd_hf.draft_head import DEPTH_WEIGHT, TRAINED_DEPTH, DraftHead
+from osd_hf.draft_head import DEPTH_WEIGHT, TRAINED_DEPTHS, DraftHead
 from osd_hf.learning.weights import hidden_matrices
 from osd_hf.losses import outcome_logprobs
 from osd_hf.models import config_value, output_head, unwrap, vocab_size_of
@@ -54,7 +54,7 @@ def divergence_sum(
     batch. The output head runs over chunks of positions, and its logits are recomputed in the backward pass. Of a
     head, the tokens of a round are unrolled, and the divergences at later ones count less."""
     head, num_columns = output_head(draft), traces[0].vocab_size
-    parts = draft_states(draft, traces, TRAINED_DEPTH)
+    parts = draft_states(draft, traces, _depth(draft))
     weights = [DEPTH_WEIGHT**depth for depth in range(len(parts))]
     sums = []
     if tail is not None and any(len(trace) for trace in traces):
@@ -199,7 +199,8 @@ class ActivationMemory:
         rows = 3 * heads if is_eager else heads if config.is_encoder_decoder else 1
         width = config_value(config, "hidden_size") or 0
         if isinstance(unwrap(draft), DraftHead):  # each token of a round is a forward, and none is recomputed
-            return cls(TRAINED_DEPTH * BYTES_PER_FEATURE * features, 4 * TRAINED_DEPTH**2 * rows * layers, 0, 1)
+            depth = _depth(draft)
+            return cls(depth * BYTES_PER_FEATURE * features, 4 * depth**2 * rows * layers, 0, 1)
         return cls(BYTES_PER_FEATURE * features, 4 * rows * layers, 4 * width * layers, layers)
 
     def fits(self, rows: int, tokens: int) -> bool:
@@ -214,6 +215,10 @@ class ActivationMemory:
         # The larger root of square * n^2 + linear * n = budget, in the form that loses no digits.
         root = 2 * ACTIVATION_BYTES / (linear + math.sqrt(linear**2 + 4 * square * ACTIVATION_BYTES))
         return max(int(root), MIN_REQUEST_TOKENS)
+
+
+def _depth(draft: Any) -> int:
+    return TRAINED_DEPTHS[draft.config.layout] if isinstance(unwrap(draft), DraftHead) else 1
 
 
 def _layers(model: Any) -> list[Any]:

@@ -60,6 +60,7 @@ MAX_LEARN_TOKENS = 2048  # of prompt and answer of one request; memory grows wit
 MAX_GRAD_NORM = 1.0
 MUON_MOMENTUM = 0.95
 EMBEDDING_RATE = 0.5  # of Muon's learning rate, for the weights that AdamW updates
+INPUT_RATE = 0.3  # of Muon's learning rate, for the matrices before the layers of a draft head
 BACKWARD_SHARE = 0.85  # of an optimizer step, about, for forwards and backwards of its batch
 
 
@@ -479,11 +480,16 @@ def make_optimizers(
     matrices = hidden_matrices(model, parameters) if config.optimizer == "muon" else []
     hidden = {id(p) for p in matrices}
     others = [p for p in parameters.values() if id(p) not in hidden]
+    is_head, projections = isinstance(unwrap(model), DraftHead), {"input_proj", "state_proj"}
+    first = {id(p) for name, p in parameters.items() if is_head and projections & {*name.split(".")}}
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         muon = Float32Muon if matrices[0].device.type == "cpu" else torch.optim.Muon
         how: dict[str, Any] = {"weight_decay": 0.0, "momentum": MUON_MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
-        optimizers.append(muon(matrices, config.learning_rate, **how))
+        layers, before = ([p for p in matrices if (id(p) in first) is is_first] for is_first in (False, True))
+        groups: list[dict[str, Any]] = [{"params": layers}] if layers else []
+        groups += [{"params": before, "lr": config.learning_rate * INPUT_RATE}] if before else []
+        optimizers.append(muon(groups, config.learning_rate, **how))
     if others:
         rate = config.learning_rate * (EMBEDDING_RATE if matrices else 1)
         optimizers.append(torch.optim.AdamW(others, rate, weight_decay=0.0, fused=True))
