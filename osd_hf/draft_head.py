@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import threading
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +54,7 @@ from osd_hf.utils.context import neutral_context
 DEPTH_WEIGHT = 0.8  # of a drafted token in the loss, relative to the one before
 ABSENT = 20.0  # a token that an output head lacks has this much less log-mass than all others together
 TRAINED_DEPTHS = {"mtp": 2, "eagle3": 3}  # tokens of a round that the loss unrolls, by layout
+FIRST_ROUND_TOKENS = 64  # at the end of the prompt, which are read in the first round
 STATE_EPS = 1e-6
 STATE_SCALE = 5.0  # of states that a new head reads, relative to embeddings, by their root mean squares
 MAX_KEPT_BYTES = 256 << 20  # of the states of all traces; those of the oldest are dropped, and recomputed when needed
@@ -91,6 +93,7 @@ class StateSource:
     def __init__(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
         self._target = ref(target)
         self.layers = list(layers)  # of `hidden_states`, of which the last is behind the last norm
+        self.has_first_round = True  # without states; an engine reads the prompt before it drafts
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
@@ -493,21 +496,24 @@ class DraftHead(PreTrainedModel):
         with the true tokens as input: `(positions, hidden)`, and int64, `(positions,)`, the places of the predicted
         tokens among the completion tokens of all traces, one trace after the other. Attention is that of drafting: a
         drafted token sees the verified tokens up to where its round begins, and the drafted ones of its own round. The
-        first round of an answer reads zeros in place of states. To learn that at no cost, a third of the prompts are
-        read so where gradients are enabled; otherwise it is computed."""
-        if self.source is None:
+        first round of an answer reads the end of the prompt, and zeros in place of states. Where gradients are
+        enabled, about a third of the prompts are read so instead, at no cost."""
+        if (source := self.source) is None:
             raise ConfigError("The draft head does not know its target. Call `head.bind(target)` first.")
-        kept, learns = self.source.of(traces), torch.is_grad_enabled()
-        unknown = [learns and num_tokens % 3 == 0 for num_tokens in map(len, kept)]
-        parts = self._rounds(traces, depth, kept, unknown)
-        if not learns:
-            begun = [bare_trace(t.prompt_ids, t.completion_ids[:depth], t.vocab_size) for t in traces]
+        kept, learns = source.of(traces), torch.is_grad_enabled()
+        chosen = [
+            learns and source.has_first_round and zlib.crc32(t.completion_ids.tobytes()) % 3 == 0 for t in traces
+        ]
+        parts = self._rounds(traces, depth, kept, chosen)
+        if source.has_first_round and not learns:
+            ends = [(t.prompt_ids[-FIRST_ROUND_TOKENS:], t.completion_ids[:depth], t.vocab_size) for t in traces]
+            begun = [bare_trace(*end) for end in ends]
             first = self._rounds(begun, depth, kept, [True] * len(traces))
             pairs = (zip(*both, strict=True) for both in zip(first, parts, strict=True))
             parts = [[torch.cat([begin[:1], rest[1:]]) for begin, rest in pair] for pair in pairs]
-        ends, found = np.cumsum([0, *map(len, traces)]), []
+        limits, found = np.cumsum([0, *map(len, traces)]), []
         for j, rows in enumerate(parts):
-            places = np.concatenate([np.arange(first + j, end) for first, end in itertools.pairwise(ends)])
+            places = np.concatenate([np.arange(first + j, end) for first, end in itertools.pairwise(limits)])
             found.append((self.normed(torch.cat(rows)), torch.from_numpy(places).to(self.device)))
         return found
 

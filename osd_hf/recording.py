@@ -263,7 +263,10 @@ class _TimedModel:
         for _ in range(2):  # the first time, much is set up
             started = clock()
             if isinstance(unwrap(model), DraftHead):
-                self.forward: Any = HeadForward(model, [[]], 2 * prompt.shape[1] + AHEAD)
+                states: list[torch.Tensor] = []
+                self.forward: Any = HeadForward(model, [states], prompt.shape[1] + AHEAD)
+                self.forward.read(prompt.tolist())  # the first round
+                states.append(torch.zeros(prompt.shape[1], model.state_width, device=prompt.device))
                 self.forward.read(prompt.tolist())
             elif model.config.is_encoder_decoder:
                 mask = torch.ones_like(prompt)

@@ -191,6 +191,7 @@ def asked(
     return counted(before, engine.counts()), report
 
 
+@torch.inference_mode()
 def in_engine(model: Any, traces: Sequence[Trace]) -> AcceptanceStats:
     """Replay rounds that begin after the first token, for which the engine has read the prompt."""
     found = AcceptanceStats()

@@ -39,7 +39,7 @@ from osd_hf.learning.updater import Updater, make_optimizers
 from osd_hf.learning.weights import shared_ends
 from osd_hf.loading import load_draft
 from osd_hf.recording import record_traces
-from osd_hf.replay import completion_logits
+from osd_hf.replay import completion_logits, redraft
 from osd_hf.trace import bare_trace
 
 FAMILIES = (*models.DECODER_ONLY, "qwen2", "mixtral")
@@ -133,15 +133,23 @@ def test_replay_counts_what_a_live_head_did(rows: int, states: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("make", [new_head, new_eagle3_head])
-def test_a_prompt_of_one_token_is_drafted_for(make: Any) -> None:
+@pytest.mark.parametrize("length", [1, 2, 90])
+def test_replay_drafts_what_a_head_did_in_the_first_round(make: Any, length: int) -> None:
     target = models.build("llama").double()
     head = models.fixed_k(make(target), 4)
+    asked = prompts(16, length)
+    traces = list(record_traces(target, [ids[0].tolist() for ids in asked], max_new_tokens=16))
+    updater = Updater(head, replace(FIXED, buffer_size=16, learning_rate=1e-2))
+    updater.buffer.extend(traces)
+    updater.update(40)
+    updater.copy_to(head)
     with OnlineAssistant(target, head, config=FIXED) as assistant:
-        seen = [answered(assistant, ids, max_new_tokens=24)[1][0] for ids in prompts(6, length=1)]
-        live = sum(map(AcceptanceStats.from_trace, seen), AcceptanceStats())
-        replayed = replay(assistant.draft, seen, 4)
-    assert all(trace.rounds[0].num_drafted for trace in seen)
-    assert (replayed.examined, replayed.accepted) == (live.examined, live.accepted)
+        seen = [answered(assistant, ids, max_new_tokens=16)[1][0] for ids in asked]
+        drawn = redraft(assistant.draft, seen, 4)
+    examined = [[r.drafted_ids[: r.num_examined].tolist() for t in s for r in t.rounds] for s in (drawn, seen)]
+    assert examined[0] == examined[1]
+    assert all(trace.rounds[0].num_drafted == 4 for trace in seen)
+    assert any(trace.rounds[0].num_accepted > 1 for trace in seen)
 
 
 @pytest.mark.parametrize("make", [new_head, new_eagle3_head])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from osd_hf.decoding.forward import AHEAD, Ragged, RaggedLayer, usual_tensors
-from osd_hf.draft_head import DraftHead
+from osd_hf.draft_head import FIRST_ROUND_TOKENS, DraftHead
 from osd_hf.utils.context import to_device
 
 
@@ -43,7 +43,7 @@ class HeadForward:
         self._states = list(states)
         self._first = head.first
         self._read = [self._first] * len(self._states)  # tokens of each row that were read with the target's states
-        self._known: list[int] = []
+        self._ends: list[int] = []  # of each row in the cache, without the candidates of the round
         self._fed = 0  # candidates of the round that were fed
         self._last: Any = None  # state behind the newest token of each row, `(rows, 1, hidden)`
         self._ragged = Ragged(head, len(self._states), min(most, AHEAD))
@@ -58,32 +58,33 @@ class HeadForward:
     def read(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Read the tokens behind which the target has new states, and return the logits after the last one,
         `(rows, vocab)`. In the first round, zeros take the place of states."""
-        self._known, self._fed = [len(text) for text in texts], 0
-        keeps, width = self.keeps, self.head.state_width
-        begins = [min(read, known - 1) for read, known in zip(self._read, self._known, strict=True)]
+        keeps, width, self._fed = self.keeps, self.head.state_width, 0
+        texts = texts if keeps else [text[-FIRST_ROUND_TOKENS:] for text in texts]
+        known = [len(text) for text in texts]
+        begins = [min(read, n - 1) for read, n in zip(self._read, known, strict=True)]
         parts = []
-        for read, known, held in zip(begins, self._known, self._states, strict=True):
-            whole = torch.cat(held) if keeps else torch.zeros(known, width, device=self.device)
+        for read, n, held in zip(begins, known, self._states, strict=True):
+            whole = torch.cat(held) if keeps else torch.zeros(n, width, dtype=self.head.dtype, device=self.device)
             held[:] = [whole] if keeps else []
             zero = whole.new_zeros(1 if read == 0 else 0, width)  # there is no token before the first one
-            parts.append(torch.cat([zero, whole[max(read - 1, 0) : known - 1]]))
+            parts.append(torch.cat([zero, whole[max(read - 1, 0) : n - 1]]))
         count = max(map(len, parts))
         # Columns behind the end of a shorter row are overwritten before they are seen.
         states = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, count - len(part))) for part in parts])
-        ids = to_device(
-            [[*t[r:], *[0] * (count - len(t) + r)] for r, t in zip(begins, texts, strict=True)], self.device
-        )
+        pairs = zip(begins, texts, strict=True)
+        ids = to_device([[*t[r:], *[0] * (count - len(t) + r)] for r, t in pairs], self.device)
         at = to_device([len(part) - 1 for part in parts], self.device)
-        last = to_device(self._known, self.device)[:, None] - 1 - self._first
         starts = [max(read - self._first, 0) for read in begins]
-        logits = self._ragged.feed(ids, starts, last.clamp(min=0), states=self.head.reduced(states), at=at)
+        self._ends = [start + len(part) for start, part in zip(starts, parts, strict=True)]
+        last = to_device(self._ends, self.device)[:, None] - 1
+        logits = self._ragged.feed(ids, starts, last, states=self.head.reduced(states), at=at)
         self._last = self._ragged.outputs.hidden_states[0]
-        self._read = list(self._known) if keeps else self._read
+        self._read = known if keeps else self._read
         return logits[:, -1]
 
     def feed(self, ids: Tensor) -> Tensor:
         """Append a candidate to each row, `(rows, 1)`, and return the logits after it."""
-        starts = [known - self._first + self._fed for known in self._known]
+        starts = [end + self._fed for end in self._ends]
         logits = self._ragged.feed(ids, starts, states=self._last)
         self._last = self._ragged.outputs.hidden_states[0]
         self._fed += 1

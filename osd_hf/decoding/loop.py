@@ -377,14 +377,7 @@ class Loop:
         row.text.settled(emitted)
 
     def _record(
-        self,
-        i: int,
-        row: Row,
-        drafted: list[int],
-        emitted: list[int],
-        logits: Tensor,
-        verdict: Verdict,
-        is_text: bool,
+        self, i: int, row: Row, drafted: list[int], emitted: list[int], logits: Tensor, verdict: Verdict, is_text: bool
     ) -> None:
         """Record the round of the i-th row in its request."""
         p, q = (None if part is None or not drafted else part[i, : len(drafted)] for part in (verdict.p, verdict.q))

@@ -116,11 +116,7 @@ class Drafting:
         return self.draft.config.state_layers if isinstance(self.draft, DraftHead) else []
 
     def forward(
-        self,
-        kwargs: dict[str, Any],
-        texts: Sequence[Sequence[int]],
-        most: int,
-        states: Sequence[list[Tensor]] = (),
+        self, kwargs: dict[str, Any], texts: Sequence[Sequence[int]], most: int, states: Sequence[list[Tensor]] = ()
     ) -> DraftForward | BatchDraftForward | HeadForward | None:
         """Return the forwards of rows with these tokens, and at most `most` in the end, of a request with these loop
         arguments, to whose `states` the loop appends those of the target. `None` if the source is longer than the
@@ -366,11 +362,7 @@ class DraftSource:
         return Candidates(tokens, self._is_proposed(tokens, highest, rooms, is_last), q)
 
     def _is_proposed(
-        self,
-        tokens: Tensor,
-        highest: Tensor,
-        rooms: Sequence[int],
-        is_last: Tensor | None = None,
+        self, tokens: Tensor, highest: Tensor, rooms: Sequence[int], is_last: Tensor | None = None
     ) -> Tensor:
         """Return which tokens, `(rows, k)`, are candidates: those up to the end of an answer, where a row has no room
         or allows no token, or up to one that `is_last`."""

@@ -81,6 +81,8 @@ class StoreLearner:
         if self.config.compared_k is None:
             raise ConfigError("A fixed k is needed, got `num_assistant_tokens=None`.")
         self.k = self.config.compared_k
+        if (source := getattr(self.draft, "source", None)) is not None:
+            source.has_first_round = False
         self.skipped: Counter[str] = Counter()  # requests of this run that do not fit, by reason
         # Acceptance of the serving version and of the initial draft on the newest requests, and labels.
         self.learned: deque[AcceptanceStats] = deque(maxlen=MAX_RECENT)
