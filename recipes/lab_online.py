@@ -164,7 +164,7 @@ def compare_drafts(args: Any, pair: Any, started: float) -> None:
                     own = row["learner_seconds_per_request"]
                     seconds = own if kind == "cut" else seconds
                     if is_head and number == steps and seconds is not None:
-                        tried.append(min(max(round(steps * seconds / own), 1), steps - 1))
+                        tried.append(args.head_steps or min(max(round(steps * seconds / own), 1), steps - 1))
                     print(
                         f"{name:24s} seed {seed} {kind:7s} {number} steps  static {row['static']:.3f}  learned "
                         f"{row['alpha']:.3f} ({row['tokens_per_forward']:.2f})  {own * 1e3:.0f} ms/request",
@@ -182,6 +182,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20, help="of the offline ceiling; 0 = leave it out")
     parser.add_argument("--rates", type=float, nargs="*", default=PAPER_RATES, help="of the paper's rule")
     parser.add_argument("--drafts", nargs="+", choices=DRAFTS, help="kinds of drafts to compare")
+    parser.add_argument(
+        "--head-steps", type=int, help="of a head in the same time; by default from the measured times"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/lab_online"), help="where finished runs are kept")
     parser.add_argument("--live", type=int, default=0, help="requests served live, first seed")
     args = parser.parse_args()
