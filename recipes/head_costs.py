@@ -3,8 +3,8 @@ position, and a training step; for an 8B target by arithmetic.
 
     OSD_HF_DATA=... python recipes/head_costs.py
 
-Seconds are the minimum of several turns, on an otherwise idle machine. A training step has 16 requests of gsm8k, 480
-positions. The costs for a GPU are what its memory bandwidth allows.
+Seconds are the minimum of several turns, on an otherwise idle machine. A training step has 16 requests of gsm8k, cut
+to the positions of a step. The costs for a GPU are what its memory bandwidth allows.
 """
 
 from __future__ import annotations
