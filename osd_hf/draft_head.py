@@ -501,14 +501,15 @@ class DraftHead(PreTrainedModel):
         if (source := self.source) is None:
             raise ConfigError("The draft head does not know its target. Call `head.bind(target)` first.")
         kept, learns = source.of(traces), torch.is_grad_enabled()
-        chosen = [
-            learns and source.has_first_round and zlib.crc32(t.completion_ids.tobytes()) % 3 == 0 for t in traces
-        ]
-        parts = self._rounds(traces, depth, kept, chosen)
+        if source.has_first_round and learns:
+            for i, t in enumerate(traces):
+                if zlib.crc32(t.completion_ids.tobytes()) % 3 == 0:
+                    kept[i] = kept[i].clone()
+                    kept[i][: len(t.prompt_ids) - 1] = 0
+        parts = self._rounds(traces, depth, kept)
         if source.has_first_round and not learns:
             ends = [(t.prompt_ids[-FIRST_ROUND_TOKENS:], t.completion_ids[:depth], t.vocab_size) for t in traces]
-            begun = [bare_trace(*end) for end in ends]
-            first = self._rounds(begun, depth, kept, [True] * len(traces))
+            first = self._rounds([bare_trace(*end) for end in ends], depth, [states[:0] for states in kept])
             pairs = (zip(*both, strict=True) for both in zip(first, parts, strict=True))
             parts = [[torch.cat([begin[:1], rest[1:]]) for begin, rest in pair] for pair in pairs]
         limits, found = np.cumsum([0, *map(len, traces)]), []
@@ -517,11 +518,9 @@ class DraftHead(PreTrainedModel):
             found.append((self.normed(torch.cat(rows)), torch.from_numpy(places).to(self.device)))
         return found
 
-    def _rounds(
-        self, traces: Sequence[Trace], depth: int, kept: Sequence[Tensor], unknown: Sequence[bool]
-    ) -> list[list[Tensor]]:
-        """Return the states behind each of the first tokens of a round, for each trace, `(positions, hidden)`. Where
-        `unknown`, the states of the prompt are zeros."""
+    def _rounds(self, traces: Sequence[Trace], depth: int, kept: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the states behind each of the first tokens of a round, for each trace, `(positions, hidden)`. States
+        of the target that are missing at the end of `kept` are zeros."""
         device = self.device
         prompt, width = max(len(t.prompt_ids) for t in traces), max(len(t) for t in traces)
         total = prompt + width - 1
@@ -535,7 +534,6 @@ class DraftHead(PreTrainedModel):
             torch.nn.functional.pad(states.to(device, self._reads), (0, 0, pad + 1, total - pad - 1 - len(states)))
             for pad, states in zip(padding, kept, strict=True)  # cut, if they are longer; autocast stacks no float16
         ])  # fmt: skip
-        before[torch.tensor(unknown, device=device), :prompt] = 0
         pads = torch.tensor(padding, device=device)[:, None]
         columns = torch.arange(total, device=device)
         is_real = columns >= pads + self.first

@@ -35,16 +35,15 @@ BIG: dict[str, Any] = {  # Llama 3.1 8B
 
 def state_seconds(head: Any, tokens: int) -> float:
     """Return the seconds of reading the target's states of so many tokens, beyond those of a drafted token."""
-    size = len(head.config.state_layers) * head.config.state_size
     texts = [list(range(3, 131))]
     best = {"read": float("inf"), "feed": float("inf")}
     with torch.inference_mode():
-        held = [torch.zeros(len(texts[0]) - 1, size, dtype=torch.float16)]
+        held = [torch.zeros(len(texts[0]) - 1, head.state_width, dtype=torch.float16)]
         forward = HeadForward(head, [held], 1024)
         forward.read(texts)
         for _ in range(REPEATS):
             texts[0] += [5] * tokens
-            held.append(torch.zeros(tokens, size, dtype=torch.float16))
+            held.append(torch.zeros(tokens, head.state_width, dtype=torch.float16))
             started = time.perf_counter()
             forward.read(texts)
             read = time.perf_counter()
@@ -77,7 +76,7 @@ def measured(target: Any, traces: list[Any]) -> dict[str, Any]:
             "target_token_seconds": one,
             "drafted_token": costs[name].draft / one,
             "states_per_round": state_seconds(draft, ACCEPTED) / one if heads else 0.0,
-            "bytes_per_position": 2 * len(draft.config.state_layers) * draft.config.state_size if heads else 0,
+            "bytes_per_position": 2 * draft.state_width if heads else 0,
             "step_seconds": step_seconds(draft, target, traces),
         }
         print(f"{type(target).__name__} {target.config.hidden_size}, {name}: {found[name]}", flush=True)
