@@ -48,14 +48,14 @@ from transformers.generation.streamers import BaseStreamer
 from osd_hf import AcceptanceStats, OnlineAssistant, OnlineConfig, Trace
 from osd_hf.bundled import DOMAINS, bundled_prompts
 from osd_hf.decoding.static import static_target
-from osd_hf.distillation.make_draft import MakeDraftConfig, train_draft
 from osd_hf.evaluation.benchmark import System, answer_greedily, answer_traced, benchmark, compare_outputs
+from osd_hf.layers import copy_layers
 from osd_hf.learning.weights import SHARED_SETTING
 from osd_hf.loading import load_pair
 from osd_hf.prompts import encode_turn
 from osd_hf.replay import redraft
 from osd_hf.speedup import expected_block_efficiency
-from osd_hf_app.pair import everyday_prompts, smollm2
+from osd_hf_app.pair import smollm2_pair
 
 Found = dict[str, Any]
 Model = Any
@@ -395,18 +395,15 @@ def batches(device: str, sizes: Sizes) -> Iterator[Found]:
 
 
 def stretched_pair(device: str, sizes: Sizes) -> tuple[Model, Model, Model, Any, Found]:
-    """Return the stretched target and draft, the original target, its tokenizer, and facts about them."""
+    """Return the stretched target and bundled draft, the original target, its tokenizer, and facts about them."""
     if sizes.compiles:
-        (small, tokenizer), asked = smollm2(device), everyday_prompts()
+        pair = smollm2_pair(device)
     else:
-        small, _, tokenizer = load_pair(device=device)
-        asked = [example.prompt for domain in DOMAINS for example in bundled_prompts(domain, 3, seed=1)]
-    how = MakeDraftConfig(
-        num_layers=1, max_seconds=30.0, max_steps=None if sizes.compiles else 2, max_new_tokens=sizes.waited_tokens
-    )
-    made = train_draft(small, tokenizer, how, prompts=asked, show_progress=False)
+        pair = load_pair(device=device)
+        pair = pair._replace(draft=copy_layers(pair.target, [0]))
+    small, tokenizer = pair.target, pair.tokenizer
     target = stretched(small, sizes.stretched_layers, sizes.copies, sizes.dtype)
-    draft = stretched(made.draft, len(made.layers), sizes.copies, sizes.dtype)
+    draft = stretched(pair.draft, pair.draft.config.num_hidden_layers, sizes.copies, sizes.dtype)
     draft.set_input_embeddings(target.get_input_embeddings())
     draft.set_output_embeddings(target.get_output_embeddings())
     ids = torch.tensor([encode_turn(tokenizer, "Why is the sky blue?")], device=device)
@@ -414,7 +411,7 @@ def stretched_pair(device: str, sizes: Sizes) -> tuple[Model, Model, Model, Any,
         logits, expected = (model(ids).logits[0].float() for model in (target, small))
     facts = {
         "parameters": target.num_parameters(), "parameters_of_the_original": small.num_parameters(),
-        "layers_of_the_draft": len(made.layers), "alpha_as_made": made.after.alpha,
+        "layers_of_the_draft": draft.config.num_hidden_layers,
         "relative_difference_of_logits": float((logits - expected).norm() / expected.norm()),
         "equal_most_likely_tokens": float((logits.argmax(-1) == expected.argmax(-1)).float().mean()),
     }  # fmt: skip
