@@ -319,7 +319,7 @@ class Call:
         )
         self.clock = self.draftings[0].clock
         drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
-        if drafts and kernels.min_side():
+        if drafts and self.model.device.type == "cpu" and kernels.min_side():
             stack.enter_context(kernels.fast_kernels(self.model, *drafts.values(), is_request=True))
 
     def decode(self) -> Any:
@@ -537,7 +537,8 @@ class Call:
 
     def close(self) -> None:
         """Release caches, whether the call ended well or not."""
-        for source in (self._loop.sources or ()) if self._loop is not None else ():
+        loop, self._loop = self._loop, None  # each refers to the other, so memory would wait for the garbage collector
+        for source in (loop.sources or ()) if loop is not None else ():
             source.forward.close()
         if self.target is not None:
             self.target.close()

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as symbolic
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -286,7 +287,9 @@ class StaticForward:
             if fast is None or known != kind:
                 fast = fast_copy(model, code)
                 self._copies[model] = kind, fast
-            with torch._dynamo.config.patch(recompile_limit=MAX_CODES):
+            # Sizes that are equal by chance need not be equal later.
+            any_size = symbolic.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+            with torch._dynamo.config.patch(recompile_limit=MAX_CODES), any_size:
                 run(fast, *inputs)  # compilers and libraries choose their kernels here
             is_ready = True
             replay = capture(functools.partial(run, fast), inputs)
@@ -412,9 +415,15 @@ Replay = Callable[..., Tensors]
 def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Return what a graph of a model depends on besides the values of its tensors: where they are, and the state of
     PEFT's adapters. `None` if the model has hooks or replaced forwards: they may do anything at each call."""
-    parts: list[Any] = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
-    for module in model.modules():
+    parts, modules, seen = list[Any](), [model], {None}
+    for module in modules:  # for every request; `model.modules()` takes longer
+        if module in seen:
+            continue
+        seen.add(module)
         state = vars(module)
+        modules += state["_modules"].values()
+        tensors = (*state["_parameters"].values(), *state["_buffers"].values())
+        parts += [tensor.data_ptr() for tensor in tensors if tensor is not None]
         hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
         # Transformers' own hooks only return hidden states where they are asked for.
         if any(getattr(hook, "__module__", "") != OUTPUT_HOOKS for hook in hooks) or "forward" in state:
@@ -432,7 +441,7 @@ class _GraphDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call] # before learning
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.first = self.capture(lambda: (torch.zeros(1, device=device),))  # keeps the memory
