@@ -12,7 +12,7 @@ costs       seconds of a verification by tokens and length, of a round and a dra
 memory      a learning draft with a large target: bytes between updates and at most, against `memory_plan`
 speed       default settings with drafts of a given acceptance, against the target alone: eager, compiled by
             transformers, and inside the assistant; time to the first token, and until full speed
-latency     seconds per request while the draft learns and while it does not
+latency     seconds per request while the draft learns, and while it does not
 stretched   SmolLM2-135M with the cost of an 8B model and the same function: learning live, then all systems in turns
 batches     several rows, against the target's own batches, eager and compiled
 
@@ -88,7 +88,7 @@ class Sizes:
     answer_tokens: int = 24
     new_tokens: int = 128
     timed: int = 4
-    waits: int = 40  # requests per strategy
+    waits: int = 60  # requests per strategy
     waited_tokens: int = 48
     layers: tuple[int, ...] = (1, 2, 4)
     heads: tuple[int, ...] = (8192, 32768)
@@ -355,7 +355,7 @@ def percentiles(seconds: list[float]) -> Found:
 def latency(device: str, sizes: Sizes) -> Iterator[Found]:
     target = random_model(sizes.shape, sizes.dtype, device)
     draft, found, holds = draft_for(target, 1.0), dict[str, Any](), True
-    for name in ("manual", "spread", "idle", "manual again"):
+    for name in ("manual", "spread", "manual again"):
         with OnlineAssistant(target, draft, None, OnlineConfig(update_strategy=name.split()[0])) as assistant:
             assistant.warm_up(PROMPT + sizes.waited_tokens)
             asked = prompts(SKIPPED + sizes.waits, target.config.vocab_size, sizes.waited_tokens)
