@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import sys
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
@@ -51,7 +48,6 @@ OTHER_DRAFT = (
 )
 UNLOADED = "The session in %s is not loaded, and the next save replaces it. Call `load_state` first."
 UNROUTED = "%d requests came without a domain, and only drafts of domains learn. Pass `domain=`, or another router."
-SWITCH_SECONDS = 5e-4  # between threads beside learning; with Python's 5 ms, requests go on late after each wait
 TIMED_REQUESTS, ROUTED_REQUESTS = 16, 32  # after which slow drafts, and drafts without a domain, are reported
 
 
@@ -109,22 +105,17 @@ class Failures:
 
 class Traffic:
     """Let one thread at a time learn or save, and let either requests run, any number of them, or one part of idle
-    learning. With `is_beside`, requests run beside learning."""
+    learning."""
 
-    def __init__(self, is_beside: bool) -> None:
-        self.is_beside = is_beside
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         self._learning = threading.Lock()  # held by the thread that learns or saves
         self._requests = 0
-        self.is_stepping = False  # whether the learning thread learns
-
-    def request(self) -> AbstractContextManager[None]:
-        """Return a context for a request."""
-        return contextlib.nullcontext() if self.is_beside else self._before_learning()
+        self.is_stepping = False  # whether the idle thread learns
 
     @contextlib.contextmanager
-    def _before_learning(self) -> Iterator[None]:
-        """Wait for the part of idle learning in progress, and let no other begin inside."""
+    def request(self) -> Iterator[None]:
+        """Wait for the part of idle learning in progress, and let no other begin while a request runs inside."""
         with self.changed:
             self._requests += 1
         try:
@@ -140,7 +131,7 @@ class Traffic:
     def alone(self, *, wait: bool = True) -> Iterator[bool]:
         """Let no other thread learn or save inside. Without `wait`, yields `False` if another thread does. A thread
         that waits goes before idle learning, as a request does."""
-        with self._before_learning() if wait else contextlib.nullcontext():
+        with self.request() if wait else contextlib.nullcontext():
             is_alone = self._learning.acquire(blocking=wait)
             try:
                 yield is_alone
@@ -150,11 +141,11 @@ class Traffic:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request that learning waits for runs, and no thread learns, saves, or waits to."""
+        """Whether no request runs, and no thread learns, saves, or waits to."""
         return not self._requests
 
     def wake(self) -> None:
-        """Let the learning thread look for work."""
+        """Let the idle thread look for work."""
         with self.changed:
             self.changed.notify_all()
 
@@ -162,10 +153,10 @@ class Traffic:
 class LiveLearning:
     """Serve the requests of an assistant, count them, and run its learner in one thread at a time. A request ends by
     putting its traces on a queue. Then its thread takes them from the queue, counts them and, with `"spread"` and
-    `"interval"`, learns. With `"idle"`, a thread learns in parts while no request runs; with `"spread"` on a GPU,
-    beside requests. An error of learning never affects an answer: `failures` keeps it until the same work succeeds.
-    After three failures in a row, learning for a draft pauses. The session is saved to `autosave` in a thread after
-    every 8 updates. Of `on_update`, only a weak reference is kept."""
+    `"interval"`, learns. With `"idle"`, a thread learns in parts while no request runs. An error of learning never
+    affects an answer: `failures` keeps it until the same work succeeds. After three failures in a row, learning for a
+    draft pauses. The session is saved to `autosave` in a thread after every 8 updates. Of `on_update`, only a weak
+    reference is kept."""
 
     def __init__(
         self,
@@ -190,8 +181,7 @@ class LiveLearning:
         self.static = static
         self.accelerator = accelerator  # its trackers log the updates
         self._on_update = (lambda: None) if on_update is None else weakref.ref(on_update)
-        is_beside = self.config.update_strategy == "spread" and learns_beside(target.device)
-        self.traffic = Traffic(is_beside)
+        self.traffic = Traffic()
         # Requests that wait to be counted and learned from: the traces, whether to learn, the store, and the owner.
         self._finished: deque[tuple[Iterable[Trace], bool, CorrectionStore | None, str | None]] = deque()
         self.tally = Tally()
@@ -207,10 +197,10 @@ class LiveLearning:
         # Held while a request is counted and added, and while counts and requests are read together or loaded.
         self._taking_in = threading.Lock()
         self._reporting = threading.Lock()  # held by the thread that calls `on_update`
-        self._thread: threading.Thread | None = None
-        if is_beside or self.config.update_strategy == "idle":
-            self._thread = threading.Thread(target=self._learn_in_thread, name="osd_hf-learner", daemon=True)
-            self._thread.start()
+        self._idle_thread: threading.Thread | None = None
+        if self.config.update_strategy == "idle":
+            self._idle_thread = threading.Thread(target=self._learn_between, name="osd_hf-learner", daemon=True)
+            self._idle_thread.start()
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +283,7 @@ class LiveLearning:
                     logger.warning(UNROUTED, ROUTED_REQUESTS)
             if learn and self.reads_text:
                 self.earlier.add(owner, trace.domain, trace.prompt_ids.tolist(), trace.completion_ids.tolist())
-        if learn and self._thread is not None:
+        if learn and self.config.update_strategy == "idle":
             self.traffic.wake()
         elif learn:
             self._learn(self.learner.after_answer)
@@ -387,29 +377,27 @@ class LiveLearning:
         self.learner.is_paused = is_paused
         self.traffic.wake()
 
-    # --- learning in a thread ---------------------------------------------------------------------------------------
+    # --- learning between requests ----------------------------------------------------------------------------------
 
     def wait_until_idle(self, timeout: float | None) -> bool:
-        """Wait until the learning thread, if there is one, has no work; returns whether it has none."""
+        """Wait until the idle thread, if there is one, has no work; returns whether it has none."""
         self.traffic.wake()
         with self.traffic.changed:
-            return self._thread is None or self.traffic.changed.wait_for(
+            return self._idle_thread is None or self.traffic.changed.wait_for(
                 lambda: self._is_stopped or not (self.traffic.is_stepping or self.learner.has_work()), timeout
             )
 
     def stop(self) -> None:
-        """End the learning thread after its current part of work, and wait for a save in progress."""
+        """End the idle thread after its current part of work, and wait for a save in progress."""
         self._is_stopped = True
         self.traffic.wake()
-        for thread in (self._thread, self.save_thread):
+        for thread in (self._idle_thread, self.save_thread):
             if thread is not None and thread is not threading.current_thread():
                 thread.join()
 
-    def _learn_in_thread(self) -> None:
-        """Learn in parts until stopped, while there is work, and nobody else learns or saves; with `"idle"`, while no
-        request runs."""
-        traffic, device = self.traffic, self.target.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" and traffic.is_beside else None  # type: ignore[no-untyped-call]
+    def _learn_between(self) -> None:
+        """Learn in parts until stopped, while there is work, no request, and nobody else who learns or saves."""
+        traffic = self.traffic
         while True:
             with traffic.changed:
                 traffic.changed.wait_for(lambda: self._is_stopped or (traffic.is_idle and self.learner.has_work()))
@@ -417,8 +405,7 @@ class LiveLearning:
                     return
                 traffic.is_stepping = True
             try:
-                with contextlib.nullcontext() if stream is None else _beside_requests(stream):
-                    self._learn(self.learner.step)
+                self._learn(self.learner.step)
             finally:
                 with traffic.changed:
                     traffic.is_stepping = False
@@ -515,24 +502,6 @@ class LiveLearning:
                 f"The assistant is closed, but something had failed ({'; '.join(map(repr, new))}). All requests were "
                 "answered. Fix the cause; `close()` again saves what could not be saved."
             ) from new[-1]
-
-
-def learns_beside(device: torch.device) -> bool:
-    """Whether a device computes learning and requests at the same time."""
-    return device.type == "cuda"
-
-
-@contextlib.contextmanager
-def _beside_requests(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Compute in a stream beside others, after what they began before."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    stream.wait_stream(torch.cuda.default_stream(stream.device))
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _same(folder: Path, other: Path | None) -> bool:

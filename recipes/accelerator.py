@@ -163,10 +163,11 @@ def draft_for(target: Model, alpha: float, layers: int = 1) -> Model:
     return draft
 
 
-def prompts(number: int, vocab_size: int, new_tokens: int) -> list[list[int]]:
-    """Return prompts of random tokens with answers that do not overlap, so that none can be found in earlier text."""
+def prompts(number: int, vocab_size: int, new_tokens: int, answers: int = LOW_IDS) -> list[list[int]]:
+    """Return prompts of random tokens with this number of `answers` that do not overlap, as many as there can be by
+    default, so that none can be found in earlier text."""
     draw, step = random.Random(0), 2 * new_tokens
-    ends = [first % LOW_IDS for first in range(0, step * number, step)]
+    ends = [first % min(step * answers, LOW_IDS) for first in range(0, step * number, step)]
     return [[draw.randrange(LOW_IDS, vocab_size) for _ in range(PROMPT - 1)] + [end] for end in ends]
 
 
@@ -354,11 +355,13 @@ def percentiles(seconds: list[float]) -> Found:
 
 def latency(device: str, sizes: Sizes) -> Iterator[Found]:
     target = random_model(sizes.shape, sizes.dtype, device)
-    draft, found, holds = draft_for(target, 1.0), dict[str, Any](), True
+    draft, found, holds = draft_for(target, 0.65), dict[str, Any](), True
     for name in ("manual", "spread", "manual again"):
-        with OnlineAssistant(target, draft, None, OnlineConfig(update_strategy=name.split()[0])) as assistant:
+        # The draft vocabulary needs answers whose tokens occur again, and past text must not find them.
+        config = OnlineConfig(candidates="draft", update_strategy=name.split()[0])
+        with OnlineAssistant(target, draft, None, config) as assistant:
             assistant.warm_up(PROMPT + sizes.waited_tokens)
-            asked = prompts(SKIPPED + sizes.waits, target.config.vocab_size, sizes.waited_tokens)
+            asked = prompts(SKIPPED + sizes.waits, target.config.vocab_size, sizes.waited_tokens, answers=4)
             answers = [Moments(assistant.generate, ids, sizes.waited_tokens, device) for ids in asked][SKIPPED:]
             found[name] = {
                 "seconds": percentiles([answer.seconds for answer in answers]),

@@ -1,6 +1,8 @@
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -398,3 +400,18 @@ def test_a_prompt_that_lies_only_in_the_cache_is_not_captured(long: bool, caplog
     assert torch.equal(output[0, -4:], alone[0, -4:])
     assert traces == []
     assert "not captured" in caplog.text
+
+
+@pytest.mark.parametrize("returned", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=str)
+def test_a_closed_assistant_is_released_without_the_garbage_collector(returned: dict[str, Any]) -> None:
+    target, draft = models.pair(noise=0.3)
+    gc.collect()
+    gc.disable()
+    try:
+        with OnlineAssistant(target, draft) as assistant:
+            assistant.generate(models.prompt(), **models.greedy(models.prompt()), **returned)
+        serving = weakref.ref(assistant.draft)
+        del assistant
+        assert serving() is None
+    finally:
+        gc.enable()

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import GenerationMixin
 
-from osd_hf import OnlineAssistant, OnlineConfig, capture_traces, live_learning
+from osd_hf import OnlineAssistant, OnlineConfig, capture_traces
 from osd_hf.trace import Trace
 
 LONG = 120  # seconds; only ends a test that hangs
@@ -239,27 +239,3 @@ def test_eight_threads_on_one_target_bound_and_unbound_get_the_targets_answers()
     assert GenerationMixin._assisted_decoding is loop
     assert done.total() - done["copied"] == requests
     assert assistant.stats.num_requests == done["attached"] + done["assistant"] + done["both"]
-
-
-def test_on_a_gpu_no_request_waits_for_learning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_learning, "learns_beside", lambda device: True)
-    target, draft = models.pair(noise=0.3)
-    going_on, decisions = threading.Event(), list[Any]()
-
-    def on_update(decision: Any) -> None:
-        decisions.append(decision)
-        assert going_on.wait(LONG)
-
-    config = OnlineConfig(update_interval=2, steps_per_update=2, gate=False)
-    with OnlineAssistant(target, draft, config=config, on_update=on_update) as assistant:
-        for ids in models.prompts(6):  # the first updates come while learning is held up
-            assert ask(assistant.generate, ids) == ask(target.generate, ids)
-        assert not assistant.wait_until_idle(0)
-        going_on.set()
-        assert assistant.wait_until_idle(LONG)
-        for ids in models.prompts(12)[6:]:
-            assert ask(assistant.generate, ids) == ask(target.generate, ids)
-            assert assistant.wait_until_idle(LONG)
-        assert assistant.learning_error is None
-        assert len(decisions) == assistant.version > 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("osd_hf-learner")]

@@ -478,7 +478,7 @@ class _Returned:
     """What `generate` returns beside the tokens of one row with `return_dict_in_generate`."""
 
     def __init__(self, loop: Loop) -> None:
-        config, self.loop = loop.config, loop
+        config, self.target, self.kwargs = loop.config, loop.target, loop.kwargs
         self.is_encoder_decoder = bool(loop.model.config.is_encoder_decoder)
         self.scores: tuple[Tensor, ...] | None = () if config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if config.output_logits else None
@@ -488,7 +488,7 @@ class _Returned:
 
     def add(self, count: int, logits: Tensor, scores: Tensor) -> None:
         """Add the emitted tokens of a round."""
-        outputs: Any = getattr(self.loop.target, "outputs", None)  # static forwards keep no states
+        outputs: Any = getattr(self.target, "outputs", None)  # static forwards keep no states
         if self.scores is not None:
             self.scores += tuple(scores[:, i] for i in range(count))
         if self.logits is not None:
@@ -503,11 +503,11 @@ class _Returned:
 
     def output(self, sequences: Tensor) -> Any:
         """Return the output of `generate`."""
-        cache = self.loop.target.cache
+        cache = self.target.cache
         common = {"sequences": sequences, "scores": self.scores, "logits": self.logits, "past_key_values": cache}
         if not self.is_encoder_decoder:
             return GenerateDecoderOnlyOutput(**common, attentions=self.attentions, hidden_states=self.hidden_states)
-        encoder = self.loop.kwargs["encoder_outputs"]
+        encoder = self.kwargs["encoder_outputs"]
         return GenerateEncoderDecoderOutput(
             **common,
             encoder_attentions=None if self.attentions is None else encoder.get("attentions"),

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental import _config as symbolic
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -287,9 +286,7 @@ class StaticForward:
             if fast is None or known != kind:
                 fast = fast_copy(model, code)
                 self._copies[model] = kind, fast
-            # Sizes that are equal by chance need not be equal later.
-            any_size = symbolic.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-            with torch._dynamo.config.patch(recompile_limit=MAX_CODES), any_size:
+            with torch._dynamo.config.patch(recompile_limit=MAX_CODES):
                 run(fast, *inputs)  # compilers and libraries choose their kernels here
             is_ready = True
             replay = capture(functools.partial(run, fast), inputs)
@@ -441,7 +438,7 @@ class _GraphDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.lock = threading.Lock()
-        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call] # before learning
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.first = self.capture(lambda: (torch.zeros(1, device=device),))  # keeps the memory
@@ -517,10 +514,9 @@ def grouped_attention(
     num_keys = key.shape[1]
     is_usual = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
     if num_keys == heads or not is_usual or dropout or any(kwargs.get(name) is not None for name in UNUSUAL):
-        usual: tuple[Tensor, None] = sdpa_attention_forward(
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-        return usual
     assert attention_mask is not None
     groups = heads // num_keys
     queries = query.reshape(rows * num_keys, groups * tokens, size)
@@ -602,8 +598,7 @@ class _OneLayer:
         self.layer = layer
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.layer.update(key_states, value_states)
-        return found
+        return self.layer.update(key_states, value_states)  # type: ignore[no-any-return]
 
 
 def _with_index(layer: nn.Module) -> list[nn.Module]:

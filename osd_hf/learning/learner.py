@@ -131,8 +131,8 @@ class Learner:
         return None if self.is_paused else self._fullest(lambda requests: requests.is_due)
 
     def _with_arrived(self) -> DraftRequests | None:
-        """Return requests that the learning thread has not compared yet."""
-        if self.is_paused:  # without a gate, none arrive
+        """Return requests that the idle thread has not compared yet."""
+        if self.config.update_strategy != "idle" or self.is_paused:  # without a gate, none arrive
             return None
         return self._fullest(lambda requests: bool(requests.arrived) and requests.may_learn)
 
