@@ -24,7 +24,7 @@ from osd_hf.errors import ConfigError, first_line, without_credentials, without_
 
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths in an argument, such as `a=/x/y,/z`, but not the path of a URL or `owner/name`.
-_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.|[A-Za-z]:)?[/\\][^,;:='\"]+")
+_PATH = re.compile(r"(?<![\w.:/\\-])(?:(?:file://|~\w*|\.\.|[A-Za-z]:)[/\\]|/|\\\\)[^,;:='\"]+")
 
 
 def make_folder(folder: Path) -> None:
