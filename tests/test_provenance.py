@@ -42,6 +42,7 @@ def test_is_ready_for_json_and_carries_the_extra_entries() -> None:
         ("--k=5", "--k=5"),
         ("-", "-"),
         ("a b", "'a b'"),
+        ("{{x}}\\n/home/someone/a", "'{x}\\na'"),
         ("db: {{x}}\\n{{y}}", "'db: {x}\\n{y}'"),
     ],
 )

@@ -268,7 +268,6 @@ class Call:
         self.target: BatchTargetForward | None = None  # over a static cache
         self._undrafted: str | None = None  # why no draft may help
         self.clock: Callable[[], float] = time.perf_counter
-        self._loop: Loop | None = None
 
     @property
     def is_served(self) -> bool:
@@ -318,9 +317,9 @@ class Call:
             first.domain, len(self.requests), do_sample=bool(self.config.do_sample), reads_text=reads_text
         )
         self.clock = self.draftings[0].clock
-        drafts = {id(r.drafting): r.drafting.draft for r in self.requests if r.drafting}
-        if drafts and self.model.device.type == "cpu" and kernels.min_side():
-            stack.enter_context(kernels.fast_kernels(self.model, *drafts.values(), is_request=True))
+        models = [self.model, *(r.drafting.draft for r in self.requests if r.drafting)]
+        if len(models) > 1 and any(model.device.type == "cpu" for model in models) and kernels.min_side():
+            stack.enter_context(kernels.fast_kernels(*models, is_request=True))
 
     def decode(self) -> Any:
         """Return the answers as `generate` returns them. Calls that cannot have candidates are decoded by the target
@@ -337,8 +336,12 @@ class Call:
         self.target = self._static_target()
         if self.length.is_plain and self.target is None:
             return self.decode_alone()
-        self._loop = Loop(self)
-        return self._loop.decode()
+        loop = Loop(self)  # which refers to this call: with a reference back, only the garbage collector frees both
+        try:
+            return loop.decode()
+        finally:
+            for source in loop.sources or ():
+                source.forward.close()
 
     def _static_target(self) -> BatchTargetForward | None:
         """Return forwards of the target over a static cache; `None` if it runs eagerly."""
@@ -536,10 +539,7 @@ class Call:
     # --- the end ---
 
     def close(self) -> None:
-        """Release caches, whether the call ended well or not."""
-        loop, self._loop = self._loop, None  # each refers to the other, so memory would wait for the garbage collector
-        for source in (loop.sources or ()) if loop is not None else ():
-            source.forward.close()
+        """Release the target's cache, whether the call ended well or not."""
         if self.target is not None:
             self.target.close()
 

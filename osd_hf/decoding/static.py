@@ -412,7 +412,7 @@ Replay = Callable[..., Tensors]
 def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Return what a graph of a model depends on besides the values of its tensors: where they are, and the state of
     PEFT's adapters. `None` if the model has hooks or replaced forwards: they may do anything at each call."""
-    parts, modules, seen = list[Any](), [model], {None}
+    parts, modules, seen = list[Any](), [model], {None}  # absent modules are skipped
     for module in modules:  # for every request; `model.modules()` takes longer
         if module in seen:
             continue

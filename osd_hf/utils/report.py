@@ -24,7 +24,7 @@ from osd_hf.errors import ConfigError, first_line, without_credentials, without_
 
 PACKAGES = ("torch", "transformers", "osd_hf")
 # Paths in an argument, such as `a=/x/y,/z`, but not the path of a URL or `owner/name`.
-_PATH = re.compile(r"(?<![\w.:/\\-])(?:(?:file://|~\w*|\.\.|[A-Za-z]:)[/\\]|/|\\\\)[^,;:='\"]+")
+_PATH = re.compile(r"(?<![\w.:/\\-])(?:file://|~\w*|\.\.|[A-Za-z]:)?[/\\][^,;:='\"]+")
 
 
 def make_folder(folder: Path) -> None:
@@ -83,8 +83,9 @@ def provenance(**extra: Any) -> dict[str, Any]:
 
 
 def _without_folders(argument: str) -> str:
-    inside = argument.replace(f"{Path.cwd()}{os.sep}", "")
-    return _PATH.sub(lambda match: re.split(r"[/\\]", match[0].rstrip("/"))[-1], inside)
+    parts = re.split(r"(\\[nrt])", argument.replace(f"{Path.cwd()}{os.sep}", ""))  # line breaks of templates stay
+    parts[::2] = [_PATH.sub(lambda match: re.split(r"[/\\]", match[0].rstrip("/"))[-1], part) for part in parts[::2]]
+    return "".join(parts)
 
 
 # Cached, because a learner may publish a version every few seconds.
