@@ -1,7 +1,7 @@
 """Measure what needs an accelerator, with the shape of Qwen3-8B and drafts of a few such layers.
 
-    python recipes/accelerator.py --parts exactness costs memory speed latency batches    # seven minutes on one H100
-    OSD_HF_DATA=... python recipes/accelerator.py --parts stretched                       # five minutes; loads SmolLM2
+    python recipes/accelerator.py --parts exactness costs memory speed latency batches    # seven minutes on one H200
+    OSD_HF_DATA=... python recipes/accelerator.py --parts stretched                       # four minutes; loads SmolLM2
     python recipes/accelerator.py --cost-model     # a table of expected speed-ups; needs no accelerator
     python recipes/accelerator.py --smoke          # tiny shapes on the CPU, without compilation
 
