@@ -73,6 +73,16 @@ def unwrap(model: Any) -> Any:
     return model if inner is model else unwrap(inner)
 
 
+def modules_of(model: Any) -> list[Any]:
+    """Return each module of a model once. Called for every request, because `model.modules()` takes longer."""
+    found, waiting = dict[Any, None](), [model]
+    for module in waiting:
+        if module is not None and module not in found:
+            found[module] = None
+            waiting += module._modules.values()
+    return list(found)
+
+
 def merged(model: Any) -> Any:
     """Return a copy of a `PeftModel` as an ordinary model, its adapter merged into the weights; the model itself if it
     has no adapter, or a soft prompt. Raises UnsupportedModelError if PEFT cannot merge the adapter."""

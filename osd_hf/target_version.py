@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from osd_hf.errors import first_line
-from osd_hf.models import unwrap
+from osd_hf.models import modules_of, unwrap
 from osd_hf.utils.context import neutral_context
 
 logger = logging.getLogger(__name__)
@@ -160,13 +160,10 @@ class _ModelState:
     """What torch and PEFT count about a model: its tensors, their in-place changes, and the active adapters."""
 
     def __init__(self, model: Any) -> None:
-        found, modules, seen = list[Any](), [model], {None}
-        for module in modules:  # for every request; `model.modules()` takes longer
-            if module not in seen:
-                seen.add(module)
-                modules += module._modules.values()
-                found += module._parameters.values()
-                found += [tensor for _, tensor in _own_buffers(module)] if module._buffers else []
+        found, modules = list[Any](), modules_of(model)
+        for module in modules:
+            found += module._parameters.values()
+            found += [tensor for _, tensor in _own_buffers(module)] if module._buffers else []
         # Weights that are removed from the model stay alive until the next call. Weak references would keep torch from
         # swapping their contents.
         self.tensors: list[torch.Tensor] = [tensor for tensor in found if tensor is not None]

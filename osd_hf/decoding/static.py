@@ -24,7 +24,7 @@ from osd_hf.decoding.checks import batch_hindrance, difference, log_once, unsupp
 from osd_hf.decoding.forward import AHEAD, Ragged, read_padded, usual_tensors
 from osd_hf.draft_head import joined
 from osd_hf.errors import UnsupportedModelError, first_line
-from osd_hf.models import vocab_size_of
+from osd_hf.models import modules_of, vocab_size_of
 from osd_hf.utils.context import to_device
 from osd_hf.utils.kernels import fast_kernels
 
@@ -412,13 +412,9 @@ Replay = Callable[..., Tensors]
 def _signature(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Return what a graph of a model depends on besides the values of its tensors: where they are, and the state of
     PEFT's adapters. `None` if the model has hooks or replaced forwards: they may do anything at each call."""
-    parts, modules, seen = list[Any](), [model], {None}  # absent modules are skipped
-    for module in modules:  # for every request; `model.modules()` takes longer
-        if module in seen:
-            continue
-        seen.add(module)
+    parts: list[Any] = []
+    for module in modules_of(model):
         state = vars(module)
-        modules += state["_modules"].values()
         tensors = (*state["_parameters"].values(), *state["_buffers"].values())
         parts += [tensor.data_ptr() for tensor in tensors if tensor is not None]
         hooks = [*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()]
@@ -613,7 +609,6 @@ def _compile_layers(layers: nn.ModuleList, code: LayerCode) -> None:
     for layer, (index,) in zip(layers, indices, strict=True):
         for module in _with_index(layer):
             vars(module)["layer_idx"] = 0
-
         vars(layer)["forward"] = functools.partial(_run_layer, code.of(layer), layer, index)
 
 
