@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import signal
 import socket
@@ -343,7 +344,10 @@ def main() -> None:
             world.close()
         with CorrectionStore(folder / "store") as store:
             kept = [tuple(trace.completion_ids.tolist()) for trace in store]
-        said, log = (text.replace(name, "...") for text in (said, (folder / "proxy.log").read_text()))
+        said, log = (
+            re.sub(r'(?<=File ").*/', "", text.replace(name, "..."))  # without the folders of this machine
+            for text in (said, (folder / "proxy.log").read_text())
+        )
     report = {
         "table": table, "whole": clients.whole, "kept": len(kept),
         "kept_as_said": sum(ids in clients.said | clients.left for ids in kept), "exit_code": world.proxy.returncode,
